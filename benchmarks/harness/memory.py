@@ -1,0 +1,27 @@
+"""Resident memory of this process, as Linux counts it."""
+
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
+
+
+def resident_bytes() -> int:
+    """What the process holds now."""
+    return _read("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """The most that the process held since it started, or since :func:`reset_peak`."""
+    return _read("VmHWM")
+
+
+def reset_peak() -> None:
+    """Makes the peak what is held now."""
+    _CLEAR_REFS.write_text(_RESET_PEAK)
+
+
+def _read(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,50 @@
+"""Results on the terminal."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.results import Group, Quantity, Row
+
+
+def print_group(console: Console, group: Group, quantities: Sequence[Quantity]) -> None:
+    """Prints a group as a table: each quantity's median, its ratio to the best peer, that ratio's range."""
+    table = Table(
+        title=group.title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        caption="x: times the best peer's median (lowest to highest of a round)",
+        caption_justify="left",
+    )
+    table.add_column("contender")
+    for quantity in quantities:
+        table.add_column(quantity.label, justify="right")
+    if any(row.loss is not None for row in group.rows):
+        table.add_column("final loss", justify="right")
+    for row in group.rows:
+        table.add_row(*_cells(row, quantities), style="bold" if row.ours else None)
+    console.print(table)
+
+
+def format_value(value: float, unit: str) -> str:
+    """`value`, in seconds or bytes as `unit` says, for people: in s or ms, or in MB (1e6 bytes)."""
+    if unit == "bytes":
+        return f"{value / 1e6:.0f} MB"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
+
+
+def _cells(row: Row, quantities: Sequence[Quantity]) -> list[str]:
+    if row.note:
+        return [row.contender, row.note]
+    cells = [row.contender]
+    for quantity in quantities:
+        value = row.values[quantity.key]
+        cell = format_value(value.median, quantity.unit)
+        if value.ratio is not None:
+            cell += f"  {value.ratio:.2f}x\n{value.lowest_ratio:.2f}-{value.highest_ratio:.2f}x"
+        cells.append(cell)
+    if row.loss is not None:
+        cells.append(f"{row.loss:.4f}")
+    return cells

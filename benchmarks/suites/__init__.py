@@ -1,0 +1,1 @@
+"""The benchmarks, one file each, found by :mod:`benchmarks.registry`."""

@@ -1,0 +1,68 @@
+"""What importing tensorshard costs, against importing torch."""
+
+import argparse
+import subprocess
+import sys
+from datetime import date
+
+from rich.console import Console
+
+from benchmarks.harness.hardware import hardware_name, installed_versions
+from benchmarks.harness.report import print_group
+from benchmarks.harness.results import Group, Quantity, Results, make_rows, save_results
+from benchmarks.registry import Suite
+
+QUANTITIES = (Quantity("import_seconds", "import time", "s"),)
+
+# What each title compares: a peer's statement, then ours. The second is what training with ZeRO needs.
+STATEMENTS = {
+    "package": ("import torch", "import tensorshard"),
+    "what training needs": (
+        "import torch; from torch.distributed.fsdp import fully_shard",
+        "import torch; from tensorshard import Plan, parallelize",
+    ),
+}
+
+_TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
+
+
+def import_seconds(statement: str) -> float:
+    """How long `statement` takes in a fresh interpreter, whose own start is not counted."""
+    command = [sys.executable, "-c", _TIMED.format(statement)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def measure_group(title: str, rounds: int) -> Group:
+    """Measures the statements of `title` in turn, after a round that fills caches and writes bytecode."""
+    peer, ours = STATEMENTS[title]
+    seconds: dict[str, list[float]] = {peer: [], ours: []}
+    for round_number in range(rounds + 1):
+        for statement, values in seconds.items():
+            value = import_seconds(statement)
+            if round_number > 0:
+                values.append(value)
+    return Group(
+        title=title,
+        date=date.today().isoformat(),
+        versions=installed_versions(["torch", "tensorshard"]),
+        settings={"rounds": rounds},
+        rows=make_rows({"import_seconds": seconds}, ours=[ours]),
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    console = Console()
+    groups = []
+    for title in STATEMENTS:
+        groups.append(measure_group(title, arguments.rounds))
+        print_group(console, groups[-1], QUANTITIES)
+    results = Results("import", hardware_name("cpu"), "cpu", QUANTITIES, tuple(groups))
+    console.print(f"Written to {save_results(results)}")
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=10, help="imports of each kind (default %(default)s)")
+
+
+SUITE = Suite("import", "import tensorshard against import torch", add_arguments, run)

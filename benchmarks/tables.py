@@ -1,0 +1,93 @@
+"""``python -m benchmarks tables``: writes the README's tables anew from the results files.
+
+A table stands between ``<!-- benchmark:NAME -->`` and ``<!-- /benchmark -->``, on lines of their own; what
+was there is replaced by one table for each hardware that NAME was run on.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness.report import format_value
+from benchmarks.harness.results import RESULTS, Quantity, Results, Row, load_results
+from benchmarks.registry import Suite
+
+README = Path(__file__).parent.parent / "README.md"
+
+_BLOCK = re.compile(
+    r"^<!-- benchmark:(?P<name>[\w-]+) -->\n(?P<table>.*?)^<!-- /benchmark -->$", re.MULTILINE | re.DOTALL
+)
+
+
+def replace_tables(text: str, results: Sequence[Results]) -> str:
+    """`text` with every marked block's content replaced by the tables of that benchmark.
+
+    Raises:
+        ValueError: a block asks for a benchmark without results, or has no end.
+    """
+    opened = re.findall(r"^<!-- benchmark:([\w-]+) -->$", text, re.MULTILINE)
+    if len(opened) != len(closed := list(_BLOCK.finditer(text))) or any(
+        "<!-- benchmark:" in block["table"] for block in closed
+    ):
+        raise ValueError(
+            f"the blocks {', '.join(opened)} need a line '<!-- /benchmark -->' each after their table"
+        )
+
+    def block(match: re.Match[str]) -> str:
+        name = match["name"]
+        found = [result for result in results if result.benchmark == name]
+        if not found:
+            known = ", ".join(sorted({result.benchmark for result in results})) or "none"
+            raise ValueError(f"there are no results of a benchmark {name!r}; there are those of: {known}")
+        table = "\n\n".join(markdown_table(result) for result in found)
+        return f"<!-- benchmark:{name} -->\n{table}\n<!-- /benchmark -->"
+
+    return _BLOCK.sub(block, text)
+
+
+def markdown_table(results: Results) -> str:
+    """One benchmark's results on one hardware. Times measured on CPUs are given as ratios only: they say
+    more about the machine and what else it was doing than about the contenders. Memory does not."""
+    columns = [(q, q.unit != "s" or results.device == "cuda") for q in results.quantities if q.headline]
+    header = ["", "contender"]
+    for quantity, absolute in columns:
+        header += [quantity.label, "x best peer"] if absolute else [f"{quantity.label}, x best peer"]
+    lines = [_line(header), _line(["---", "---", *["---:"] * (len(header) - 2)])]
+    for group in results.groups:
+        title = group.title
+        for row in group.rows:
+            lines.append(
+                _line([title, f"**{row.contender}**" if row.ours else row.contender, *_cells(row, columns)])
+            )
+            title = ""
+    versions = {name: version for group in results.groups for name, version in group.versions.items()}
+    dates = sorted({group.date for group in results.groups})
+    measured = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    stated = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return "\n".join([*lines, "", f"{results.hardware}, {measured}; {stated}."])
+
+
+def _cells(row: Row, columns: Sequence[tuple[Quantity, bool]]) -> list[str]:
+    cells = []
+    for quantity, absolute in columns:
+        value = row.values.get(quantity.key)
+        if absolute:
+            cells.append(format_value(value.median, quantity.unit) if value else row.note)
+        cells.append("" if value is None or value.ratio is None else f"{value.ratio:.2f}")
+    return cells
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    results = [load_results(path) for path in sorted(RESULTS.glob("*.json"))]
+    text = README.read_text()
+    README.write_text(replace_tables(text, results))
+    print(f"{README.name}: {len(_BLOCK.findall(text))} block(s) written from {len(results)} results file(s)")
+    return 0
+
+
+COMMAND = Suite("tables", "writes the README's tables anew from the results files", lambda parser: None, run)

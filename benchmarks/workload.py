@@ -1,0 +1,65 @@
+"""The work that contenders share: a GPT, its data, loss and optimizer. None of it knows of parallelism."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tensorshard.models import GPT
+
+OPTIMIZER = partial(torch.optim.AdamW, lr=3e-4, fused=True)
+"""Every contender's optimizer."""
+
+_SEED = 0
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over this rank's tokens, in nats."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A GPT in fp32 and its batches.
+
+    Args:
+        name: of the model's size.
+        num_layers: blocks.
+        num_heads: attention heads of a block.
+        width: features of a token.
+        vocab_size: number of different tokens.
+        context_length: tokens of a sequence.
+        batch_size: sequences on each rank in each step.
+    """
+
+    name: str
+    num_layers: int
+    num_heads: int
+    width: int
+    vocab_size: int
+    context_length: int
+    batch_size: int
+
+    def model(self) -> GPT:
+        """The model with its initial weights, which are the same on every rank and for every contender."""
+        torch.manual_seed(_SEED)
+        return GPT(
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            width=self.width,
+        )
+
+    def batch(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, ``[batch_size, context_length]`` each, that depend on `step` and `rank` alone.
+
+        Small tokens are far more frequent than large ones. So there is something to learn, and a contender
+        that forgets to update or to average shows in the loss.
+        """
+        generator = torch.Generator().manual_seed(_SEED + 1_000_003 * step + rank)
+        uniform = torch.rand(self.batch_size, self.context_length + 1, generator=generator)
+        tokens = (uniform.pow(4) * self.vocab_size).long()
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,0 +1,60 @@
+"""The ``tensorshard`` command: finds the subcommand and turns its errors into messages and exit codes."""
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+
+import tensorshard
+from tensorshard.commands import train
+from tensorshard.config import ConfigError
+from tensorshard.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
+from tensorshard.worker import INTERRUPTED
+
+USAGE_ERROR = 2
+"""Exit code after a mistake in what was asked for; nothing was started."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (without the program's name) and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="tensorshard", description=tensorshard.__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"tensorshard {tensorshard.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    train.add_parser(commands)
+    args, rest = parser.parse_known_args(argv)
+    for word in rest:
+        if word.startswith("-"):
+            args.parser.error(_unknown_option(args.parser, word))
+    # argparse stops collecting words that are no options at the first option; the others are left over.
+    args.words = [*args.words, *rest]
+    return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        return args.command(args)
+    except (ConfigError, LaunchError) as error:
+        if (
+            os.environ.get("LOCAL_RANK", "0") == "0"
+        ):  # the same mistake on all ranks of a machine is told once
+            print(f"tensorshard: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except WorkerFailedError as error:
+        print(f"tensorshard: {error}", file=sys.stderr)
+        return 1
+    except LaunchInterrupted as error:
+        return 128 + error.signal
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _unknown_option(parser: argparse.ArgumentParser, word: str) -> str:
+    name = word.partition("=")[0]
+    known = [option for action in parser._actions for option in action.option_strings]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

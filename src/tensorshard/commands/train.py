@@ -1,0 +1,184 @@
+"""``tensorshard train``: checks what can be checked, then starts workers, or becomes one under torchrun."""
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from tensorshard.config import ConfigError, load_config, to_yaml
+from tensorshard.launch_errors import LaunchError
+from tensorshard.worker import run_worker
+
+if TYPE_CHECKING:
+    from tensorshard.launch import World
+
+RESUME_NEWEST = "latest"
+"""What the trainer is given for ``--resume`` without a path."""
+
+_EPILOG = """\
+examples:
+  tensorshard train
+      the quickstart: a small GPT on Python's own sources, about two minutes on two cores
+  tensorshard train quickstart train.steps=50 optimizer.lr=1e-3 --nproc 4
+      the same, shorter, on four processes
+  tensorshard train my_config.py train.plan.zero=2 train.plan.precision=bf16
+      a config of your own; every field of tensorshard.Plan is a key of train.plan
+  tensorshard train runs/quickstart-1/config.yaml --resume
+      continue a run at its newest checkpoint, on any number of processes
+  tensorshard train my_config.py --nnodes 2 --rdzv-endpoint node0:29500
+      the same command on each of two machines
+  torchrun --nproc-per-node 2 --no-python tensorshard train my_config.py
+      as workers of another launcher
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``train`` to the command line."""
+    parser = commands.add_parser(
+        "train",
+        help="train a model as a config says, sharded over the devices of one machine or several",
+        description="Trains a model as CONFIG says. Options and overrides may come in any order.",
+        usage="tensorshard train [CONFIG] [KEY=VALUE ...] [options]",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG KEY=VALUE",
+        help="the config: a .py file, the config.yaml of an earlier run, or the name of one that is shipped "
+        "(default: quickstart); and overrides of its values, as YAML",
+    )
+    parser.add_argument("--output", metavar="DIR", help="the run's directory (default: what the config says)")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=RESUME_NEWEST,
+        metavar="CHECKPOINT",
+        help="continue from this checkpoint, or without one from the newest of the run",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the config, overridden; start nothing"
+    )
+    processes = parser.add_argument_group("processes")
+    processes.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="processes on this machine (default: one a visible GPU, or 2 on CPUs)",
+    )
+    processes.add_argument("--nnodes", type=int, metavar="N", help="machines (default: 1)")
+    processes.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="I",
+        help="number of this machine, from 0 (default: they sort it out)",
+    )
+    processes.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: a free port on one of them"
+    )
+    processes.add_argument(
+        "--log-dir", metavar="DIR", help="for what ranks other than 0 print (default: a temporary directory)"
+    )
+    parser.set_defaults(command=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ConfigError, LaunchError: what was asked for cannot be done; nothing was started.
+        WorkerFailedError: a worker failed.
+        LaunchInterrupted: a signal ended the run.
+    """
+    from tensorshard.launch import launch
+
+    if os.getcwd() not in sys.path:  # where the user's own modules are, as for `python -m`
+        sys.path.insert(0, os.getcwd())
+    source, overrides = _config_and_overrides(args)
+    world = None if _is_worker(args) else _world(args)
+    world_size = int(os.environ["WORLD_SIZE"]) if world is None else world.size
+    _check_paths(args)
+    config = load_config(source, overrides)
+    if args.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    _check(config, world_size)
+    call = (config, args.resume, args.output)
+    if world is None:
+        run_worker(train_worker, call)
+    else:
+        launch(train_worker, call, world, log_dir=args.log_dir)
+    return 0
+
+
+def train_worker(config: DictConfig, resume: str | None, output: str | None) -> None:
+    """What each process of a run does."""
+    from tensorshard.trainer.run import run as run_trainer
+
+    run_trainer(config, resume=resume, output=output)
+
+
+def _config_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """The config and its overrides, out of all words that are no options."""
+    words = args.words
+    if args.resume and ("=" in args.resume or args.resume.endswith((".py", ".yaml", ".yml"))):
+        # No checkpoint looks like that: --resume stood alone, and argparse took the word after it.
+        words = [*words, args.resume]
+        args.resume = RESUME_NEWEST
+    overrides = [word for word in words if "=" in word]
+    configs = [word for word in words if "=" not in word]
+    if len(configs) > 1:
+        raise ConfigError(
+            f"one config at a time, not {' and '.join(configs)}; overrides are written KEY=VALUE"
+        )
+    return (configs[0] if configs else "quickstart"), overrides
+
+
+def _is_worker(args: argparse.Namespace) -> bool:
+    """Whether a launcher, such as torchrun, has started this process as one rank of a world."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "log_dir"):
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise LaunchError(
+                f"{option} is for starting processes, but a launcher has started this one already (RANK and "
+                f"WORLD_SIZE are set); leave it out"
+            )
+    return True
+
+
+def _world(args: argparse.Namespace) -> "World":
+    from tensorshard.launch import World, visible_gpus
+
+    return World(
+        nproc=(visible_gpus() or 2) if args.nproc is None else args.nproc,
+        nnodes=1 if args.nnodes is None else args.nnodes,
+        node_rank=args.node_rank,
+        rdzv_endpoint=args.rdzv_endpoint,
+    )
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    if args.resume not in (None, RESUME_NEWEST) and not os.path.isdir(args.resume):
+        raise ConfigError(f"--resume {args.resume}: there is no such checkpoint directory")
+    if args.output is not None and os.path.exists(args.output) and not os.path.isdir(args.output):
+        raise ConfigError(f"--output {args.output}: that is a file; a run writes a directory")
+
+
+def _check(config: DictConfig, world_size: int) -> None:
+    """Whether `config` can be run by `world_size` processes."""
+    from tensorshard.trainer.settings import TrainSettings
+
+    try:
+        settings = TrainSettings.from_config(config)
+        plan = settings.plan.resolve(world_size)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"train.plan: {error}") from error
+    settings.check_batch(plan.dp_size)

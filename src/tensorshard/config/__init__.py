@@ -1,0 +1,32 @@
+"""Configs: Python files that say what to call with what, overrides of them, YAML to repeat a run.
+
+The manner is that of detectron2's LazyConfig, which LiBai took over: a config is a plain Python module, and
+``LazyCall(Class)(argument=...)`` records a call instead of making it. What is recorded is data (OmegaConf),
+so it can be changed from the command line and written to a file; :func:`instantiate` makes the calls.
+"""
+
+from tensorshard.config.build import instantiate
+from tensorshard.config.errors import ConfigError
+from tensorshard.config.files import (
+    config_path,
+    get_config,
+    load_config,
+    save_config,
+    shipped_configs,
+    to_yaml,
+)
+from tensorshard.config.lazy import LazyCall
+from tensorshard.config.overrides import apply_overrides
+
+__all__ = [
+    "ConfigError",
+    "LazyCall",
+    "apply_overrides",
+    "config_path",
+    "get_config",
+    "instantiate",
+    "load_config",
+    "save_config",
+    "shipped_configs",
+    "to_yaml",
+]

@@ -1,0 +1,20 @@
+"""The error of this package, and how it names the nearest known word."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """A config, or an override of one, that cannot be honoured; the message is one sentence."""
+
+
+def suggest(word: str, known: Iterable[str], what: str) -> str:
+    """The end of a sentence about an unknown `word`: the nearest of the `known` ones, and all of them.
+
+    Args:
+        what: what the known words are, for instance ``"its arguments"``.
+    """
+    words = sorted(known)
+    near = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    all_words = f"{what}: {', '.join(words) or 'none'}"
+    return f"did you mean {near[0]!r}? ({all_words})" if near else all_words

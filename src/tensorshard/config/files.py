@@ -1,0 +1,193 @@
+"""Reading configs (Python files, or the YAML of an earlier run), and writing them to be read again."""
+
+import __future__
+
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
+
+from tensorshard.config.errors import ConfigError, suggest
+from tensorshard.config.lazy import plain
+from tensorshard.config.overrides import apply_overrides
+
+ASKED = "asked"
+"""The key at which :func:`load_config` records what was asked for."""
+
+_SHIPPED = Path(__file__).resolve().parent.parent / "configs"
+
+
+def shipped_configs() -> list[str]:
+    """Names of the configs that come with the package (``quickstart``, ...), without the parts they share."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.py") if not path.name.startswith("_"))
+
+
+def config_path(source: str | Path) -> Path:
+    """The file that `source` means: a path, or the name of a config that comes with the package.
+
+    Raises:
+        ConfigError: there is none; names the nearest shipped config, or the config inside a run's directory.
+    """
+    path = Path(source)
+    if path.suffix in (".py", ".yaml", ".yml"):
+        for candidate in (path, _SHIPPED / path):
+            if candidate.is_file():
+                return candidate.resolve()
+        raise ConfigError(
+            f"there is no config file {str(source)!r} here (the current directory is {os.getcwd()})"
+        )
+    shipped = _SHIPPED / f"{source}.py"
+    if shipped.is_file():
+        return shipped
+    if path.is_dir():
+        raise ConfigError(
+            f"{str(source)!r} is a directory; a run's config is the file {path / 'config.yaml'}"
+        )
+    raise ConfigError(
+        f"there is no config {str(source)!r}; {suggest(str(source), shipped_configs(), 'those shipped')}; "
+        f"a file of your own is named with its suffix, .py or .yaml"
+    )
+
+
+def get_config(path: str | Path) -> DictConfig:
+    """A config for use within another: ``train = get_config("common/train.py").train``.
+
+    `path` is looked for beside the file that makes the call, then among the configs that come with the
+    package. Every call reads the file anew, so that changing the result changes nothing for anybody else.
+    Setting a key that is not there is an error, as it would most likely be a typing mistake;
+    ``omegaconf.open_dict`` allows it.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be read.
+    """
+    caller = sys._getframe(1).f_globals.get("__file__")
+    beside = Path(caller).resolve().parent / path if caller else Path(path)
+    return _read(beside if beside.is_file() else config_path(path))
+
+
+def load_config(source: str | Path, overrides: Iterable[str] = ()) -> DictConfig:
+    """The config of a run: read, overridden and checked, without instantiating anything.
+
+    Args:
+        source: a ``.py`` config, a ``.yaml`` one that an earlier run wrote, or the name of one that comes
+            with the package (``"quickstart"``).
+        overrides: ``a.b=c``, applied in this order; see :func:`apply_overrides`.
+
+    Returns:
+        The config, with what was asked for under the key ``asked``: ``{config: source, overrides: [...]}``.
+
+    Raises:
+        ConfigError: there is no such config, it cannot be read, an override or an argument of a recorded call
+            is wrong, a required value (``"???"``) is missing, or a reference (``${a.b}``) leads nowhere.
+    """
+    overrides = list(overrides)
+    config = apply_overrides(_read(config_path(source)), overrides)
+    if ASKED in config:
+        raise ConfigError(
+            f"{source}: the key {ASKED!r} is kept for the record of what was asked for; rename it"
+        )
+    try:
+        OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}") from error
+    with open_dict(config):
+        config[ASKED] = {"config": str(source), "overrides": overrides}
+    return config
+
+
+def to_yaml(config: DictConfig) -> str:
+    """`config` as YAML with every reference resolved, without the record of what was asked for."""
+    keys: list[Any] = [key for key in config if key != ASKED]
+    return OmegaConf.to_yaml(OmegaConf.masked_copy(config, keys), resolve=True)
+
+
+def save_config(config: DictConfig, path: str | Path) -> None:
+    """Writes the resolved `config` to `path`, which :func:`load_config` reads back to an equal one.
+
+    What the user asked for, where the config came from :func:`load_config`, goes to ``asked.yaml`` beside
+    it. Each file is whole or absent: it is written under another name, then renamed.
+    """
+    path = Path(path)
+    texts = {path: to_yaml(config)}
+    if ASKED in config:
+        texts[path.with_name("asked.yaml")] = OmegaConf.to_yaml(config[ASKED])
+    for file, text in texts.items():
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+
+
+def _read(path: Path) -> DictConfig:
+    config = _read_python(path) if path.suffix == ".py" else _read_yaml(path)
+    OmegaConf.set_struct(config, True)
+    _open_calls(config)
+    return config
+
+
+def _read_python(path: Path) -> DictConfig:
+    namespace: dict[str, Any] = {"__file__": str(path), "__name__": f"<config {path.name}>"}
+    try:
+        exec(compile(path.read_text(encoding="utf-8"), path, "exec"), namespace)
+    except ConfigError as error:
+        raise ConfigError(f"{_line_in(path, error)}: {error}") from error
+    except (ConfigAttributeError, ConfigKeyError) as error:
+        known = [str(key) for key in error.parent_node or ()]
+        raise ConfigError(
+            f"{_line_in(path, error)}: there is no key {error.key!r} here; "
+            f"{suggest(str(error.key), known, 'the keys here')}"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"{_line_in(path, error)}: {type(error).__name__}: {error}") from error
+    return OmegaConf.create(
+        {
+            name: plain(value, f"{path}: {name!r}")
+            for name, value in namespace.items()
+            if _is_public(name, value)
+        }
+    )
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        config = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"{path} holds a list; a config is a mapping of keys to values")
+    return config
+
+
+def _is_public(name: str, value: Any) -> bool:
+    """Whether a name at the top level of a config file is part of the config, not an import or a helper."""
+    if name.startswith("_") or isinstance(value, ModuleType | __future__._Feature):
+        return False
+    return not callable(value)
+
+
+def _line_in(path: Path, error: Exception) -> str:
+    """The last line of the config file at `path` that `error` passed through."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f"{path}, line {error.lineno}"
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+    ]
+    return f"{path}, line {lines[-1]}" if lines else str(path)
+
+
+def _open_calls(config: DictConfig | ListConfig) -> None:
+    """Lets recorded calls take keys that are not there yet: their targets' signatures say what is known."""
+    if isinstance(config, DictConfig) and "_target_" in config:
+        OmegaConf.set_struct(config, False)
+    keys: Iterable[Any] = config if isinstance(config, DictConfig) else range(len(config))
+    for key in keys:
+        if not OmegaConf.is_interpolation(config, key) and not OmegaConf.is_missing(config, key):
+            child = config[key]
+            if isinstance(child, DictConfig | ListConfig):
+                _open_calls(child)

@@ -1,0 +1,197 @@
+"""LazyCall: a call written down as data, checked against the signature of what it will call."""
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from tensorshard.config.errors import ConfigError, suggest
+
+# Keys of a recorded call that are no arguments: hydra's `instantiate` reads them.
+CALL_KEYS = frozenset({"_target_", "_partial_", "_args_", "_convert_", "_recursive_"})
+
+
+class LazyCall:
+    """``LazyCall(target)(arguments)`` records that call as a ``DictConfig`` instead of making it.
+
+    The idea, and the name, are those of detectron2's LazyConfig and LiBai. Arguments may be recorded calls
+    themselves. Required arguments may be left out: an override, or the code that instantiates, supplies them.
+
+    Args:
+        target: a class, function or classmethod that can be imported by name.
+        partial: instantiate to a ``functools.partial`` of `target` with these arguments instead of calling
+            it: for optimizers, whose parameters are not known yet, and for functions that are wanted as such.
+
+    Raises:
+        ConfigError: `target` cannot be found under its own name.
+
+    Example::
+
+        model = LazyCall(GPT)(depth=4, width=256)
+        optimizer = LazyCall(torch.optim.AdamW, partial=True)(lr=3e-4, weight_decay=0.1)
+    """
+
+    def __init__(self, target: Callable[..., Any], *, partial: bool = False) -> None:
+        self._target = target
+        self._name = target_name(target)
+        self._partial = partial
+
+    def __call__(self, *args: Any, **kwargs: Any) -> DictConfig:
+        """The recorded call.
+
+        Raises:
+            ConfigError: an argument that the target does not take, or one that a config cannot hold.
+        """
+        positional, named = _bind(self._target, self._name, args, kwargs)
+        call: dict[str, Any] = {"_target_": self._name}
+        if self._partial:
+            call["_partial_"] = True
+        if positional:
+            call["_args_"] = [plain(value, f"an argument of {self._name}") for value in positional]
+        for key, value in named.items():
+            call[key] = plain(value, f"argument {key!r} of {self._name}")
+        return OmegaConf.create(call)
+
+
+def plain(value: Any, where: str) -> Any:
+    """`value` as data that a config can hold: scalars, lists, mappings, and configs as they are.
+
+    Raises:
+        ConfigError: anything else, named by `where`.
+    """
+    if value is None or isinstance(value, bool | int | float | str | DictConfig | ListConfig):
+        return value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item, f"{where}, key {key!r}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, where) for item in value]
+    if callable(value) and hasattr(value, "__qualname__"):
+        name = value.__qualname__
+        raise ConfigError(
+            f"{where} is the callable {name} itself, which a config cannot hold; "
+            f"write LazyCall({name}, partial=True)()"
+        )
+    raise ConfigError(
+        f"{where} is of type {type(value).__name__}, which a config cannot hold; it holds numbers, strings, "
+        f"booleans, None, lists, mappings, and LazyCall(...)(...) for everything else"
+    )
+
+
+def target_name(target: Callable[..., Any]) -> str:
+    """The dotted name under which `target` can be imported.
+
+    Raises:
+        ConfigError: there is none: a lambda, a local function, one defined in the config file itself.
+    """
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, type):  # a classmethod: the class it was taken from, not the one that defines it
+        name = f"{owner.__module__}.{owner.__qualname__}.{target.__name__}"
+    else:
+        name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', None)}"
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if found != target:
+        raise ConfigError(
+            f"LazyCall was given {getattr(target, '__qualname__', target)}, which cannot be found under the "
+            f"name {name}; define it at the top level of a module, so that every process can import it"
+        )
+    return name
+
+
+def find_target(name: Any, where: str) -> Callable[..., Any]:
+    """What the dotted `name` stands for.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no callable; says at which key (`where`) it stands.
+    """
+    try:
+        target = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{where} calls {name!r}, which cannot be imported ({error}); modules are looked for among the "
+            f"installed ones and in the current directory"
+        ) from error
+    if not callable(target):
+        raise ConfigError(f"{where} calls {name!r}, which is a {type(target).__name__} and cannot be called")
+    return target
+
+
+def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of `target` by name, annotations evaluated if possible; None if it takes any keyword."""
+    try:
+        signature = inspect.signature(target, eval_str=True)
+    except Exception:  # annotations may be any code; without them the names are still worth having
+        try:
+            signature = inspect.signature(target)
+        except (TypeError, ValueError):  # some built-in callables have no signature
+            return None
+    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return None
+    return {
+        name: p
+        for name, p in signature.parameters.items()
+        if p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)
+    }
+
+
+def calls(config: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every recorded call in `config` (plain dictionaries and lists) with its dotted key, outermost first."""
+    if isinstance(config, dict):
+        if "_target_" in config:
+            yield where, config
+        for key, value in config.items():
+            yield from calls(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(config, list):
+        for index, value in enumerate(config):
+            yield from calls(value, f"{where}[{index}]")
+
+
+def check_calls(config: DictConfig) -> None:
+    """Holds every recorded call in `config` against the signature of its target.
+
+    Raises:
+        ConfigError: a target that cannot be imported, or an argument that it does not take.
+    """
+    for where, call in calls(OmegaConf.to_container(config)):
+        name = call["_target_"]
+        known = parameters(find_target(name, where or "the config"))
+        if known is None:
+            continue
+        for key in call:
+            if key not in CALL_KEYS and key not in known:
+                raise ConfigError(f"{where}.{key}: {_unknown_argument(name, str(key), known)}".lstrip("."))
+
+
+def _unknown_argument(name: str, key: str, known: Mapping[str, Any]) -> str:
+    return f"{name} has no argument {key!r}; {suggest(key, known, 'its arguments')}"
+
+
+def _bind(
+    target: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments that must stay so, and all others by name."""
+    known = parameters(target)
+    if known is not None:
+        for key in kwargs:
+            if key not in known:
+                raise ConfigError(_unknown_argument(name, key, known))
+    if not args:
+        return (), kwargs
+    try:
+        bound = inspect.signature(target).bind_partial(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{name} cannot be called so: {error}") from error
+    except ValueError:  # no signature to give names by
+        return args, kwargs
+    kinds = [bound.signature.parameters[key].kind for key in bound.arguments]
+    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
+        return args, kwargs
+    names = list(bound.arguments)[: len(args)]
+    return (), {**dict(zip(names, args, strict=True)), **kwargs}

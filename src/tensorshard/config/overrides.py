@@ -1,0 +1,167 @@
+"""Overrides ``a.b=c``: found by their dotted key, read as YAML, held against what they replace."""
+
+import copy
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import InterpolationResolutionError
+from yaml import YAMLError
+
+from tensorshard.config.errors import ConfigError, suggest
+from tensorshard.config.kinds import Kinds
+from tensorshard.config.lazy import CALL_KEYS, check_calls, find_target, parameters
+
+
+@dataclass(frozen=True)
+class Override:
+    """One ``key=value`` of a command line.
+
+    Attributes:
+        key: the dotted key, list positions included: ``train.hooks.0.every``.
+        raw: the value as it was typed.
+        value: the same, read as YAML.
+    """
+
+    key: str
+    raw: str
+    value: Any
+
+    @classmethod
+    def parse(cls, text: str) -> "Override":
+        """Reads ``a.b=c``; list positions may be written ``a[0]`` or ``a.0``, and null also ``None``.
+
+        Raises:
+            ConfigError: no ``=``, an empty key, or a value that is not YAML.
+        """
+        key, equals, raw = text.partition("=")
+        key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
+        if not equals or not all(key.split(".")):
+            raise ConfigError(
+                f"{text!r} is not an override; one is written key=value, for instance train.steps=100"
+            )
+        if raw == "None":
+            return cls(key, raw, None)
+        try:
+            # OmegaConf's reader: safe YAML in which 3e-4 is a number.
+            value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]))["value"]  # type: ignore[index,call-overload]
+        except YAMLError as error:
+            raise ConfigError(
+                f"the value in {text!r} is not YAML; quotes make it a string: {key}='\"{raw}\"'"
+            ) from error
+        return cls(key, raw, value)
+
+
+def apply_overrides(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
+    """A copy of `config` with each ``key=value`` of `overrides` applied in turn.
+
+    Known keys are those that are there and, under a recorded call, the parameters of what it calls, mentioned
+    yet or not. A mapping given for a group of keys changes the keys that it names.
+
+    Raises:
+        ConfigError: an unknown key (names the nearest known one), a value of another type than the key's, or
+            arguments that a recorded call does not take.
+    """
+    config = copy.deepcopy(config)
+    with open_dict(config):
+        for text in overrides:
+            _apply(config, Override.parse(text))
+    check_calls(config)
+    return config
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place in a config that may be set.
+
+    Attributes:
+        key: where it is in its group.
+        current: what stands there; None where nothing does.
+        now: what holds there now: the same, or the default of the argument.
+        kinds: what it takes.
+        whole: a mapping here is one value, to be replaced as a whole, and no group of keys.
+    """
+
+    key: str | int
+    current: Any
+    now: Any
+    kinds: Kinds
+    whole: bool = False
+
+
+def _apply(config: DictConfig, override: Override) -> None:
+    *path, last = override.key.split(".")
+    group: Any = config
+    for depth, part in enumerate(path, start=1):
+        group = _slot(group, part, override.key).current
+        if not isinstance(group, DictConfig | ListConfig):
+            at = ".".join(path[:depth])
+            raise ConfigError(f"{override.key}={override.raw}: {at} is {group!r} and has no keys of its own")
+    _assign(group, last, override)
+
+
+def _assign(group: Any, part: str, override: Override) -> None:
+    slot = _slot(group, part, override.key)
+    current, value = slot.current, override.value
+    if not isinstance(current, DictConfig) or slot.whole or value is None:
+        group[slot.key] = slot.kinds.convert(value, override.raw, override.key, slot.now)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _assign(current, str(key), Override(f"{override.key}.{key}", str(item), item))
+    else:
+        keys = [str(key) for key in current if key not in CALL_KEYS]
+        first = keys[0] if keys else "KEY"
+        raise ConfigError(
+            f"{override.key}={override.raw}: {override.key} is a group of keys "
+            f"({', '.join(keys) or 'none set'}); set one of them: {override.key}.{first}=..."
+        )
+
+
+def _slot(group: DictConfig | ListConfig, part: str, where: str) -> _Slot:
+    """The place `part` in `group`, for the override of key `where`.
+
+    Raises:
+        ConfigError: there is no such place.
+    """
+    if isinstance(group, ListConfig):
+        if not part.isdecimal() or int(part) >= len(group):
+            raise ConfigError(
+                f"{where}: the list has {len(group)} items, at 0 to {len(group) - 1}, and none at {part!r}"
+            )
+        current = group[int(part)]
+        return _Slot(int(part), current, current, Kinds.of_value(current))
+    current = _current(group, part)
+    if "_target_" not in group:
+        known = [str(key) for key in group]
+        if known and part not in known:
+            raise ConfigError(
+                f"{where}: there is no key {part!r} here; {suggest(part, known, 'the keys here')}"
+            )
+        return _Slot(part, current, current, Kinds.of_value(current))
+    name = group["_target_"]
+    known_parameters = parameters(find_target(name, where))
+    if known_parameters is None or part in CALL_KEYS:
+        return _Slot(part, current, current, Kinds.of_value(current))
+    if part not in known_parameters:
+        raise ConfigError(
+            f"{where}: {name} has no argument {part!r}; {suggest(part, known_parameters, 'its arguments')}"
+        )
+    parameter = known_parameters[part]
+    kinds = Kinds.of_annotation(parameter.annotation)
+    whole = dict in kinds.types and not (isinstance(current, DictConfig) and "_target_" in current)
+    if kinds.anything:
+        kinds = Kinds.of_value(current) | Kinds.of_value(parameter.default)
+    now = None if parameter.default is parameter.empty else parameter.default
+    return _Slot(part, current, current if part in group else now, kinds, whole)
+
+
+def _current(group: DictConfig, key: str) -> Any:
+    """What stands at `key`; None where nothing does, or nothing that can be told yet."""
+    if key not in group or OmegaConf.is_missing(group, key):
+        return None
+    try:
+        return group[key]
+    except InterpolationResolutionError:
+        return None

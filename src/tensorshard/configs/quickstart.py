@@ -1,0 +1,23 @@
+"""A byte-level GPT on the sources of Python's standard library: about two minutes on two CPU cores."""
+
+from tensorshard.config import LazyCall, get_config
+from tensorshard.data import StdlibText
+from tensorshard.models import GPT, next_token_loss
+
+train = get_config("common/train.py").train
+optimizer = get_config("common/optim.py").optimizer
+scheduler = get_config("common/optim.py").scheduler
+
+model = LazyCall(GPT)(vocab_size=256, context_length=128, num_layers=4, num_heads=4, width=192)
+loss = LazyCall(next_token_loss, partial=True)()
+data = dict(
+    train=LazyCall(StdlibText)(split="train", context_length="${model.context_length}"),
+    validation=LazyCall(StdlibText)(split="validation", context_length="${model.context_length}"),
+)
+
+train.steps = 300
+train.global_batch_size = 32
+train.eval_every = 100
+train.eval_batches = 16
+train.save_every = 100
+optimizer.lr = 3e-3

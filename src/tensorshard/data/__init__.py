@@ -1,0 +1,18 @@
+"""Datasets and the order in which ranks read them; numpy and torch only."""
+
+from tensorshard.data.images import GeneratedImages
+from tensorshard.data.masked import MaskedTokens
+from tensorshard.data.sampler import ShardedBatchSampler
+from tensorshard.data.stdlib_text import StdlibText
+from tensorshard.data.token_dataset import TokenDataset
+from tensorshard.data.token_file import TokenFile, write_token_file
+
+__all__ = [
+    "GeneratedImages",
+    "MaskedTokens",
+    "ShardedBatchSampler",
+    "StdlibText",
+    "TokenDataset",
+    "TokenFile",
+    "write_token_file",
+]

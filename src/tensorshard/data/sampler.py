@@ -1,0 +1,150 @@
+"""The order of the data: a function of (seed, epoch, index), never of the number of ranks."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from tensorshard.data.permutation import permute
+
+
+class ShardedBatchSampler(Sampler[list[int]]):
+    """Batches of sample indices for one data rank; to be given to ``DataLoader(batch_sampler=...)``.
+
+    The data is one stream: the order of epoch 0, then that of epoch 1, and so on, each a new permutation of
+    all samples. Global batch ``k`` is the positions ``[k * B, (k + 1) * B)`` of that stream, and each data
+    rank takes its contiguous share of them. So the ranks together see the same samples in the same order
+    whatever their number, and ``samples_consumed`` alone says where a run stands, on another number of
+    ranks or with another batch size too.
+
+    By default the stream never ends, and a batch may hold the end of one epoch and the start of the next;
+    nothing is dropped. With ``num_epochs`` it ends after so many, and ``drop_last`` says what becomes of
+    the samples left over.
+
+    Iterating does not move ``samples_consumed``: a loader reads ahead of training, so what was trained on
+    is the caller's to count (steps done times ``global_batch_size``) and to pass to the sampler of a
+    resumed run.
+
+    Args:
+        num_samples: length of the dataset.
+        global_batch_size: samples in one batch, over all data ranks.
+        dp_rank: this process's index among the data ranks.
+        dp_size: number of data ranks; divides ``global_batch_size``.
+        seed: of the order; the same on every rank.
+        shuffle: whether to permute each epoch, else the dataset's own order.
+        num_epochs: how often to go through the data; None for an endless stream.
+        drop_last: whether to leave out the last, incomplete batch of a stream that ends. If it is kept, it
+            is split as evenly as possible; a rest too small to give every rank a sample is joined to the
+            batch before it.
+        samples_consumed: samples of the stream, counted over all ranks and epochs, to skip.
+
+    Raises:
+        ValueError: sizes that do not fit together; the message names ones that do.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch_size: int,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_epochs: int | None = None,
+        drop_last: bool = True,
+        samples_consumed: int = 0,
+    ) -> None:
+        _check_sizes(num_samples, global_batch_size, dp_rank, dp_size)
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; expected 0 or more.")
+        if samples_consumed < 0:
+            raise ValueError(f"samples_consumed is {samples_consumed}; expected 0 or more.")
+        if num_epochs is None and not drop_last:
+            raise ValueError(
+                "An endless stream has no last batch to keep: with drop_last=False, give num_epochs."
+            )
+        if num_epochs is not None and num_epochs < 1:
+            raise ValueError(
+                f"num_epochs is {num_epochs}; expected at least 1, or None for an endless stream."
+            )
+        self.num_samples = num_samples
+        self.global_batch_size = global_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.num_epochs = num_epochs
+        self.drop_last = drop_last
+        self.samples_consumed = samples_consumed
+
+        remaining = self._remaining()
+        if remaining is not None and not drop_last and 0 < remaining < dp_size:
+            raise ValueError(
+                f"{remaining} samples are left for {dp_size} data ranks, which is less than one each: "
+                f"use at most {remaining} data ranks, or drop_last=True."
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self.samples_consumed
+        for size in self._batch_sizes():
+            share, extra = divmod(size, self.dp_size)
+            first = start + self.dp_rank * share + min(self.dp_rank, extra)
+            yield self._indices(first, first + share + (self.dp_rank < extra))
+            start += size
+
+    def __len__(self) -> int:
+        """Number of batches left; a TypeError for an endless stream."""
+        remaining = self._remaining()
+        if remaining is None:
+            raise TypeError("An endless stream of batches has no length; give num_epochs for one that ends.")
+        full, rest = divmod(remaining, self.global_batch_size)
+        return full + (not self.drop_last and rest >= self.dp_size)
+
+    def _remaining(self) -> int | None:
+        if self.num_epochs is None:
+            return None
+        return max(0, self.num_epochs * self.num_samples - self.samples_consumed)
+
+    def _batch_sizes(self) -> Iterator[int]:
+        """Global sizes of the batches to come."""
+        remaining = self._remaining()
+        while remaining is None:
+            yield self.global_batch_size
+        while remaining >= self.global_batch_size:
+            rest = remaining - self.global_batch_size
+            # Every rank must hold a sample in every batch: a rest too small for that rides along.
+            joined = rest if not self.drop_last and rest < self.dp_size else 0
+            yield self.global_batch_size + joined
+            remaining = rest - joined
+        if remaining and not self.drop_last:
+            yield remaining
+
+    def _indices(self, first: int, last: int) -> list[int]:
+        """Sample indices at the positions ``[first, last)`` of the stream."""
+        epochs, positions = np.divmod(np.arange(first, last, dtype=np.int64), self.num_samples)
+        if self.shuffle:
+            for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+                here = epochs == epoch
+                positions[here] = permute(positions[here], self.num_samples, seed=self.seed, epoch=epoch)
+        return positions.tolist()
+
+
+def _check_sizes(num_samples: int, global_batch_size: int, dp_rank: int, dp_size: int) -> None:
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; expected at least 1.")
+    if dp_size < 1:
+        raise ValueError(f"dp_size is {dp_size}; expected at least 1.")
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"dp_rank is {dp_rank}; expected 0 to {dp_size - 1} with dp_size {dp_size}.")
+    if global_batch_size < 1:
+        raise ValueError(
+            f"global_batch_size is {global_batch_size}; expected a multiple of dp_size {dp_size}."
+        )
+    if rest := global_batch_size % dp_size:
+        above = global_batch_size - rest + dp_size
+        nearest = f"{above - dp_size} or {above}" if above > dp_size else str(above)
+        raise ValueError(
+            f"global_batch_size {global_batch_size} does not divide over {dp_size} data ranks; "
+            f"the nearest that does is {nearest}."
+        )

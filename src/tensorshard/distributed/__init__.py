@@ -1,0 +1,47 @@
+"""Model-parallel groups and differentiable collectives over them: TorchShard's names, on any group size and backend."""
+
+from tensorshard.distributed.functional import (
+    all_to_all,
+    copy,
+    gather,
+    gather_for_sum,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from tensorshard.distributed.groups import (
+    destroy_process_group,
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_data_parallel_size,
+    get_group,
+    get_group_size,
+    get_mesh,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+)
+from tensorshard.distributed.monitor import CollectiveMismatchError
+
+__all__ = [
+    "CollectiveMismatchError",
+    "all_to_all",
+    "copy",
+    "destroy_process_group",
+    "gather",
+    "gather_for_sum",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_size",
+    "get_group",
+    "get_group_size",
+    "get_mesh",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]

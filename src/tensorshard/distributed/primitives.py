@@ -1,0 +1,106 @@
+"""Collectives on tensors split along any dimension, evenly or not. Nothing here is differentiable.
+
+The layers under them (`collectives`) move flat buffers; these cut, pad, and put together. Every call goes past the
+group's monitor, if it has one.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.distributed.collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from tensorshard.distributed.groups import find_monitor
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
+    """Sums `tensor` over the ranks, in place."""
+    _announce("all_reduce", tensor, group)
+    return all_reduce_(tensor, group, async_op=async_op)
+
+
+def gather_flat(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's `tensor`, of the same shape on all, stacked: [ranks, *shape]."""
+    _announce("all_gather", tensor, group)
+    tensor = tensor.contiguous()
+    output = tensor.new_empty((group.size(), *tensor.shape))
+    if tensor.numel():
+        all_gather_into(output, tensor, group)
+    return output
+
+
+def exchange_sizes(size: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """What each rank passed as `size`."""
+    return gather_flat(torch.tensor([size], device=device), group).flatten().tolist()
+
+
+def gather_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Concatenates along `dim` what the ranks hold, of which rank i's has ``sizes[i]`` elements there."""
+    widest = max(sizes)
+    padding = widest - tensor.size(dim)
+    if padding:
+        shape = list(tensor.shape)
+        shape[dim] = padding
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    stacked = gather_flat(tensor, group)
+    if dim == 0 and min(sizes) == widest:
+        return stacked.flatten(0, 1)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(stacked, sizes, strict=True)], dim)
+
+
+def slice_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], rank: int) -> torch.Tensor:
+    """A copy of part `rank` of `tensor`, which is cut along `dim` into parts of `sizes`."""
+    part = tensor.narrow(dim, sum(sizes[:rank]), sizes[rank])
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def reduce_scatter_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Sums `tensor` over the ranks and returns this rank's part along `dim`."""
+    widest = max(sizes)
+    parts = tensor.movedim(dim, 0).split(list(sizes))
+    # One padded part per rank, the cut dimension first: what reduce-scatter takes.
+    stacked = tensor.new_zeros((group.size(), widest, *parts[0].shape[1:]))
+    for slot, part in zip(stacked, parts, strict=True):
+        slot[: len(part)].copy_(part)
+    _announce("reduce_scatter", stacked, group)
+    output = torch.empty_like(stacked[0])
+    if output.numel():
+        reduce_scatter_into(output, stacked, group)
+    return output[: sizes[group.rank()]].movedim(0, dim).contiguous()
+
+
+def all_to_all_dims(
+    tensor: torch.Tensor,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Sends part i of `tensor`, cut along `split_dim`, to rank i; concatenates along `concat_dim` what comes in."""
+    monitored = tensor.new_empty(0)  # ranks may pass different amounts: only the call itself is compared
+    _announce(f"all_to_all({split_dim}, {concat_dim})", monitored, group)
+    outgoing = tensor.split(list(split_sizes), split_dim)
+    shapes = []
+    for size in concat_sizes:
+        shape = list(tensor.shape)
+        shape[split_dim] = split_sizes[group.rank()]
+        shape[concat_dim] = size
+        shapes.append(torch.Size(shape))
+    incoming = tensor.new_empty(sum(shape.numel() for shape in shapes))
+    dist.all_to_all_single(
+        incoming,
+        torch.cat([part.reshape(-1) for part in outgoing]),
+        [shape.numel() for shape in shapes],
+        [part.numel() for part in outgoing],
+        group=group,
+    )
+    received = incoming.split([shape.numel() for shape in shapes])
+    return torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], concat_dim)
+
+
+def _announce(call: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Has the group's monitor compare this call with the other ranks'."""
+    monitor = find_monitor(group)
+    if monitor is not None:
+        monitor.check(f"{call} of {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")

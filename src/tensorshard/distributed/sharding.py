@@ -1,0 +1,78 @@
+"""How a dimension is cut over ranks: the one convention that every layer, collective and file here follows.
+
+It is that of ``torch.chunk`` and of DTensor's ``Shard``: all ranks hold ``ceil(size / parts)`` elements until they run
+out, so that the last ranks may hold fewer, or none. Local shards are therefore DTensor's local shards.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+
+def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Where part `index` of a dimension of `size` elements begins, and how many elements it has."""
+    chunk = -(-size // parts)
+    start = min(size, index * chunk)
+    return start, min(size, start + chunk) - start
+
+
+def shard_sizes(size: int, parts: int) -> list[int]:
+    """The number of elements of each of the `parts` parts."""
+    return [shard_range(size, parts, index)[1] for index in range(parts)]
+
+
+def normalize_dim(dim: int, ndim: int) -> int:
+    """`dim` counted from the front.
+
+    Raises:
+        IndexError: a tensor of `ndim` dimensions has no such dimension.
+    """
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dim={dim} was given for a tensor of {ndim} dimensions: use one of {-ndim} to {ndim - 1}")
+    return dim % ndim
+
+
+def local_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's part of a tensor that every rank holds whole, in memory of its own. No communication."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or not all(type(p) in (Shard, Replicate) for p in placements):
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+    part = whole.detach()
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            dim = normalize_dim(placement.dim, whole.ndim)
+            part = part.narrow(dim, *shard_range(part.size(dim), mesh.size(axis), coordinate[axis]))
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The DTensor of a tensor that every rank holds whole, made without communication.
+
+    Args:
+        whole: the same values on every rank of `mesh`. Its memory is not kept.
+        placements: one per axis of `mesh`.
+    """
+    return DTensor.from_local(
+        local_part(whole, mesh, placements),
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=torch.empty(whole.shape, device="meta").stride(),
+    )
+
+
+def distribute_like(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """`whole` cut as `like` is, on the device and in the type of `like`.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if whole.shape != like.shape:
+        raise ValueError(f"a tensor of shape {list(whole.shape)} was given where {list(like.shape)} is held")
+    part = local_part(whole, like.device_mesh, like.placements).to(like.to_local().device, like.dtype)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -1,0 +1,102 @@
+"""The Mesh: where to do it. The one place where process groups are made."""
+
+import math
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tensorshard.plan import AXES, Plan
+
+
+class Mesh:
+    """A plan's axes laid over the processes of the world.
+
+    Ranks are numbered with the last axis of :data:`tensorshard.plan.AXES` innermost, so that ``tp`` neighbours are
+    on one host and pipeline stages are the furthest apart.
+
+    Args:
+        plan: a resolved plan.
+        device_type: of the tensors that travel, "cpu" or "cuda".
+
+    Raises:
+        ValueError: the plan's degrees do not multiply to the world size.
+    """
+
+    def __init__(self, plan: Plan, device_type: str) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        plan = plan.resolve(self.world_size)
+        self.degrees: dict[str, int] = {axis: getattr(plan, axis) for axis in AXES}
+        # Axes of degree 1 need no group, but for dp_shard, over which ZeRO's tensors are always laid out.
+        self._axes = tuple(axis for axis in AXES if self.degrees[axis] > 1 or axis == "dp_shard")
+        shape = tuple(self.degrees[axis] for axis in self._axes)
+        ranks = torch.arange(self.world_size, device="cpu").view(shape)
+        self.device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=self._axes)
+
+    def index(self, axis: str) -> int:
+        """This rank's place along `axis`."""
+        return coordinates(self.rank, self.degrees)[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The group of the ranks that differ from this one along `axis` alone.
+
+        Raises:
+            ValueError: the axis has degree 1, so that there is nobody to talk to.
+        """
+        if axis not in self._axes:
+            raise ValueError(f"the {axis} axis has degree {self.degrees[axis]} and therefore no group")
+        return self.device_mesh.get_group(axis)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data ranks: processes that see different samples."""
+        return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's place among the data ranks."""
+        return self.index("dp_replicate") * self.degrees["dp_shard"] + self.index("dp_shard")
+
+    @cached_property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The group over which losses are averaged: dp_replicate x dp_shard."""
+        if self.dp_size == self.world_size:
+            return dist.group.WORLD
+        if self.degrees["dp_replicate"] == 1:
+            return self.group("dp_shard")
+        return self.device_mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
+
+    def describe(self) -> str:
+        """One line an axis: its degree, this rank's index, and the ranks of its group."""
+        lines = [f"rank {self.rank} of {self.world_size}"]
+        for axis in AXES:
+            members = group_ranks(self.rank, axis, self.degrees)
+            lines.append(
+                f"{axis:<13} degree {self.degrees[axis]:<4} index {self.index(axis):<4} ranks {_ranges(members)}"
+            )
+        return "\n".join(lines)
+
+
+def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
+    """`rank`'s index along every axis."""
+    found: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, found[axis] = divmod(rank, degrees[axis])
+    return {axis: found[axis] for axis in AXES}
+
+
+def group_ranks(rank: int, axis: str, degrees: dict[str, int]) -> list[int]:
+    """The ranks that differ from `rank` along `axis` alone, itself included."""
+    stride = math.prod(degrees[inner] for inner in AXES[AXES.index(axis) + 1 :])
+    first = rank - coordinates(rank, degrees)[axis] * stride
+    return [first + i * stride for i in range(degrees[axis])]
+
+
+def _ranges(ranks: list[int]) -> str:
+    """A short spelling of evenly spaced ranks: all of a few, the ends and the step of many."""
+    if len(ranks) <= 8:
+        return " ".join(map(str, ranks))
+    step = ranks[1] - ranks[0]
+    return f"{ranks[0]} {ranks[1]} ... {ranks[-1]} (every {step})" if step > 1 else f"{ranks[0]}-{ranks[-1]}"

@@ -1,0 +1,8 @@
+"""Small reference models in plain PyTorch, and their losses."""
+
+from tensorshard.models.bert import Bert
+from tensorshard.models.gpt import GPT
+from tensorshard.models.losses import image_classification_loss, masked_token_loss, next_token_loss
+from tensorshard.models.vit import ViT
+
+__all__ = ["GPT", "Bert", "ViT", "image_classification_loss", "masked_token_loss", "next_token_loss"]

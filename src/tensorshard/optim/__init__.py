@@ -1,0 +1,1 @@
+"""What stands between gradients and an optimizer: the whole model's norm, clipping, loss scaling."""

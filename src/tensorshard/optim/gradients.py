@@ -1,0 +1,68 @@
+"""The norm of a whole model's gradient, however it is laid out, and scaling it."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tensorshard.distributed.collectives import all_reduce_
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of the gradients that this rank holds; parameters without one are left out."""
+    return [_local(p.grad) for p in parameters if p.grad is not None]
+
+
+def global_norm(parameters: Iterable[torch.Tensor], world_size: int) -> torch.Tensor:
+    """L2 norm over the gradients of all `parameters`, on every rank the same: a scalar in fp64.
+
+    Each tensor counts once however many ranks hold a copy: a rank's share of the sum of squares is divided by the
+    number of copies, and one sum over the world does the rest.
+    """
+    with_gradient = [p for p in parameters if p.grad is not None]
+    if not with_gradient:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(local_gradients(with_gradient), 2.0)
+    copies = [world_size / _holders(p) for p in with_gradient]
+    squares = torch.stack([n.double() for n in norms]).square()
+    total = (squares / torch.tensor(copies, dtype=torch.float64, device=squares.device)).sum()
+    if any(isinstance(p, DTensor) for p in with_gradient):
+        all_reduce_(total, dist.group.WORLD)
+    else:
+        total = total * world_size  # every rank holds everything
+    return total.sqrt()
+
+
+def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
+    """What to multiply gradients by so that their norm is at most `largest` (Pascanu et al. 2013)."""
+    return (largest / (norm + 1e-6)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiplies every gradient by `factor`, in place."""
+    gradients = local_gradients(parameters)
+    if not gradients:
+        return
+    if isinstance(factor, torch.Tensor):
+        for dtype in {g.dtype for g in gradients}:
+            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(gradients[0].device, dtype))
+    else:
+        torch._foreach_mul_(gradients, factor)
+
+
+def _holders(parameter: torch.Tensor) -> int:
+    """Over how many ranks the parameter is split; each of them holds a part of its own."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    split = 1
+    for dim, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            split *= mesh.size(dim)
+    return split
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

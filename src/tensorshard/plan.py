@@ -1,0 +1,272 @@
+"""The Plan: what to do, as pure data. It prints, compares, loads from YAML and checks itself."""
+
+import difflib
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The mesh axes, outermost first."""
+
+ZERO_NAMES = {"os": 1, "os_g": 2, "p_g_os": 3}
+"""Paddle's names of the ZeRO levels: optimizer states, + gradients, + parameters."""
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+REDUCE_DTYPES = ("fp32", "bf16", "fp16")
+RECOMPUTE_MODES = ("none", "selective", "full")
+
+# Axes of the mesh that exist in the data structure and that no transform implements yet.
+_MISSING_AXES = {"tp": "tensor parallelism", "pp": "pipeline parallelism", "cp": "context parallelism"}
+# Fields that only mean something along one of those axes, with their defaults.
+_MISSING_FIELDS = {
+    "sequence_parallel": "tp",
+    "tp_plan": "tp",
+    "pp_schedule": "pp",
+    "pp_split": "pp",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is to be trained, whatever the hardware turns out to be.
+
+    A Plan holds no tensors, no groups and no reference to ``torch.distributed``. Values that make no sense on any
+    hardware are refused here; what depends on the number of processes is checked by :meth:`resolve`.
+
+    Args:
+        dp_replicate: how many replicas of the sharded model there are (hybrid sharding when above 1).
+        dp_shard: over how many processes parameters, gradients and optimizer states are sharded, as ``zero`` says.
+            -1 takes what the other axes leave of the world. At most one axis may be -1.
+        tp: degree of tensor parallelism. pp: pipeline stages. cp: degree of context parallelism.
+        zero: the ZeRO level along ``dp_shard`` (Rajbhandari et al. 2020): 0 shards nothing, 1 the optimizer states,
+            2 gradients as well, 3 parameters as well. Paddle's names "os", "os_g", "p_g_os" mean 1, 2, 3.
+        micro_batches: into how many parts ``Engine.step`` cuts its batch; gradients accumulate over them.
+        precision: of computation: "fp32", "bf16" or "fp16" (with dynamic loss scaling). Master weights and optimizer
+            states are fp32 whatever it is.
+        recompute: activation checkpointing of the model's blocks: "none"; "full" keeps a block's inputs alone;
+            "selective" also keeps the results of matrix products and attention.
+        clip_grad_norm: largest L2 norm of the whole model's gradient, or None.
+        shard_units: what is gathered and reduced together: None for one unit a block; an int for units of at least
+            that many bytes of fp32 parameters; names of modules (globs allowed) for exactly those.
+        compile: compile each repeated block with ``torch.compile``.
+        reduce_dtype: type that gradients are summed in across processes; None for fp32.
+        sequence_parallel, tp_plan: belong to ``tp``. pp_schedule, pp_split: belong to ``pp``.
+        offload: where optimizer states go; None keeps them on the device.
+
+    Raises:
+        ValueError: a value that no hardware could honour; the message says what would work.
+        TypeError: a value of the wrong type.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    zero: int | str = 3
+    micro_batches: int = 1
+    precision: str = "fp32"
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    clip_grad_norm: float | None = None
+    tp_plan: dict[str, str] | None = None
+    pp_schedule: str = "1f1b"
+    pp_split: list[str] | None = None
+    shard_units: int | list[str] | None = None
+    compile: bool = False
+    offload: Any = None
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            _check_degree(axis, getattr(self, axis))
+        inferred = [axis for axis in AXES if getattr(self, axis) == -1]
+        if len(inferred) > 1:
+            raise ValueError(
+                f"{' and '.join(inferred)} are both -1, but only one axis can be inferred from the world size; "
+                f"give the others a number"
+            )
+        object.__setattr__(self, "zero", _zero_level(self.zero))
+        _check_int("micro_batches", self.micro_batches, least=1)
+        _check_choice("precision", self.precision, PRECISIONS)
+        _check_choice("recompute", self.recompute, RECOMPUTE_MODES)
+        if self.reduce_dtype is not None:
+            _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+        if self.clip_grad_norm is not None:
+            _check_positive("clip_grad_norm", self.clip_grad_norm)
+        for name in ("compile", "sequence_parallel"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        object.__setattr__(self, "shard_units", _shard_units(self.shard_units))
+
+    def resolve(self, world_size: int) -> "Plan":
+        """This plan with every axis set for `world_size` processes.
+
+        Raises:
+            ValueError: the degrees do not multiply to `world_size`, or the plan asks for what is not implemented.
+        """
+        _check_int("world_size", world_size, least=1)
+        self._check_implemented()
+        degrees = {axis: getattr(self, axis) for axis in AXES}
+        known = math.prod(d for d in degrees.values() if d != -1)
+        product = " x ".join(f"{axis} {d}" for axis, d in degrees.items() if d not in (1, -1)) or "1"
+        free = next((axis for axis, d in degrees.items() if d == -1), None)
+        if free is None:
+            if known != world_size:
+                raise ValueError(
+                    f"the plan's degrees ({product}) multiply to {known}, but there are {world_size} processes; "
+                    f"start {known} processes, or set dp_shard=-1 to let it take what the other axes leave"
+                )
+            return self
+        if world_size % known:
+            raise ValueError(
+                f"{free}=-1 cannot be inferred: {world_size} processes do not divide by the other axes ({product}, "
+                f"together {known}); start a multiple of {known} processes, or change a degree"
+            )
+        return replace(self, **{free: world_size // known})
+
+    def _check_implemented(self) -> None:
+        for axis, what in _MISSING_AXES.items():
+            if getattr(self, axis) not in (1, -1):
+                raise ValueError(
+                    f"{axis}={getattr(self, axis)} asks for {what}, which this version does not implement; "
+                    f"set {axis}=1 and use dp_shard and dp_replicate"
+                )
+            if getattr(self, axis) == -1:
+                raise ValueError(f"{axis}=-1 asks for {what}, which this version does not implement; set {axis}=1")
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, axis in _MISSING_FIELDS.items():
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} belongs to the {axis} axis, which this version does not "
+                    f"implement; leave it at {defaults[name]!r}"
+                )
+        if self.offload is not None:
+            raise ValueError(
+                f"offload={self.offload!r} is not implemented in this version; leave it at None "
+                f"(dp_shard over more processes and recompute='full' save memory)"
+            )
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data ranks of a resolved plan: processes that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def describe(self) -> str:
+        """Every field that matters, one a line, in words."""
+        degrees = "  ".join(f"{a}={'auto' if getattr(self, a) == -1 else getattr(self, a)}" for a in AXES)
+        held = {
+            0: "nothing is sharded",
+            1: "optimizer states are sharded",
+            2: "optimizer states and gradients are sharded",
+            3: "optimizer states, gradients and parameters are sharded",
+        }[int(self.zero)]
+        lines = [
+            f"mesh           {degrees}",
+            f"zero           {self.zero} ({held} over dp_shard)",
+            f"micro_batches  {self.micro_batches}",
+            f"precision      {self.precision} compute, fp32 master weights, "
+            f"{self.reduce_dtype or 'fp32'} gradient sums",
+            f"recompute      {self.recompute}",
+            f"clip_grad_norm {'off' if self.clip_grad_norm is None else self.clip_grad_norm}",
+            f"shard_units    {self._describe_units()}",
+            f"compile        {'each block' if self.compile else 'off'}",
+        ]
+        return "\n".join(lines)
+
+    def _describe_units(self) -> str:
+        if self.shard_units is None:
+            return "one a block"
+        if isinstance(self.shard_units, int):
+            return f"at least {self.shard_units:,} bytes of parameters"
+        return ", ".join(self.shard_units)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Plan":
+        """A Plan of `values`.
+
+        Raises:
+            ValueError: a key that is no field of Plan; names the nearest field.
+        """
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
+                raise ValueError(f"Plan has no field {key!r}; {hint}")
+        return cls(**values)
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Writes the fields to `path` as YAML."""
+        import yaml
+
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "Plan":
+        """Reads what :meth:`to_yaml` wrote, or any YAML mapping of field names to values."""
+        import yaml
+
+        values = yaml.safe_load(Path(path).read_text())
+        if values is None:
+            values = {}
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{path} holds a {type(values).__name__}, but a plan is a mapping of field names to values"
+            )
+        return cls.from_dict(values)
+
+
+def _check_int(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def _check_degree(axis: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{axis} is {value!r}; it must be a positive integer, or -1 to be inferred")
+    if value < 1 and value != -1:
+        raise ValueError(f"{axis} is {value}; it must be a positive integer, or -1 to be inferred")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; it must be a positive number or None")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} is {value}; it must be a positive, finite number, or None to turn it off")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}{hint}")
+
+
+def _zero_level(value: Any) -> int:
+    if isinstance(value, str) and value in ZERO_NAMES:
+        return ZERO_NAMES[value]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 3:
+        names = ", ".join(f"{name!r} ({level})" for name, level in ZERO_NAMES.items())
+        raise ValueError(f"zero is {value!r}; the levels are 0, 1, 2 and 3, also by the names {names}")
+    return value
+
+
+def _shard_units(value: Any) -> int | list[str] | None:
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        _check_int("shard_units", value, least=1)
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
+        return list(value)
+    raise TypeError(
+        f"shard_units is {value!r}; it must be None, a number of bytes, or a non-empty list of module names"
+    )

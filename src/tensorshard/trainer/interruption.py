@@ -1,0 +1,63 @@
+"""Stopping a run from outside, at the same step on every rank."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """While open, Ctrl-C (SIGINT) and SIGTERM ask for an end after the current step. A context manager.
+
+    Signals reach the ranks at different moments, one of them perhaps a step later than another, or only one
+    rank at all. So each step ends with the question whether any rank was asked to stop (:meth:`agreed`), and
+    all stop together.
+
+    The second SIGINT ends the process at once, by the system's own handler: it works even while the
+    interpreter waits inside a collective. Further SIGTERMs are the same request again, as launchers repeat
+    them.
+
+    The ranks' answers travel on the CPU, so that asking does not wait for a GPU: the default process group
+    must have a backend for it, as ``join_world`` sees to.
+    """
+
+    def __init__(self) -> None:
+        self._previous: dict[int, Any] = {}
+        self.requested = False
+
+    def __enter__(self) -> "StopRequest":
+        # Python allows handlers in the main thread alone; elsewhere the owner of that thread decides.
+        if threading.current_thread() is threading.main_thread():
+            for number in _STOP_SIGNALS:
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop. Collective: every rank calls it after the same step."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self.requested
+        flag = torch.tensor(int(self.requested), dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+def ignore_stop_signals(worker_id: int) -> None:
+    """A ``worker_init_fn`` for ``DataLoader``, whose processes get Ctrl-C too but are needed until the end."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

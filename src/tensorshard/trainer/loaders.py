@@ -1,0 +1,60 @@
+"""Batches of a dataset, cut into the data ranks' shares."""
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tensorshard.data import ShardedBatchSampler
+from tensorshard.mesh import Mesh
+from tensorshard.trainer.interruption import ignore_stop_signals
+
+
+def training_loader(
+    dataset: Dataset[Any],
+    mesh: Mesh,
+    *,
+    global_batch_size: int,
+    seed: int,
+    samples_consumed: int = 0,
+    num_workers: int = 0,
+) -> DataLoader[Any]:
+    """Shuffled batches without end, from the sample on that a resumed run stands at."""
+    sampler = ShardedBatchSampler(
+        len(dataset),  # type: ignore[arg-type]
+        global_batch_size,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        seed=seed,
+        samples_consumed=samples_consumed,
+    )
+    return _loader(dataset, sampler, num_workers)
+
+
+def evaluation_loader(
+    dataset: Dataset[Any], mesh: Mesh, *, global_batch_size: int, shuffle: bool, num_workers: int = 0
+) -> DataLoader[Any]:
+    """The dataset once, in the same batches each time; with `shuffle` the first few are a fair sample."""
+    sampler = ShardedBatchSampler(
+        len(dataset),  # type: ignore[arg-type]
+        global_batch_size,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        shuffle=shuffle,
+        num_epochs=1,
+        drop_last=False,
+    )
+    return _loader(dataset, sampler, num_workers)
+
+
+def _loader(dataset: Dataset[Any], sampler: ShardedBatchSampler, num_workers: int) -> DataLoader[Any]:
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        worker_init_fn=ignore_stop_signals,
+        # Of its own, as a loader draws from its generator whenever it is iterated: training's random numbers
+        # must not depend on how often a run was resumed or evaluated.
+        generator=torch.Generator(),
+    )

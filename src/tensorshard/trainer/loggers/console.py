@@ -1,0 +1,120 @@
+"""Training as a person watches it: a progress bar on a terminal, sparse lines elsewhere."""
+
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tensorshard.trainer.loggers.base import Logger
+from tensorshard.trainer.memory import format_bytes
+
+
+def console_logger(console: Console) -> Logger:
+    """The progress bar if `console` is a terminal, else plain lines."""
+    return ProgressBarLogger(console) if console.is_terminal else PlainLogger(console)
+
+
+class ProgressBarLogger(Logger):
+    """A bar with the loss, the speed, the peak memory and the time left. Evaluations stay above it as lines.
+
+    Args:
+        console: a terminal; what else is printed there while the bar is shown must go through it.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+
+    def start(self, step: int, max_steps: int) -> None:
+        self._max_steps = max_steps
+        self._task = self._progress.add_task("train", total=max_steps, completed=step, figures="")
+        self._progress.start()
+
+    def step_done(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        bar = {name: value for name, value in metrics.items() if not name.startswith("val_")}
+        self._progress.update(self._task, figures=format_figures(bar))
+        if len(bar) < len(metrics):
+            self._console.print(f"step {step}/{self._max_steps}  {format_figures(metrics)}", highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class PlainLogger(Logger):
+    """A line now and then: the first step, the last, every evaluation, else at most one in some seconds.
+
+    Args:
+        console: where to print.
+        seconds: between ordinary lines.
+        clock: seconds of some monotonic clock.
+    """
+
+    def __init__(
+        self, console: Console, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._seconds = seconds
+        self._clock = clock
+        self._printed_at = -float("inf")
+
+    def start(self, step: int, max_steps: int) -> None:
+        self._first_step, self._max_steps = step, max_steps
+        self._started = self._clock()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = self._clock()
+        evaluated = any(name.startswith("val_") for name in metrics)
+        if now - self._printed_at < self._seconds and not evaluated and step != self._max_steps:
+            return
+        self._printed_at = now
+        left = (now - self._started) / (step - self._first_step) * (self._max_steps - step)
+        eta = f"  eta {format_seconds(left)}" if step < self._max_steps else ""
+        width = len(str(self._max_steps))
+        self._console.print(
+            f"step {step:>{width}}/{self._max_steps}  {format_figures(metrics)}{eta}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def format_figures(metrics: Mapping[str, float]) -> str:
+    """What a person follows: losses and scores, speed, peak memory. The rest is in the files."""
+    parts = [
+        f"{name} {value:.4f}" for name, value in metrics.items() if name == "loss" or name.startswith("val_")
+    ]
+    if "tokens_per_second" in metrics:
+        parts.append(f"{format_count(metrics['tokens_per_second'])} tokens/s")
+    elif "samples_per_second" in metrics:
+        parts.append(f"{format_count(metrics['samples_per_second'])} samples/s")
+    if "peak_memory_bytes" in metrics:
+        parts.append(format_bytes(metrics["peak_memory_bytes"]))
+    return "  ".join(parts)
+
+
+def format_count(number: float) -> str:
+    """Three or four digits and a unit: ``format_count(12345)`` is "12.3k"."""
+    for unit in ("", "k", "M"):
+        if abs(number) < 1000:
+            return f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}G"
+
+
+def format_seconds(seconds: float) -> str:
+    """Hours, minutes and seconds: ``format_seconds(75)`` is "1:15"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

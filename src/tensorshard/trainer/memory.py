@@ -1,0 +1,62 @@
+"""Peak memory of this process, on whatever device it trains."""
+
+import resource
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # what to write to clear_refs, see proc_pid_clear_refs(5)
+
+
+class PeakMemory:
+    """The most bytes that were held since the last :meth:`reset`.
+
+    On a GPU these are the bytes of live tensors in torch's caching allocator (without the CUDA context and
+    the communicators' buffers); on a CPU they are the process's resident memory, the interpreter and
+    libraries included.
+
+    Args:
+        device: the device that is trained on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def reset(self) -> None:
+        """Starts anew from what is held now; where the system forbids it, the process's peak stays."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            _CLEAR_REFS.write_text(_RESET_PEAK)
+        except OSError:
+            return  # not Linux, or a locked-down container
+
+    def bytes(self) -> int:
+        """The peak in bytes."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        try:
+            status = _STATUS.read_text()
+        except OSError:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _ru_maxrss_unit()
+        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+
+
+def _ru_maxrss_unit() -> int:
+    """Bytes in one unit of ``ru_maxrss``: Linux counts KiB, macOS bytes."""
+    import sys
+
+    return 1 if sys.platform == "darwin" else 1024
+
+
+def format_bytes(size: float) -> str:
+    """`size` bytes for people: ``format_bytes(3 * 2**30)`` is "3.00 GiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

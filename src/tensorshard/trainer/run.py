@@ -1,0 +1,198 @@
+"""A run, from its config to its summary: what every worker of ``tensorshard train`` executes."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.logging import RichHandler
+
+from tensorshard.config import instantiate
+from tensorshard.distributed.world import default_device, join_world
+from tensorshard.engine import Engine, parallelize
+from tensorshard.trainer import loggers
+from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
+from tensorshard.trainer.hooks import (
+    CheckpointHook,
+    EvaluationHook,
+    LoggingHook,
+    MemoryHook,
+    ScheduleHook,
+    TimerHook,
+)
+from tensorshard.trainer.interruption import StopRequest
+from tensorshard.trainer.loaders import evaluation_loader, training_loader
+from tensorshard.trainer.memory import PeakMemory
+from tensorshard.trainer.report import print_opening, print_summary, resume_command
+from tensorshard.trainer.run_directory import RunDirectory
+from tensorshard.trainer.settings import TrainSettings
+from tensorshard.trainer.start import Start, check_not_ahead, find_start, write_config
+from tensorshard.trainer.trainer import Trainer
+
+logger = logging.getLogger("tensorshard")
+
+
+def run(config: DictConfig, *, resume: str | None = None, output: str | None = None) -> None:
+    """Trains as `config` says. Every process of the run makes this call; rank 0 alone prints.
+
+    Args:
+        config: what :func:`tensorshard.config.load_config` returned.
+        resume: a checkpoint to continue from; ``"latest"`` for the newest one of the run; None to begin anew.
+        output: the run's directory; wins over ``train.output_dir``.
+
+    Raises:
+        ConfigError: a config that cannot be run, a directory that holds a run already, nothing to resume
+            from.
+        NonFiniteLossError: the loss became NaN or infinite; says which checkpoint is the last good one.
+    """
+    joined_before = dist.is_initialized()
+    join_world(default_device())
+    settings = TrainSettings.from_config(config)
+    settings.check_batch(settings.plan.resolve(dist.get_world_size()).dp_size)
+    start = _on_rank_0(lambda: find_start(config, settings, resume, output))
+
+    console = Console(quiet=dist.get_rank() != 0)
+    handler = RichHandler(logging.INFO, console, show_time=False, show_level=False, show_path=False)
+    with loggers.RankLog(start.directory.path, dist.get_rank(), handler), StopRequest() as stop:
+        _train(config, settings, start, console, stop)
+    if not joined_before:
+        dist.destroy_process_group()
+
+
+def _train(
+    config: DictConfig, settings: TrainSettings, start: Start, console: Console, stop: StopRequest
+) -> None:
+    engine = parallelize(
+        functools.partial(instantiate, config.model),
+        settings.plan,
+        optimizer=instantiate(config.optimizer),
+        loss_fn=instantiate(config.loss),
+        seed=settings.seed,
+    )
+    # The schedule takes the optimizer's rates for its peaks, so it comes before a checkpoint changes them.
+    schedule = ScheduleHook(instantiate(config.scheduler)(engine.optimizer))
+    state = None
+    if start.checkpoint is not None:
+        state = engine.load(start.checkpoint)
+        check_not_ahead(start.directory, engine.step_count)
+    print_opening(console, engine)
+
+    timer = TimerHook(every=settings.log_every)
+    memory = PeakMemory(engine.device)
+    evaluation = EvaluationHook(_evaluators(config, settings, engine), settings.eval_every)
+    trainer = Trainer(
+        engine,
+        training_loader(
+            instantiate(config.data.train),
+            engine.mesh,
+            global_batch_size=settings.global_batch_size,
+            seed=settings.seed,
+            samples_consumed=state["samples_consumed"] if state else 0,
+            num_workers=settings.num_workers,
+        ),
+        max_steps=settings.steps,
+        # The order matters: measure, write down, move the learning rate on, save.
+        hooks=[
+            timer,
+            MemoryHook(memory),
+            evaluation,
+            LoggingHook(_loggers(start.directory, console), settings.log_every),
+            schedule,
+            CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints),
+        ],
+        stop=stop,
+    )
+    if state:
+        trainer.load_state_dict(state)
+    if dist.get_rank() == 0:
+        write_config(config, start.directory, trainer.step)
+    if trainer.step >= settings.steps:
+        logger.info(
+            "%s is at step %d of %d: nothing is left to train; raise train.steps to go on",
+            start.checkpoint,
+            trainer.step,
+            settings.steps,
+        )
+        return
+    logger.info(
+        "%s in %s, steps %d to %d",
+        "resuming" if state else "training",
+        start.directory.path,
+        trainer.step + 1,
+        settings.steps,
+    )
+    started = time.monotonic()
+    trainer.fit()
+
+    peaks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(peaks, memory.bytes())
+    print_summary(
+        console,
+        steps=trainer.step,
+        seconds=time.monotonic() - started,
+        figures=_figures(trainer, evaluation, timer),
+        peak_bytes=peaks,
+        directory=start.directory,
+    )
+    if trainer.interrupted:
+        logger.info(
+            "stopped early, after step %d of %d; continue with: %s",
+            trainer.step,
+            settings.steps,
+            resume_command(start.directory.config),
+        )
+
+
+def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> list[Evaluator]:
+    """The loss, and the metrics of the config, on its validation set; none without one."""
+    if config.data.get("validation") is None:
+        return []
+    loader = evaluation_loader(
+        instantiate(config.data.validation),
+        engine.mesh,
+        global_batch_size=settings.global_batch_size,
+        shuffle=settings.eval_batches is not None,
+        num_workers=settings.num_workers,
+    )
+    evaluators: list[Evaluator] = [LossEvaluator(loader, settings.eval_batches)]
+    if config.get("metrics"):
+        evaluators.append(MetricEvaluator(loader, instantiate(config.metrics), settings.eval_batches))
+    return evaluators
+
+
+def _loggers(directory: RunDirectory, console: Console) -> list[loggers.Logger]:
+    """On rank 0 the terminal, ``metrics.jsonl`` and TensorBoard where it is installed; elsewhere none."""
+    if dist.get_rank() != 0:
+        return []
+    chosen: list[loggers.Logger] = [
+        loggers.console_logger(console),
+        loggers.JsonLinesLogger(directory.metrics),
+    ]
+    if loggers.tensorboard_is_installed():
+        chosen.append(loggers.TensorBoardLogger(directory.tensorboard))
+    return chosen
+
+
+def _figures(trainer: Trainer, evaluation: EvaluationHook, timer: TimerHook) -> dict[str, float]:
+    """What the summary tells of the training."""
+    loss = {} if trainer.last_record is None else {"loss": trainer.last_record.loss.item()}
+    return loss | evaluation.latest | timer.overall()
+
+
+def _on_rank_0(function: Callable[[], Any]) -> Any:
+    """Calls `function` on rank 0 alone; every rank returns, or raises, what came of it. Collective."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result

@@ -1,0 +1,77 @@
+"""Where a run writes: the layout of its directory."""
+
+import itertools
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+_CHECKPOINT = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The directory of one run.
+
+    ::
+
+        config.yaml        the resolved config; `tensorshard train <this file>` repeats the run
+        metrics.jsonl      measurements, one JSON object a line
+        rank0.log, ...     one log file a rank
+        tensorboard/       event files, where TensorBoard is installed
+        checkpoints/       step-100, step-200, ...; each whole, or not there
+
+    Attributes:
+        path: the directory.
+    """
+
+    path: Path
+
+    @classmethod
+    def new(cls, parent: str | Path, name: str) -> "RunDirectory":
+        """Makes ``<parent>/<name>-<n>`` with the first free `n`, counting from 1."""
+        for n in itertools.count(1):
+            path = Path(parent) / f"{name}-{n}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return cls(path)
+        raise AssertionError("unreachable: there is always a free number")
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint after `step` steps is or will be."""
+        return self.path / "checkpoints" / f"step-{step}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps of the checkpoints, oldest first. They get their names only once they are whole."""
+        folder = self.path / "checkpoints"
+        if not folder.is_dir():
+            return []
+        matches = (_CHECKPOINT.fullmatch(entry.name) for entry in folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def newest_checkpoint(self) -> Path | None:
+        """The whole checkpoint with the most steps, or None."""
+        steps = self.checkpoint_steps()
+        return self.checkpoint(steps[-1]) if steps else None
+
+    def delete_checkpoint(self, step: int) -> None:
+        """Removes a checkpoint. It loses its name first: one half deleted is never taken for whole."""
+        path = self.checkpoint(step)
+        doomed = path.with_name(f".deleting-{path.name}")
+        os.replace(path, doomed)
+        shutil.rmtree(doomed)

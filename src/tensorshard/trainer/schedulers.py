@@ -1,0 +1,79 @@
+"""Learning rate schedules, as functions from an optimizer to one of torch's own ``LRScheduler`` objects.
+
+Every schedule here is a closed form of the step, so that a resumed run, also one with another number of steps
+in all, gets the rate that an undisturbed run would have had.
+"""
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def warmup_cosine(
+    optimizer: Optimizer, *, warmup_steps: int, total_steps: int, min_ratio: float = 0.1
+) -> LambdaLR:
+    """Linear warm-up, then half a cosine down to `min_ratio` of the peak (Loshchilov and Hutter 2017).
+
+    The peak is each parameter group's own ``lr``. The first step is taken at ``1 / warmup_steps`` of it (or
+    at the peak itself without warm-up), the last one just above the end of the cosine.
+
+    Args:
+        optimizer: its rates are set from now on.
+        warmup_steps: optimizer steps until the peak; 0 for none.
+        total_steps: optimizer steps until the end of the cosine. Further steps stay there.
+        min_ratio: the last rate, as a fraction of the peak.
+
+    Raises:
+        ValueError: a warm-up longer than the whole, or a ratio outside 0 to 1.
+    """
+    _check(warmup_steps, total_steps, min_ratio)
+
+    def ratio(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return min_ratio + (1 - min_ratio) * 0.5 * (
+            1 + math.cos(math.pi * _progress(step, warmup_steps, total_steps))
+        )
+
+    return LambdaLR(optimizer, ratio)
+
+
+def warmup_linear(
+    optimizer: Optimizer, *, warmup_steps: int, total_steps: int, min_ratio: float = 0.0
+) -> LambdaLR:
+    """Linear warm-up, then a straight line down to `min_ratio` of the peak: BERT's (Devlin et al. 2019).
+
+    Arguments and errors are those of :func:`warmup_cosine`.
+    """
+    _check(warmup_steps, total_steps, min_ratio)
+
+    def ratio(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return 1 - (1 - min_ratio) * _progress(step, warmup_steps, total_steps)
+
+    return LambdaLR(optimizer, ratio)
+
+
+def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:
+    """Linear warm-up over `warmup_steps`, then the peak rate for good."""
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps is {warmup_steps}; expected 0 or more.")
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup_steps)))
+
+
+def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
+    """How much of the way from the peak to the end is done, 0 to 1."""
+    return min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+
+
+def _check(warmup_steps: int, total_steps: int, min_ratio: float) -> None:
+    if total_steps < 1:
+        raise ValueError(f"total_steps is {total_steps}; expected at least 1.")
+    if not 0 <= warmup_steps <= total_steps:
+        raise ValueError(
+            f"warmup_steps is {warmup_steps}; expected 0 to {total_steps}, the steps of the whole schedule."
+        )
+    if not 0 <= min_ratio <= 1:
+        raise ValueError(f"min_ratio is {min_ratio}; expected 0 to 1, a fraction of the peak rate.")

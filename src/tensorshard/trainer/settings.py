@@ -1,0 +1,107 @@
+"""The ``train`` section of a config, checked."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from omegaconf import DictConfig
+
+from tensorshard.config import ConfigError, instantiate
+from tensorshard.config.errors import suggest
+from tensorshard.plan import Plan
+
+SECTIONS = ("model", "train", "optimizer", "scheduler", "loss", "data")
+"""What the config of a run must have at its top level. ``metrics`` and anything else may be there."""
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How a run trains. The defaults, with a comment each, are in the shipped config ``common/train.py``.
+
+    Attributes:
+        plan: how the model is spread over the processes.
+        steps: optimizer steps in all.
+        global_batch_size: samples in a step, over all data ranks and micro-batches.
+        seed: of initial weights, of the order of the data and of dropout.
+        name: of the run, for its directory.
+        output_dir: the run's directory; None for the next free ``runs/<name>-<n>``.
+        eval_every: steps between evaluations; 0 for one at the end alone.
+        eval_batches: global batches in an evaluation; None for the whole validation set.
+        save_every: steps between checkpoints; 0 for one at the end alone.
+        keep_checkpoints: how many checkpoints to keep, the newest ones; 0 for all.
+        log_every: steps between log lines.
+        num_workers: processes that load data, for each rank; 0 loads in the rank itself.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    plan: Plan
+    steps: int
+    global_batch_size: int
+    seed: int
+    name: str
+    output_dir: str | None
+    eval_every: int
+    eval_batches: int | None
+    save_every: int
+    keep_checkpoints: int
+    log_every: int
+    num_workers: int
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "global_batch_size": 1, "eval_batches": 1, "log_every": 1}
+        for name in ("seed", "eval_every", "save_every", "keep_checkpoints", "num_workers"):
+            least[name] = 0
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is None and name == "eval_batches":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+                raise ConfigError(f"train.{name} is {value!r}; expected an integer of at least {bound}")
+        if not isinstance(self.plan, Plan):
+            raise ConfigError(
+                f"train.plan is a {type(self.plan).__name__}; expected LazyCall(Plan)(...), as in "
+                f"common/train.py"
+            )
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> "TrainSettings":
+        """The settings of a whole config.
+
+        Raises:
+            ConfigError: a section or a setting that is missing or unknown, or out of range.
+        """
+        missing = [section for section in SECTIONS if section not in config]
+        if missing:
+            raise ConfigError(
+                f"the config has no {' and no '.join(missing)}; one that can be run has the sections "
+                f"{', '.join(SECTIONS)} (see the shipped config quickstart.py)"
+            )
+        known = [field.name for field in fields(cls)]
+        for key in config.train:
+            if key not in known:
+                raise ConfigError(f"train has no setting {key!r}; {suggest(str(key), known, 'its settings')}")
+        values: dict[str, Any] = instantiate(config.train)
+        for name in known:
+            if name not in values:
+                raise ConfigError(
+                    f"train.{name} is missing; start from get_config('common/train.py').train, which has it"
+                )
+        return cls(**values)
+
+    def check_batch(self, dp_size: int) -> None:
+        """Whether the global batch can be cut into equal parts for each data rank and micro-batch.
+
+        Raises:
+            ConfigError: it cannot; names the nearest sizes that can.
+        """
+        parts = dp_size * self.plan.micro_batches
+        rest = self.global_batch_size % parts
+        if not rest:
+            return
+        below = self.global_batch_size - rest
+        near = f"{below} or {below + parts}" if below else str(parts)
+        raise ConfigError(
+            f"train.global_batch_size {self.global_batch_size} does not divide by {dp_size} data ranks x "
+            f"{self.plan.micro_batches} micro-batches; the nearest that does is {near}"
+        )

@@ -1,0 +1,143 @@
+"""Where a run begins: in a new directory, or at a checkpoint of an earlier one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from tensorshard.config import ConfigError, save_config, to_yaml
+from tensorshard.trainer.run_directory import RunDirectory
+from tensorshard.trainer.settings import TrainSettings
+
+RUNS = Path("runs")
+"""Parent of the directories of runs that were not given one."""
+
+LATEST = "latest"
+"""In place of a checkpoint's path: the newest one of the run."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run writes, and what it continues.
+
+    Attributes:
+        directory: made already.
+        checkpoint: to load; None for a run that begins with step 1.
+    """
+
+    directory: RunDirectory
+    checkpoint: Path | None
+
+
+def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, output: str | None) -> Start:
+    """Finds or makes the directory of a run, and the checkpoint that it is to continue from.
+
+    Nothing that is there is changed. One rank does this for all.
+
+    Args:
+        config: what :func:`tensorshard.config.load_config` returned.
+        settings: its ``train`` section.
+        resume: a checkpoint, ``"latest"``, or None to begin anew.
+        output: the run's directory; wins over ``train.output_dir``.
+
+    Raises:
+        ConfigError: a directory that holds a run already, or nothing to resume from.
+    """
+    given = output or settings.output_dir
+    directory = RunDirectory(Path(given)) if given else None
+    name = settings.name or Path(_asked_config(config)).stem
+    if resume is None:
+        if directory is None:
+            return Start(RunDirectory.new(RUNS, name), None)
+        if directory.config.exists():
+            raise ConfigError(
+                f"{directory.path} holds a run already; continue it with --resume, or give another directory"
+            )
+        return _started(directory, None)
+    if resume != LATEST:
+        checkpoint = Path(resume)
+        if not checkpoint.is_dir():
+            raise ConfigError(f"there is no checkpoint {resume}")
+        return _started(directory or _run_of(checkpoint), checkpoint)
+    directory = directory or _run_of_config(Path(_asked_config(config))) or _newest_run(name)
+    newest = directory.newest_checkpoint()
+    if newest is None:
+        raise ConfigError(f"{directory.path} holds no checkpoint to resume from; start anew without --resume")
+    return _started(directory, newest)
+
+
+def check_not_ahead(directory: RunDirectory, step: int) -> None:
+    """Whether a run may go on in `directory` after `step` steps without overwriting later work.
+
+    Raises:
+        ConfigError: checkpoints of later steps are there.
+    """
+    later = [found for found in directory.checkpoint_steps() if found > step]
+    if later:
+        raise ConfigError(
+            f"the checkpoint is at step {step}, but {directory.path} holds later ones (steps "
+            f"{', '.join(map(str, later))}); give another directory with --output, or delete those"
+        )
+
+
+def write_config(config: DictConfig, directory: RunDirectory, step: int) -> None:
+    """Writes ``config.yaml``; a resumed run with another config ``config-from-step-<step>.yaml``.
+
+    The directory is left out of it, so that `tensorshard train config.yaml` repeats the run in a new one.
+    """
+    config = config.copy()
+    config.train.output_dir = None
+    if not directory.config.exists():
+        save_config(config, directory.config)
+    elif to_yaml(config) != directory.config.read_text(encoding="utf-8"):
+        changed = directory.path / f"config-from-step-{step}.yaml"
+        changed.write_text(to_yaml(config), encoding="utf-8")
+
+
+def _started(directory: RunDirectory, checkpoint: Path | None) -> Start:
+    directory.path.mkdir(parents=True, exist_ok=True)
+    return Start(directory, checkpoint)
+
+
+def _asked_config(config: DictConfig) -> str:
+    """The config file or name that the user gave; "run" where the config was made in Python."""
+    return str(config.asked.config) if "asked" in config else "run"
+
+
+def _run_of(checkpoint: Path) -> RunDirectory:
+    """The run that wrote `checkpoint`, told from its path.
+
+    Raises:
+        ConfigError: the path is not one of a run.
+    """
+    if checkpoint.resolve().parent.name != "checkpoints":
+        raise ConfigError(
+            f"the checkpoint {checkpoint} is in no run's checkpoints directory, which would say where to write; "
+            f"give a directory with --output"
+        )
+    return RunDirectory(checkpoint.parent.parent)
+
+
+def _run_of_config(config: Path) -> RunDirectory | None:
+    """The run that wrote the file `config`, if one did."""
+    directory = RunDirectory(config.parent)
+    return directory if config.name == directory.config.name and directory.checkpoint_steps() else None
+
+
+def _newest_run(name: str) -> RunDirectory:
+    """The run of that name with the highest number, of those with a checkpoint.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    numbered = {}
+    for path in RUNS.glob(f"{name}-*"):
+        number = path.name.removeprefix(f"{name}-")
+        if number.isdecimal() and RunDirectory(path).checkpoint_steps():
+            numbered[int(number)] = path
+    if not numbered:
+        raise ConfigError(
+            f"there is no run {RUNS / name}-<n> with a checkpoint here to resume; give the config.yaml of a run, "
+            f"a checkpoint, or the run's directory with --output"
+        )
+    return RunDirectory(numbered[max(numbered)])

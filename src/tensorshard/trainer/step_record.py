@@ -1,0 +1,54 @@
+"""What one training step amounted to."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """How much is in a batch, counted in samples, and in tokens where samples are sequences of token ids."""
+
+    samples: int
+    tokens: int | None
+
+    @classmethod
+    def of(cls, inputs: Any) -> "BatchSize":
+        """The size of `inputs`: a tensor, or a tuple or dict of them, whose first dimension is the batch.
+
+        Tokens are counted where the first tensor holds integers and has two dimensions, [batch, sequence].
+
+        Raises:
+            TypeError: `inputs` without a tensor that has a batch dimension.
+        """
+        first = next((x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > 0), None)
+        if first is None:
+            raise TypeError(
+                f"The inputs of a batch are a {type(inputs).__name__} without a tensor that has a batch "
+                f"dimension; expected a tensor, or a tuple or dict of tensors, with samples along the first dimension."
+            )
+        is_text = first.dim() == 2 and not first.is_floating_point()
+        return cls(len(first), first.numel() if is_text else None)
+
+    def times(self, count: int) -> "BatchSize":
+        """The size of `count` batches like this one."""
+        return BatchSize(self.samples * count, None if self.tokens is None else self.tokens * count)
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step, as hooks see it; they add what they measure to `metrics`.
+
+    Attributes:
+        step: optimizer steps done, this one included.
+        loss: global mean loss, a tensor on the engine's device: reading it waits for the device.
+        batch: size of the global batch.
+        metrics: measurements by name, to be logged beside the loss.
+    """
+
+    step: int
+    loss: Tensor
+    batch: BatchSize
+    metrics: dict[str, float] = field(default_factory=dict)

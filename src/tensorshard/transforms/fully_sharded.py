@@ -1,0 +1,162 @@
+"""ZeRO 3: parameters are sharded too, and gathered unit by unit for forward and backward. On PyTorch's FSDP2."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tensorshard._compat import AllGather, ReduceScatter
+from tensorshard.distributed.collectives import all_gather_into, all_reduce_, is_gloo, reduce_scatter_into
+from tensorshard.mesh import Mesh
+from tensorshard.transforms.assign import ParameterPlaces, like
+from tensorshard.transforms.precision import DTYPES, master_dtype
+from tensorshard.transforms.shard import ShardedModel
+
+
+class FullyShardedModel(ShardedModel):
+    """A model of which each rank of ``dp_shard`` holds one part of every parameter.
+
+    Args:
+        model: the model on the meta device, its other transforms applied.
+        value_of: full value of the parameter of a name. Units are filled and sharded one after the other, so that
+            no more than one unit is whole at any time.
+        units: lists of modules whose parameters travel together.
+        reduce_dtype: gradients are summed over the ranks in this type.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        value_of: Callable[[str], torch.Tensor],
+        units: list[list[nn.Module]],
+        mesh: Mesh,
+        *,
+        precision: str,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.model = model
+        self._value_of = value_of
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._places = ParameterPlaces(model)
+        hybrid = mesh.degrees["dp_replicate"] > 1
+        self._dp_size = mesh.dp_size
+        self._dp_group = mesh.dp_group
+        self._hybrid = hybrid
+        self._scalars = self._keep_scalars_whole()
+        options: dict[str, Any] = {
+            "mesh": mesh.device_mesh["dp_replicate", "dp_shard"] if hybrid else mesh.device_mesh["dp_shard"],
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=None if precision == "fp32" else DTYPES[precision],
+                reduce_dtype=reduce_dtype,
+                cast_forward_inputs=False,  # autocast casts where it is needed
+            ),
+            "ignored_params": set(self._scalars),
+        }
+        tied = _shared_between(units)
+        for unit in units:
+            if not any(parameter in tied for module in unit for parameter in module.parameters()):
+                self._fill(unit)
+                fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=True, **options)
+        self._fill([model])
+        fully_shard(model, reshard_after_forward=False, **options)
+        self._last = True
+        if is_gloo(mesh.group("dp_shard"), torch.device(mesh.device_mesh.device_type)):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_all_gather(_AllGather())
+                    module.set_custom_reduce_scatter(_ReduceScatter())
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    def begin_micro_batch(self, last: bool) -> None:
+        self._last = last
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_is_last_backward(last)
+        if self._hybrid:
+            self.model.set_requires_all_reduce(last)
+
+    def finish_backward(self) -> None:
+        """FSDP finishes by itself at the end of backward."""
+
+    def publish_update(self) -> None:
+        """FSDP gathers the masters themselves."""
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, master in self.masters().items():
+            yield name, master.full_tensor() if isinstance(master, DTensor) else master.detach()
+
+    @torch.no_grad()
+    def _fill(self, unit: list[nn.Module]) -> None:
+        """Gives the parameters of `unit` that are still on the meta device their full values."""
+        for module in unit:
+            for parameter in list(module.parameters()):
+                if parameter.is_meta:
+                    value = self._value_of(self._names[parameter])
+                    value = value.to(master_dtype(value.dtype)) if value.is_floating_point() else value
+                    self._places.replace(parameter, like(parameter, value.contiguous()))
+
+    def _keep_scalars_whole(self) -> list[nn.Parameter]:
+        """FSDP cannot shard a parameter without dimensions: each rank keeps it whole, and averages its gradient."""
+        scalars = []
+        for meta, name in self._names.items():
+            if meta.dim() == 0:
+                value = self._value_of(name)
+                scalar = like(meta, value.to(master_dtype(value.dtype)).clone())
+                self._places.replace(meta, scalar)
+                scalars.append(scalar)
+                if scalar.requires_grad:
+                    scalar.register_post_accumulate_grad_hook(self._average_scalar)
+        return scalars
+
+    def _average_scalar(self, scalar: torch.Tensor) -> None:
+        if self._last and scalar.grad is not None:
+            all_reduce_(scalar.grad, self._dp_group)
+            scalar.grad.div_(self._dp_size)
+
+
+def _shared_between(units: list[list[nn.Module]]) -> set[nn.Parameter]:
+    """Parameters tied across units; FSDP wants all who use one in one group, so these units join the root's."""
+    seen: set[nn.Parameter] = set()
+    shared: set[nn.Parameter] = set()
+    for unit in units:
+        own = {parameter for module in unit for parameter in module.parameters()}
+        shared |= own & seen
+        seen |= own
+    return shared
+
+
+class _Allocate:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocate, AllGather):
+    """FSDP's all-gather by our primitive."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return all_gather_into(output_tensor, input_tensor, group, async_op)
+
+
+class _ReduceScatter(_Allocate, ReduceScatter):
+    """FSDP's reduce-scatter by our primitive."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return reduce_scatter_into(output_tensor, input_tensor, group, op, async_op)

@@ -1,0 +1,78 @@
+"""Sharding over data ranks: ZeRO 0 to 3 and hybrid sharding (Rajbhandari et al. 2020; Zhao et al. 2023).
+
+Whatever the level, the Engine sees one thing: :class:`ShardedModel`, whose *masters* are what the optimizer updates.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from tensorshard.transforms.units import find_blocks, select_modules
+
+
+class ShardedModel(ABC):
+    """A model whose gradients are averaged over the data ranks, and whose states are sharded as a ZeRO level says."""
+
+    model: nn.Module
+
+    @abstractmethod
+    def masters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer updates, by the original model's names: DTensors where sharded, fp32 or wider."""
+
+    @abstractmethod
+    def begin_micro_batch(self, last: bool) -> None:
+        """Called before each forward of a step; `last` when the step's gradients are complete after its backward."""
+
+    @abstractmethod
+    def finish_backward(self) -> None:
+        """Called after a step's last backward: every master's gradient is final when this returns."""
+
+    @abstractmethod
+    def publish_update(self) -> None:
+        """Called after the masters were changed: what forward computes with follows them."""
+
+    @abstractmethod
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every master whole, one at a time, by the original model's names. A collective: all ranks iterate."""
+
+
+def shard_units(model: nn.Module, requested: int | list[str] | None) -> list[list[nn.Module]]:
+    """Lists of modules whose parameters travel together, in the order of the model; what they leave is one more.
+
+    Args:
+        requested: as in :class:`tensorshard.Plan`: None, bytes of fp32 parameters, or names.
+    """
+    if isinstance(requested, list):
+        return [[module] for module in _outermost(select_modules(model, requested))]
+    blocks = [[block] for block in find_blocks(model).values()]
+    if requested is None:
+        return blocks
+    return _merge(blocks, lambda unit: 4 * sum(p.numel() for m in unit for p in m.parameters()), requested)
+
+
+def _outermost(modules: dict[str, nn.Module]) -> list[nn.Module]:
+    return [
+        module
+        for name, module in modules.items()
+        if not any(name.startswith(f"{other}.") for other in modules if other != name)
+    ]
+
+
+def _merge(
+    units: list[list[nn.Module]], size_of: Callable[[list[nn.Module]], int], least: int
+) -> list[list[nn.Module]]:
+    """Joins neighbours until each unit has at least `least` bytes; a small rest joins the last."""
+    merged: list[list[nn.Module]] = []
+    current: list[nn.Module] = []
+    for unit in units:
+        current = current + unit
+        if size_of(current) >= least:
+            merged.append(current)
+            current = []
+    if current and merged:
+        merged[-1] = merged[-1] + current
+    elif current:
+        merged.append(current)
+    return merged

@@ -1,0 +1,1 @@
+"""Helpers around training, by the names of ``torch.utils``."""

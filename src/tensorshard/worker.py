@@ -1,0 +1,82 @@
+"""The worker's side of :mod:`tensorshard.launch`: one process of a run, from its first line to its exit code.
+
+Imports nothing heavy, so that Ctrl-C is under control before anything slow begins. A worker is started as
+``python -m tensorshard.worker CALL``, where CALL is the file that :func:`write_call` wrote.
+"""
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a process that Ctrl-C ended, by the shell's convention."""
+
+
+def write_call(path: Path, entrypoint: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Writes down the call ``entrypoint(*args)`` and where modules are found, for workers on this machine.
+
+    Raises:
+        ValueError: workers could not import `entrypoint` by name.
+        Exception: what pickle raises for `args` that cannot be sent.
+    """
+    if entrypoint.__module__ == "__main__" or "." in entrypoint.__qualname__:
+        raise ValueError(
+            f"{entrypoint.__qualname__} is defined in {entrypoint.__module__}, where other processes cannot "
+            f"import it; define it at the top level of a module"
+        )
+    # Two pickles in a row: the path must be in place before the second is read, as that imports modules.
+    path.write_bytes(pickle.dumps(sys.path) + pickle.dumps((entrypoint, tuple(args))))
+
+
+def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Runs ``entrypoint(*args)`` as one rank of a world; ends the process if that fails or is interrupted.
+
+    An exception goes to the file that the elastic agent named (``TORCHELASTIC_ERROR_FILE``), out of which the
+    agent's side shows the first one, once. Without such a file it is printed here.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    try:
+        record(entrypoint)(*args)
+    except KeyboardInterrupt:
+        _exit_at_once(INTERRUPTED)
+    except Exception:
+        if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            traceback.print_exc()
+        _exit_at_once(1)
+
+
+def main(call_path: str) -> None:
+    """Makes the call that :func:`write_call` wrote to `call_path`."""
+    # While modules are imported, Ctrl-C ends the process without a word.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _die_with_parent()
+    with open(call_path, "rb") as file:
+        sys.path[:] = pickle.load(file)
+        entrypoint, args = pickle.load(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run_worker(entrypoint, args)
+
+
+def _exit_at_once(code: int) -> None:
+    """Ends the process without destructors: those of a broken process group may wait for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to kill this process when the launcher dies, however that happens (Linux only)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,128 @@
+"""A pool of processes that stays up for the whole test session, so that a distributed test starts in milliseconds."""
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_TIMEOUT_SECONDS = 120.0
+
+
+class RankError(AssertionError):
+    """A rank raised; carries that rank's traceback."""
+
+
+def _serve(connection: Connection) -> None:
+    """A worker's life: join a fresh process group, run a function, report, repeat."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        rank, world_size, store_path, environment, function, args, kwargs = task
+        os.environ.update(environment)
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store_path, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=60),
+            )
+            torch.manual_seed(0)
+            outcome = (True, function(*args, **kwargs))
+        except BaseException:  # whatever a test raises is reported, never lost
+            outcome = (False, traceback.format_exc())
+        finally:
+            for name in environment:
+                os.environ.pop(name, None)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        try:
+            connection.send(outcome)
+        except Exception:
+            connection.send((False, f"the result of rank {rank} could not be sent:\n{traceback.format_exc()}"))
+
+
+class RankPool:
+    """Runs functions on ranks of process groups of any size, on processes that are started once."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __call__(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        environment: dict[str, str] | None = None,
+        timeout: float = _TIMEOUT_SECONDS,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """What `function(*args, **kwargs)` returned on each of `world_size` ranks, in their order."""
+        self._grow(world_size)
+        with tempfile.TemporaryDirectory() as folder:
+            store = os.path.join(folder, "store")
+            for rank in range(world_size):
+                env = {**(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                env["WORLD_SIZE"] = str(world_size)
+                self._workers[rank][1].send((rank, world_size, store, env, function, args, kwargs))
+            return self._collect(world_size, timeout)
+
+    def _collect(self, world_size: int, timeout: float) -> list[Any]:
+        pending = {self._workers[rank][1]: rank for rank in range(world_size)}
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                late = sorted(pending.values())
+                raise RankError(f"ranks {late} did not finish within {timeout:.0f} s" + _join(failures))
+            for connection in ready:
+                rank = pending.pop(connection)  # type: ignore[index]
+                try:
+                    succeeded, value = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    succeeded, value = False, "the process died"
+                (results if succeeded else failures)[rank] = value
+            if failures:
+                deadline = min(deadline, time.monotonic() + 5.0)
+        if failures:
+            if any(value == "the process died" for value in failures.values()):
+                self.close()
+            raise RankError(_join(failures))
+        return [results[rank] for rank in range(world_size)]
+
+    def _grow(self, size: int) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        while len(self._workers) < size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self) -> None:
+        """Ends every process; the next call starts new ones."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers.clear()
+
+
+def _join(failures: dict[int, str]) -> str:
+    return "".join(f"\n--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items()))

@@ -1,0 +1,220 @@
+"""Config files: Python ones that import each other, the YAML of an earlier run, and round trips."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from tensorshard import Plan
+from tensorshard.config import (
+    ConfigError,
+    LazyCall,
+    apply_overrides,
+    config_path,
+    get_config,
+    instantiate,
+    load_config,
+    save_config,
+    shipped_configs,
+    to_yaml,
+)
+
+_BASE = """
+from tensorshard import Plan
+from tensorshard.config import LazyCall
+
+train = dict(steps=100, width=8, plan=LazyCall(Plan)(zero=2))
+"""
+
+_CHILD = """
+import math
+from pathlib import Path
+from tensorshard.config import get_config
+
+_hidden = object()
+
+def helper():
+    return 3
+
+train = get_config("parts/base.py").train
+train.steps = 7
+train.plan.dp_shard = 2
+tau = math.tau
+double = dict(width="${train.width}", here=Path("x"))
+count = helper()
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Path:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "base.py").write_text(_BASE)
+    (tmp_path / "child.py").write_text(_CHILD)
+    return tmp_path / "child.py"
+
+
+def _without_asked(config: DictConfig) -> DictConfig:
+    return OmegaConf.masked_copy(config, [key for key in config if key != "asked"])  # type: ignore[arg-type]
+
+
+def test_public_data_is_the_config_and_imports_are_relative_to_the_file(child: Path) -> None:
+    config = load_config(child)
+    assert set(config) == {"train", "tau", "double", "count", "asked"}
+    assert (config.train.steps, config.double.width, config.double.here, config.count) == (7, 8, "x", 3)
+    assert instantiate(config.train.plan) == Plan(zero=2, dp_shard=2)
+
+
+def test_what_was_asked_for_is_recorded(child: Path) -> None:
+    config = load_config(child, ["train.steps=5"])
+    assert config.asked == {"config": str(child), "overrides": ["train.steps=5"]}
+
+
+def test_overrides_reach_what_refers_to_them(child: Path) -> None:
+    assert load_config(child, ["train.width=9"]).double.width == 9
+
+
+def test_each_get_config_reads_anew(child: Path) -> None:
+    base = child.parent / "parts" / "base.py"
+    get_config(base).train.steps = 1
+    assert get_config(base).train.steps == 100
+
+
+def test_a_config_goes_through_pickle(child: Path) -> None:
+    config = load_config(child)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_saved_config_is_read_back_equal(child: Path, tmp_path: Path) -> None:
+    config = load_config(child, ["train.steps=5", "train.plan.clip_grad_norm=1e-5"])
+    path = tmp_path / "run" / "config.yaml"
+    path.parent.mkdir()
+    save_config(config, path)
+    again = load_config(path)
+
+    assert _without_asked(again) == _without_asked(config)
+    assert again.double.width == 8, "references are written resolved"
+    assert again.asked == {"config": str(path), "overrides": []}
+    assert OmegaConf.load(path.with_name("asked.yaml")) == config.asked
+    assert {file.name for file in path.parent.iterdir()} == {"config.yaml", "asked.yaml"}
+    assert to_yaml(again) == to_yaml(config) == path.read_text()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, 1.0, 1e-5, 3e20, float("inf"), True, None, [1, [2, "3"]], {"a": {"b": None}}, [], {}],
+    ids=str,
+)
+def test_any_value_survives_yaml(value: object, tmp_path: Path) -> None:
+    _check_round_trip(value, tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1", "1.0", "1e5", "01", "0x10", "1_000", "true", "no", "null", "~", "", "a: b", "é\n#", "2024-01-01"],
+)
+def test_text_that_looks_like_something_else_survives_yaml(text: str, tmp_path: Path) -> None:
+    _check_round_trip(text, tmp_path / "config.yaml")
+
+
+def _check_round_trip(value: object, path: Path) -> None:
+    save_config(OmegaConf.create({"key": value}), path)
+    read = OmegaConf.to_container(load_config(path))["key"]  # type: ignore[call-overload,index]
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_a_saved_config_takes_overrides(child: Path, tmp_path: Path) -> None:
+    save_config(load_config(child), tmp_path / "config.yaml")
+    config = load_config(tmp_path / "config.yaml", ["train.plan.micro_batches=3"])
+    assert instantiate(config.train.plan) == Plan(zero=2, dp_shard=2, micro_batches=3)
+    with pytest.raises(ConfigError, match="did you mean 'micro_batches'"):
+        load_config(tmp_path / "config.yaml", ["train.plan.microbatches=3"])
+
+
+def test_yaml_cannot_run_code(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("key: !!python/object/apply:os.getcwd []\n")
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        load_config(path)
+
+
+def test_a_yaml_list_is_no_config(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="holds a list; a config is a mapping"):
+        load_config(tmp_path / "config.yaml")
+
+
+def test_shipped_configs_are_found_by_name_and_from_anywhere(child: Path) -> None:
+    assert "quickstart" in shipped_configs()
+    assert config_path("quickstart") == config_path("quickstart.py")
+    child.write_text(
+        'from tensorshard.config import get_config\ntrain = get_config("common/train.py").train\n'
+    )
+    assert "_target_" in load_config(child).train.plan
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("quikstart", r"no config 'quikstart'; did you mean 'quickstart'\?"),
+        ("zzz", "those shipped: .*quickstart.*; a file of your own is named with its suffix"),
+        ("missing.py", "no config file 'missing.py' here"),
+    ],
+)
+def test_a_config_that_is_not_there_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(name)
+
+
+def test_a_directory_is_pointed_to_its_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a directory; a run's config is the file .*config\.yaml"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ny = x +\n", r"bad\.py, line 2: SyntaxError"),
+        ("x = 1\ny = z\n", r"bad\.py, line 2: NameError: name 'z' is not defined"),
+        ("import no_such_module\n", r"bad\.py, line 1: ModuleNotFoundError"),
+        ("optimizer = object()\n", r"'optimizer' is of type object, which a config cannot hold"),
+        ("import torch\ndtype = torch.float32\n", r"'dtype' is of type dtype, which a config cannot hold"),
+        (
+            "class Net: ...\nfrom tensorshard.config import LazyCall\nmodel = LazyCall(Net)()\n",
+            "top level of a module",
+        ),
+        ("x = '${y}'\n", r"x has no value: Interpolation key 'y' not found"),
+        ("x = '???'\n", r"x has no value: Missing mandatory value: x"),
+        ("asked = 1\n", "the key 'asked' is kept"),
+        (
+            "from tensorshard.config import get_config\n"
+            "train = get_config('common/train.py').train\n"
+            "train.stpes = 3\n",
+            r"bad\.py, line 3: there is no key 'stpes' here; did you mean 'steps'\?",
+        ),
+        (
+            "from tensorshard.config import get_config\n"
+            "train = get_config('common/train.py').train\n"
+            "train.plan.zzero = 3\n",
+            r"train\.plan\.zzero: tensorshard\.plan\.Plan has no argument 'zzero'; did you mean 'zero'\?",
+        ),
+    ],
+)
+def test_a_mistake_in_a_config_file_is_placed(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+
+
+def test_a_mistake_in_a_part_is_placed_in_the_part(child: Path) -> None:
+    (child.parent / "parts" / "base.py").write_text("train = oops\n")
+    with pytest.raises(ConfigError, match=r"child\.py, line 11: .*base\.py, line 1: NameError"):
+        load_config(child)
+
+
+def test_recorded_calls_in_lists_are_checked_too() -> None:
+    config = OmegaConf.create({"hooks": [LazyCall(Plan)(), {"_target_": "tensorshard.plan.Plan", "tpp": 1}]})
+    with pytest.raises(ConfigError, match=r"hooks\[1\]\.tpp: .*no argument 'tpp'; did you mean 'tp'"):
+        apply_overrides(config, [])

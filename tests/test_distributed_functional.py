@@ -1,0 +1,157 @@
+"""The differentiable collectives, against what they mean, in forward and backward (fp64)."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankError
+from torch.autograd import gradcheck, gradgradcheck
+
+import tensorshard.distributed as tsd
+
+WORLDS = [pytest.param(2, 2, id="2 ranks"), pytest.param(4, 4, id="4 ranks"), pytest.param(4, 2, id="2 groups of 2")]
+
+
+def _start(group_size: int) -> tuple[int, int]:
+    """Makes groups; different groups draw different numbers, the ranks of one draw the same."""
+    tsd.init_process_group(group_size)
+    torch.manual_seed(tsd.get_data_parallel_rank())
+    return tsd.get_rank(), tsd.get_group_size()
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def _check_values(group_size: int) -> None:
+    rank, size = _start(group_size)
+    for rows in (4, 5, 3):  # even over 2 and 4; uneven; less than one per rank of 4
+        whole = _random(rows, 6, 5).detach()
+        for dim in (0, 2, -1):
+            chunks = list(whole.chunk(size, dim))
+            empty = whole.narrow(dim, 0, 0)
+            mine = [*chunks, *[empty] * size][rank]
+            part = tsd.scatter(whole, dim)
+            torch.testing.assert_close(part, mine)
+            torch.testing.assert_close(tsd.gather(part, dim), whole)
+            torch.testing.assert_close(tsd.gather(part, dim, size=whole.size(dim)), whole)
+            weighted = (rank + 1) * whole
+            total = sum(range(1, size + 1)) * whole
+            torch.testing.assert_close(tsd.reduce(weighted), total)
+            torch.testing.assert_close(tsd.reduce_scatter(weighted, dim), tsd.scatter(total, dim))
+            torch.testing.assert_close(tsd.all_to_all(part, 1, dim), tsd.scatter(whole, 1))
+        torch.testing.assert_close(tsd.copy(whole), whole)
+    assert tsd.get_group() in (dist.group.WORLD, tsd.get_mesh()["tp"].get_group())
+
+
+@pytest.mark.parametrize(("world_size", "group_size"), WORLDS)
+def test_values(ranks, world_size, group_size):
+    ranks(world_size, _check_values, group_size)
+
+
+def _check_gradients(group_size: int) -> None:
+    """Each composition is, on every rank, a function of a replicated `x`, whose derivative gradcheck measures."""
+    rank, size = _start(group_size)
+    weight = float(rank + 1)
+    compositions = {
+        "scatter, gather": lambda x, dim: tsd.gather(tsd.scatter(x, dim) ** 2, dim),
+        "copy, reduce": lambda x, dim: tsd.reduce(weight * tsd.copy(x) ** 2),
+        "reduce_scatter": lambda x, dim: tsd.gather(tsd.reduce_scatter(weight * tsd.copy(x), dim) ** 2, dim),
+        "all_to_all": lambda x, dim: tsd.gather(tsd.all_to_all(tsd.scatter(x, dim) ** 2, 1, dim), 1),
+        "gather_for_sum": lambda x, dim: tsd.reduce(weight * tsd.gather_for_sum(tsd.scatter(x, dim), dim) ** 2),
+    }
+    for name, function in compositions.items():
+        for dim in (0, -1):
+            x = _random(3, size, 2)
+            assert gradcheck(lambda x, f=function, d=dim: f(x, d), x), name
+    assert gradgradcheck(lambda x: compositions["reduce_scatter"](x, 0), _random(3, 2))
+
+
+@pytest.mark.parametrize(("world_size", "group_size"), WORLDS)
+def test_gradients(ranks, world_size, group_size):
+    ranks(world_size, _check_gradients, group_size)
+
+
+def _gather_what_ranks_happen_to_hold() -> None:
+    rank, size = _start(2)
+    torch.manual_seed(0)
+    whole = torch.arange(12.0).view(6, 2)
+    part = whole[:5].clone() if rank == 0 else whole[5:].clone()
+    part.requires_grad_()
+    gathered = tsd.gather(part, 0)
+    torch.testing.assert_close(gathered, whole)
+    (gathered * whole).sum().backward()
+    torch.testing.assert_close(part.grad, part.detach())
+    targets = torch.tensor([7, 8]) if rank == 0 else torch.tensor([9])
+    assert tsd.gather(targets, 0).tolist() == [7, 8, 9]
+    tsd.gather(part, 0, grad_scale=4.0).sum().backward()
+    torch.testing.assert_close(part.grad, part.detach() + 4)
+
+
+def test_gather_of_whatever_is_held(ranks):
+    ranks(2, _gather_what_ranks_happen_to_hold)
+
+
+def _pass_groups_explicitly() -> None:
+    pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    group = pairs[0] if dist.get_rank() in (0, 3) else pairs[1]
+    value = torch.tensor([float(dist.get_rank())])
+    assert tsd.reduce(value, group).item() == 3.0
+    assert tsd.gather(value, 0, group).sum().item() == 3.0
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert tsd.reduce(value, mesh["dp"]).item() in (2.0, 4.0)
+    assert not tsd.is_initialized()
+
+
+def test_explicit_groups_and_meshes(ranks):
+    ranks(4, _pass_groups_explicitly)
+
+
+def _marks() -> list[object]:
+    _start(2)
+    whole = torch.ones(4, 6)
+    part = tsd.scatter(whole, -1)
+    return [
+        part._tensorshard_mark.dim,
+        part._tensorshard_mark.size,
+        hasattr(whole, "_tensorshard_mark"),
+        hasattr(tsd.gather(part), "_tensorshard_mark"),
+        tsd.all_to_all(part, 0, 1)._tensorshard_mark.dim,
+        tsd.reduce_scatter(whole, 0)._tensorshard_mark.dim,
+    ]
+
+
+def test_results_are_marked(ranks):
+    assert ranks(2, _marks)[0] == [-1, 6, False, False, 0, 0]
+
+
+def _alone() -> None:
+    _start(1)
+    x = _random(4, 3)
+    for y in (tsd.copy(x), tsd.reduce(x), tsd.scatter(x), tsd.gather(x), tsd.reduce_scatter(x), tsd.all_to_all(x, 0, 1)):
+        torch.testing.assert_close(y, x)
+    assert not hasattr(x, "_tensorshard_mark")
+
+
+def test_groups_of_one_change_nothing(ranks):
+    ranks(2, _alone)
+
+
+def _gather_wrong_size() -> None:
+    _start(2)
+    dist.barrier()
+    tsd.gather(torch.ones(2, 3), 1, size=8)
+
+
+def _call(name: str, *args: object) -> None:
+    _start(2)
+    dist.barrier()
+    getattr(tsd, name)(torch.ones(2, 3), *args)
+
+
+def test_bad_input(ranks):
+    with pytest.raises(RankError, match=r"size=8 along dimension 1 was given, of which rank 0 of 2 holds 4 elements"):
+        ranks(2, _gather_wrong_size)
+    with pytest.raises(RankError, match="dim=2 was given for a tensor of 2 dimensions: use one of -2 to 1"):
+        ranks(2, _call, "scatter", 2)
+    with pytest.raises(RankError, match="split and to concatenate along the same dimension, 1"):
+        ranks(2, _call, "all_to_all", 1, -1)
