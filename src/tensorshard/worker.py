@@ -5,10 +5,12 @@ Imports nothing heavy, so that Ctrl-C is under control before anything slow begi
 """
 
 import ctypes
+import json
 import os
 import pickle
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +52,18 @@ def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any]) -> None:
         if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
             traceback.print_exc()
         _exit_at_once(1)
+
+
+def report_mistake(message: str) -> None:
+    """Tells of a mistake in what was asked for, which all ranks of a machine find alike: one of them prints it.
+
+    The elastic agent, if there is one, gets it as well, as it may end that rank before it has printed.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        Path(error_file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(message, file=sys.stderr)
 
 
 def main(call_path: str) -> None:

@@ -21,16 +21,16 @@ def instantiate(config: DictConfig | ListConfig, **arguments: Any) -> Any:
     from hydra.utils import instantiate as hydra_instantiate
 
     try:
-        if not arguments:
-            return hydra_instantiate(config, _convert_="all")
-        # As a partial, so that OmegaConf, which copies what it holds, never sees these arguments.
-        deferred = hydra_instantiate(config, _convert_="all", _partial_=True)
+        # A partial takes further arguments itself: OmegaConf, which copies what it holds, never sees them.
+        built = hydra_instantiate(config, _convert_="all", **({"_partial_": True} if arguments else {}))
     except InstantiationException as error:
         if error.__cause__ is None:
             raise
         first, *_, last = str(error).splitlines()
         error.__cause__.add_note(f"{first} {last}")
         raise error.__cause__ from None
-    if isinstance(config, DictConfig) and config.get("_partial_"):
-        return functools.partial(deferred, **arguments)
-    return deferred(**arguments)
+    if isinstance(built, functools.partial):
+        # A plain one: hydra's own examines its target anew at each call.
+        built = functools.partial(built.func, *built.args, **{**built.keywords, **arguments})
+    waits = isinstance(config, DictConfig) and config.get("_partial_")
+    return built() if arguments and not waits else built

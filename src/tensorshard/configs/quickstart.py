@@ -10,10 +10,10 @@ scheduler = get_config("common/optim.py").scheduler
 
 model = LazyCall(GPT)(vocab_size=256, context_length=128, num_layers=4, num_heads=4, width=192)
 loss = LazyCall(next_token_loss, partial=True)()
-data = dict(
-    train=LazyCall(StdlibText)(split="train", context_length="${model.context_length}"),
-    validation=LazyCall(StdlibText)(split="validation", context_length="${model.context_length}"),
-)
+data = {
+    "train": LazyCall(StdlibText)(split="train", context_length="${model.context_length}"),
+    "validation": LazyCall(StdlibText)(split="validation", context_length="${model.context_length}"),
+}
 
 train.steps = 300
 train.global_batch_size = 32

@@ -71,7 +71,12 @@ class _Scatter(Function):
 class _Gather(Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup, grad_scale: float
+        ctx: Any,
+        tensor: torch.Tensor,
+        dim: int,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup,
+        grad_scale: float,
     ) -> torch.Tensor:
         ctx.dim, ctx.sizes, ctx.group, ctx.grad_scale = dim, sizes, group, grad_scale
         return primitives.gather_dim(tensor, dim, sizes, group)
@@ -191,7 +196,9 @@ def gather(
     dim = normalize_dim(dim, tensor.ndim)
     if process_group.size() == 1:
         return tensor
-    return _Gather.apply(tensor, dim, _held_sizes(tensor, dim, size, process_group), process_group, grad_scale)
+    return _Gather.apply(
+        tensor, dim, _held_sizes(tensor, dim, size, process_group), process_group, grad_scale
+    )
 
 
 def reduce_scatter(tensor: torch.Tensor, dim: int = -1, group: Group | None = None) -> torch.Tensor:
@@ -232,7 +239,9 @@ def all_to_all(
     given, split_dim = split_dim, normalize_dim(split_dim, tensor.ndim)
     concat_dim = normalize_dim(concat_dim, tensor.ndim)
     if split_dim == concat_dim:
-        raise ValueError(f"all_to_all was asked to split and to concatenate along the same dimension, {split_dim}")
+        raise ValueError(
+            f"all_to_all was asked to split and to concatenate along the same dimension, {split_dim}"
+        )
     whole = tensor.size(split_dim)
     if process_group.size() == 1:
         part = tensor.view_as(tensor)

@@ -120,7 +120,9 @@ def init_process_group(
     _session.set(ParallelGroups(dist.group.WORLD, mesh, mesh["tp"], settings, monitor))
 
 
-def _own_group(ranks: torch.Tensor, timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
+def _own_group(
+    ranks: torch.Tensor, timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
     """Makes one group per row of `ranks`; returns the one that this rank is in. The world itself is not made again."""
     if len(ranks) == 1 and backend is None:
         return dist.group.WORLD

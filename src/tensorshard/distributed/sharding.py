@@ -30,7 +30,9 @@ def normalize_dim(dim: int, ndim: int) -> int:
         IndexError: a tensor of `ndim` dimensions has no such dimension.
     """
     if not -ndim <= dim < ndim:
-        raise IndexError(f"dim={dim} was given for a tensor of {ndim} dimensions: use one of {-ndim} to {ndim - 1}")
+        raise IndexError(
+            f"dim={dim} was given for a tensor of {ndim} dimensions: use one of {-ndim} to {ndim - 1}"
+        )
     return dim % ndim
 
 
@@ -65,14 +67,14 @@ def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
 
 
 def distribute_like(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """`whole` cut as `like` is, on the device and in the type of `like`.
+    """`whole` cut as `like` is, on the device of `like`.
 
     Raises:
         ValueError: the shapes differ.
     """
     if whole.shape != like.shape:
         raise ValueError(f"a tensor of shape {list(whole.shape)} was given where {list(like.shape)} is held")
-    part = local_part(whole, like.device_mesh, like.placements).to(like.to_local().device, like.dtype)
+    part = local_part(whole, like.device_mesh, like.placements).to(like.to_local().device)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -2,16 +2,19 @@
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torchmetrics import Metric
 
+from tensorshard.batch import call_model, to_device
 from tensorshard.engine import Engine
 from tensorshard.trainer.step_record import BatchSize
+from tensorshard.transforms.precision import autocast, widen_output
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 class Evaluator(Protocol):
@@ -59,7 +62,7 @@ class MetricEvaluator:
     """
 
     def __init__(
-        self, loader: Iterable[Any], metrics: Mapping[str, Metric], max_batches: int | None = None
+        self, loader: Iterable[Any], metrics: Mapping[str, "Metric"], max_batches: int | None = None
     ) -> None:
         self.loader = loader
         self.metrics = dict(metrics)
@@ -71,8 +74,9 @@ class MetricEvaluator:
         was_training = engine.model.training
         engine.model.eval()
         for batch in islice(self.loader, self.max_batches):
-            inputs, targets = pytree.tree_map_only(Tensor, lambda x: x.to(engine.device), batch)
-            outputs = engine.model(inputs)
+            inputs, targets = to_device(batch, engine.device)
+            with autocast(engine.plan.precision, engine.device):
+                outputs = widen_output(call_model(engine.model, inputs))
             for metric in metrics.values():
                 metric.update(outputs, targets)
         engine.model.train(was_training)

@@ -58,6 +58,6 @@ class StopRequest:
 
 
 def ignore_stop_signals(worker_id: int) -> None:
-    """A ``worker_init_fn`` for ``DataLoader``, whose processes get Ctrl-C too but are needed until the end."""
+    """A ``worker_init_fn`` for ``DataLoader``: its processes get Ctrl-C too, but are needed until the end."""
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -192,7 +192,7 @@ def _on_rank_0(function: Callable[[], Any]) -> Any:
         except Exception as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
-    result, error = outcome
-    if error is not None:
-        raise error
+    result, failure = outcome
+    if failure is not None:
+        raise failure
     return result

@@ -22,7 +22,7 @@ class TrainSettings:
         steps: optimizer steps in all.
         global_batch_size: samples in a step, over all data ranks and micro-batches.
         seed: of initial weights, of the order of the data and of dropout.
-        name: of the run, for its directory.
+        name: of the run, for its directory; None for that of its config.
         output_dir: the run's directory; None for the next free ``runs/<name>-<n>``.
         eval_every: steps between evaluations; 0 for one at the end alone.
         eval_batches: global batches in an evaluation; None for the whole validation set.
@@ -39,7 +39,7 @@ class TrainSettings:
     steps: int
     global_batch_size: int
     seed: int
-    name: str
+    name: str | None
     output_dir: str | None
     eval_every: int
     eval_batches: int | None

@@ -45,7 +45,7 @@ def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, 
     """
     given = output or settings.output_dir
     directory = RunDirectory(Path(given)) if given else None
-    name = settings.name or Path(_asked_config(config)).stem
+    name = _run_name(config)
     if resume is None:
         if directory is None:
             return Start(RunDirectory.new(RUNS, name), None)
@@ -83,10 +83,12 @@ def check_not_ahead(directory: RunDirectory, step: int) -> None:
 def write_config(config: DictConfig, directory: RunDirectory, step: int) -> None:
     """Writes ``config.yaml``; a resumed run with another config ``config-from-step-<step>.yaml``.
 
-    The directory is left out of it, so that `tensorshard train config.yaml` repeats the run in a new one.
+    The directory is left out of it, so that ``tensorshard train config.yaml`` repeats the run in a new one, of the
+    same name.
     """
     config = config.copy()
     config.train.output_dir = None
+    config.train.name = _run_name(config)
     if not directory.config.exists():
         save_config(config, directory.config)
     elif to_yaml(config) != directory.config.read_text(encoding="utf-8"):
@@ -97,6 +99,10 @@ def write_config(config: DictConfig, directory: RunDirectory, step: int) -> None
 def _started(directory: RunDirectory, checkpoint: Path | None) -> Start:
     directory.path.mkdir(parents=True, exist_ok=True)
     return Start(directory, checkpoint)
+
+
+def _run_name(config: DictConfig) -> str:
+    return str(config.train.name or Path(_asked_config(config)).stem)
 
 
 def _asked_config(config: DictConfig) -> str:
@@ -112,8 +118,8 @@ def _run_of(checkpoint: Path) -> RunDirectory:
     """
     if checkpoint.resolve().parent.name != "checkpoints":
         raise ConfigError(
-            f"the checkpoint {checkpoint} is in no run's checkpoints directory, which would say where to write; "
-            f"give a directory with --output"
+            f"the checkpoint {checkpoint} is in no run's checkpoints directory, which would say where "
+            f"to write; give a directory with --output"
         )
     return RunDirectory(checkpoint.parent.parent)
 
@@ -137,7 +143,7 @@ def _newest_run(name: str) -> RunDirectory:
             numbered[int(number)] = path
     if not numbered:
         raise ConfigError(
-            f"there is no run {RUNS / name}-<n> with a checkpoint here to resume; give the config.yaml of a run, "
-            f"a checkpoint, or the run's directory with --output"
+            f"there is no run {RUNS / name}-<n> with a checkpoint here to resume; give the config.yaml "
+            f"of a run, a checkpoint, or the run's directory with --output"
         )
     return RunDirectory(numbered[max(numbered)])

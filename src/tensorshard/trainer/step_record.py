@@ -27,7 +27,7 @@ class BatchSize:
         if first is None:
             raise TypeError(
                 f"The inputs of a batch are a {type(inputs).__name__} without a tensor that has a batch "
-                f"dimension; expected a tensor, or a tuple or dict of tensors, with samples along the first dimension."
+                f"dimension; expected a tensor, or a tuple or dict of them, with samples along the first dimension."
             )
         is_text = first.dim() == 2 and not first.is_floating_point()
         return cls(len(first), first.numel() if is_text else None)

@@ -43,8 +43,8 @@ class Trainer:
         names = [hook.name for hook in hooks]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
-                f"There are several hooks named {', '.join(twice)}; give each its own `name`, under which its "
-                f"state is saved."
+                f"There are several hooks named {', '.join(twice)}; give each its own `name`, under which "
+                f"its state is saved."
             )
         self.engine = engine
         self.loader = loader

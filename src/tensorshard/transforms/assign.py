@@ -39,3 +39,9 @@ def assign_buffers(model: nn.Module, value_of: Callable[[str], torch.Tensor], de
             if id(buffer) not in real:
                 real[id(buffer)] = value_of(f"{prefix}.{name}" if prefix else name).to(device)
             module._buffers[name] = real[id(buffer)]
+
+
+def parameter_aliases(model: nn.Module) -> dict[str, str]:
+    """For every name of a parameter, the first name that it is registered under: tied ones have several."""
+    first: dict[nn.Parameter, str] = {}
+    return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}

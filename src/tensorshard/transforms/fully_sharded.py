@@ -38,7 +38,7 @@ class FullyShardedModel(ShardedModel):
         precision: str,
         reduce_dtype: torch.dtype,
     ) -> None:
-        self.model = model
+        super().__init__(model)
         self._value_of = value_of
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._places = ParameterPlaces(model)
@@ -85,10 +85,6 @@ class FullyShardedModel(ShardedModel):
 
     def publish_update(self) -> None:
         """FSDP gathers the masters themselves."""
-
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, master in self.masters().items():
-            yield name, master.full_tensor() if isinstance(master, DTensor) else master.detach()
 
     @torch.no_grad()
     def _fill(self, unit: list[nn.Module]) -> None:

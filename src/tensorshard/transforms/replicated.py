@@ -156,7 +156,7 @@ class ReplicatedModel(ShardedModel):
         precision: str,
         reduce_dtype: torch.dtype,
     ) -> None:
-        self.model = model
+        super().__init__(model)
         self._level = level
         self._reduce_dtype = reduce_dtype
         self._shard_mesh, self._groups = _layout(mesh, level)
@@ -186,10 +186,6 @@ class ReplicatedModel(ShardedModel):
     def finish_backward(self) -> None:
         if not self._complete:
             self._finish()
-
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, master in self.masters().items():
-            yield name, master.full_tensor() if isinstance(master, DTensor) else master.detach()
 
     @torch.no_grad()
     def publish_update(self) -> None:

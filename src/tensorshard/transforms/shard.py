@@ -8,14 +8,22 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from tensorshard.transforms.assign import parameter_aliases
 from tensorshard.transforms.units import find_blocks, select_modules
 
 
 class ShardedModel(ABC):
     """A model whose gradients are averaged over the data ranks, and whose states are sharded as a ZeRO level says."""
 
-    model: nn.Module
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._aliases = parameter_aliases(model)
+
+    def aliases(self) -> dict[str, str]:
+        """For every name of a parameter, the first one that it has in the original model; tied ones have several."""
+        return self._aliases
 
     @abstractmethod
     def masters(self) -> dict[str, nn.Parameter]:
@@ -33,9 +41,10 @@ class ShardedModel(ABC):
     def publish_update(self) -> None:
         """Called after the masters were changed: what forward computes with follows them."""
 
-    @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every master whole, one at a time, by the original model's names. A collective: all ranks iterate."""
+        for name, master in self.masters().items():
+            yield name, master.full_tensor() if isinstance(master, DTensor) else master.detach()
 
 
 def shard_units(model: nn.Module, requested: int | list[str] | None) -> list[list[nn.Module]]:

@@ -3,9 +3,9 @@
 from tensorshard import Plan
 from tensorshard.config import LazyCall
 
-train = dict(
+train = {
     # How the model is spread over the processes: every field of tensorshard.Plan is a key of train.plan.
-    plan=LazyCall(Plan)(
+    "plan": LazyCall(Plan)(
         dp_replicate=1,
         dp_shard=-1,  # whatever the other axes leave of the processes
         zero=3,
@@ -15,25 +15,25 @@ train = dict(
         clip_grad_norm=1.0,
     ),
     # Optimizer steps in all, those before a resume included.
-    steps=1000,
+    "steps": 1000,
     # Samples in a step, over all data ranks and micro-batches.
-    global_batch_size=32,
+    "global_batch_size": 32,
     # Of initial weights, of the order of the data and of dropout.
-    seed=0,
+    "seed": 0,
     # Of the run, for its directory; None for the name of the config file.
-    name=None,
+    "name": None,
     # The run's directory; None for the next free runs/<name>-<n>.
-    output_dir=None,
+    "output_dir": None,
     # Steps between evaluations on data.validation; 0 for one at the end alone.
-    eval_every=100,
+    "eval_every": 100,
     # Global batches in an evaluation; None for the whole validation set.
-    eval_batches=None,
+    "eval_batches": None,
     # Steps between checkpoints; 0 for one at the end alone.
-    save_every=200,
+    "save_every": 200,
     # How many checkpoints to keep, the newest ones; 0 for all.
-    keep_checkpoints=2,
+    "keep_checkpoints": 2,
     # Steps between lines in metrics.jsonl and updates of the progress bar's figures.
-    log_every=10,
+    "log_every": 10,
     # Processes that load data, for each rank; 0 loads in the rank itself.
-    num_workers=0,
-)
+    "num_workers": 0,
+}

@@ -69,8 +69,8 @@ class CheckpointHook(Hook):
             error.add_note("No checkpoint was written before: there is nothing to go back to.")
         else:
             error.add_note(
-                f"The last good checkpoint is {newest}; continue from it with --resume and another learning rate, "
-                f"clipping or precision."
+                f"The last good checkpoint is {newest}; continue from it with --resume and "
+                f"another learning rate, clipping or precision."
             )
 
     def _save(self, trainer: "Trainer") -> None:

@@ -33,13 +33,17 @@ class LoggingHook(Hook):
         for logger in self.loggers:
             logger.start(trainer.step, trainer.max_steps)
 
+    def before_step(self, trainer: "Trainer") -> None:
+        # Measuring the norm communicates, so every rank does it, and only for steps that are written down.
+        trainer.engine.measure_grad_norm = self._is_due(trainer, trainer.step + 1)
+
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
         if not self.loggers:
             return
         for logger in self.loggers:
             logger.step_done(record.step)
         evaluated = any(name.startswith("val_") for name in record.metrics)
-        if record.step % self.every == 0 or record.step in (1, trainer.max_steps) or evaluated:
+        if evaluated or self._is_due(trainer, record.step):
             metrics = self._metrics(trainer, record)
             for logger in self.loggers:
                 logger.log(record.step, metrics)
@@ -47,6 +51,9 @@ class LoggingHook(Hook):
     def close(self) -> None:
         for logger in self.loggers:
             logger.close()
+
+    def _is_due(self, trainer: "Trainer", step: int) -> bool:
+        return step % self.every == 0 or step in (1, trainer.max_steps)
 
     def _metrics(self, trainer: "Trainer", record: StepRecord) -> dict[str, float]:
         metrics = {"loss": record.loss.item(), "lr": float(trainer.engine.optimizer.param_groups[0]["lr"])}

@@ -1,0 +1,73 @@
+"""Batches of any structure: cutting them into micro-batches, counting their samples, calling a model with them."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+def batch_size(inputs: Any) -> int:
+    """Number of samples: the first dimension of the tensors in `inputs`.
+
+    Raises:
+        ValueError: there is no tensor, or they disagree.
+        TypeError: `inputs` is no tensor, tuple or dict.
+    """
+    if not isinstance(inputs, torch.Tensor | tuple | list | dict):
+        raise TypeError(f"inputs are a {type(inputs).__name__}; they must be a tensor, or a tuple or dict of tensors")
+    sizes = {t.size(0) for t in tree_flatten(inputs)[0] if isinstance(t, torch.Tensor) and t.dim() > 0}
+    if len(sizes) != 1:
+        found = f"first dimensions {sorted(sizes)}" if sizes else "no tensors"
+        raise ValueError(f"inputs have {found}; every tensor must have the samples as its first dimension")
+    return sizes.pop()
+
+
+def split_batch(inputs: Any, targets: Any, parts: int) -> list[tuple[Any, Any]]:
+    """`inputs` and `targets` cut along their first dimension into `parts` micro-batches of equal size.
+
+    Tensors without dimensions and values that are no tensors go to every part.
+
+    Raises:
+        ValueError: the number of samples does not divide by `parts`.
+    """
+    size = batch_size(inputs)
+    if parts == 1:
+        return [(inputs, targets)]
+    if size % parts:
+        fitting = [n for n in range(1, size + 1) if size % n == 0]
+        raise ValueError(
+            f"a batch of {size} samples on this rank does not split into micro_batches={parts} equal parts; "
+            f"with {size} samples micro_batches can be {', '.join(map(str, fitting))}"
+        )
+    return list(zip(_split(inputs, size, parts), _split(targets, size, parts), strict=True))
+
+
+def _split(tree: Any, size: int, parts: int) -> list[Any]:
+    leaves, structure = tree_flatten(tree)
+    columns = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            columns.append([leaf] * parts)
+        elif leaf.size(0) != size:
+            raise ValueError(
+                f"a target tensor of shape {tuple(leaf.shape)} cannot be cut into micro-batches beside inputs of "
+                f"{size} samples; its first dimension must be {size}"
+            )
+        else:
+            columns.append(list(leaf.chunk(parts)))
+    return [tree_unflatten([column[i] for column in columns], structure) for i in range(parts)]
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """`tree` with its tensors on `device`; copies from pinned memory do not block."""
+    return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x, tree)
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """A tensor is the model's argument; a tuple or list its arguments; a dict its keyword arguments."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)

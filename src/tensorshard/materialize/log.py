@@ -1,0 +1,96 @@
+"""The operations behind a model's initial values: what is kept of each, and which of them one storage needs."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor of the log: which storage it is in (an index), and where."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One recorded call.
+
+    Attributes:
+        func: What was called.
+        leaves: Its arguments, flattened, with a `TensorRef` in the place of each tensor.
+        spec: How to put the arguments together again, as `(args, kwargs)`.
+        outputs: The tensors it made: their position among its (flattened) outputs, and what they are.
+        reads: The storages whose earlier content it needs.
+        writes: The storages it changes.
+        defines: Those of them that it fills whole, whatever was there before.
+        draw: For a random operation, its index among the random ones.
+        default_dtype: torch's default dtype at the time of the call, on which some results depend.
+    """
+
+    func: Callable[..., Any]
+    leaves: list[Any]
+    spec: TreeSpec
+    outputs: list[tuple[int, TensorRef]]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    defines: frozenset[int]
+    draw: int | None
+    default_dtype: torch.dtype
+
+
+@dataclass
+class Log:
+    """Operations in the order of their calls.
+
+    Attributes:
+        operations: The calls.
+        sizes: For each storage, its size in bytes (the largest it had).
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    _writers: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def append(self, operation: Operation) -> None:
+        """Add one call."""
+        for storage in operation.writes:
+            self._writers[storage].append(len(self.operations))
+        self.operations.append(operation)
+
+    def writers(self, storage: int) -> list[Operation]:
+        """The operations that write `storage`, in order."""
+        return [self.operations[index] for index in self._writers[storage]]
+
+    def needed_for(self, storage: int) -> list[Operation]:
+        """The operations whose effect on `storage` can be seen in its final content, in the order of their calls.
+
+        A walk from the last write back to the one that fills the storage whole, and from there to what those
+        operations read: so a default initialisation that the model's own overwrites is never run.
+        """
+        needed: set[int] = set()
+        visited: set[tuple[int, int]] = set()
+        todo = [(storage, len(self.operations))]
+        while todo:
+            current, before = todo.pop()
+            writers = self._writers[current]
+            for index in reversed(writers[: bisect_left(writers, before)]):
+                if (current, index) in visited:
+                    break
+                visited.add((current, index))
+                operation = self.operations[index]
+                if index not in needed:
+                    needed.add(index)
+                    todo.extend((read, index) for read in operation.reads)
+                if current in operation.defines:
+                    break
+        return [self.operations[index] for index in sorted(needed)]

@@ -1,0 +1,95 @@
+"""Deferred initialisation: a constructor runs once on fake tensors, and is replayed one tensor at a time."""
+
+import gc
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tensorshard.materialize.log import Log, TensorRef
+from tensorshard.materialize.recorder import OperationRecorder, TensorMethodRecorder, UnrecordableError
+from tensorshard.materialize.replay import replay
+from tensorshard.materialize.source import HeldTensors, TensorSource, move_to_meta, named_tensors
+
+logger = logging.getLogger("tensorshard")
+
+
+class Recording(TensorSource):
+    """A recorded constructor: each value is computed when it is asked for, and not kept.
+
+    Computing one takes the memory of that tensor and of what its own initialisation needs.
+    """
+
+    def __init__(self, module: nn.Module, log: Log, origins: dict[str, TensorRef | torch.Tensor], seed: int) -> None:
+        """
+        Args:
+            module: The model on the meta device.
+            log: The recorded operations.
+            origins: For each name, where the log has it; or the tensor, where the constructor took a real one.
+            seed: The seed of the random operations.
+        """
+        super().__init__(module)
+        self._log = log
+        self._origins = origins
+        self._seed = seed
+
+    def _value(self, name: str) -> torch.Tensor:
+        origin = self._origins[name]
+        if isinstance(origin, TensorRef):
+            return replay(self._log, origin, seed=self._seed)
+        return origin.detach().cpu()
+
+    def is_written(self, name: str) -> bool:
+        """Whether the constructor put values into this tensor, after it made room for them."""
+        origin = self._origins[name]
+        return not isinstance(origin, TensorRef) or self._log.is_written(origin.storage)
+
+
+def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
+    """Run a constructor without allocating its tensors, and keep how each of them is initialised.
+
+    The idea is torchdistx's deferred initialisation: a dispatch mode over fake tensors logs every operation; the
+    value of one parameter is the replay of the few operations it depends on. So initialisation code of whatever kind
+    is honoured (`self.apply(init)`, `nn.init`, in-place arithmetic, parametrizations), and no process holds the whole
+    model. Every random operation is seeded from (seed, its index among them), which makes values independent of the
+    order in which they are asked for. They are not the numbers that the constructor would draw after
+    `torch.manual_seed(seed)`, which depend on that order; nor do seeds set inside the constructor have an effect.
+    Memory that is left as `torch.empty` made it is zero.
+
+    A constructor that cannot be recorded (it reads values by `.item()` or `.numpy()`, draws from its own generator,
+    loads a file, ...) is built whole, from the same seed in every process, with a warning that says why. In that
+    case it runs twice.
+
+    Tensors held as plain attributes of modules are computed at once. The global random state (torch's, numpy's,
+    Python's) is as it was on return.
+
+    Args:
+        build: Builds the model; a class, a `functools.partial` or a lambda, for instance.
+        seed: Determines all random values.
+
+    Returns:
+        The source of the model's initial values: a `Recording`, or `HeldTensors` if the model was built whole.
+
+    Raises:
+        TypeError: `build` does not return an `nn.Module`.
+        ValueError: The model has a parameter without a shape or, if built whole, without values.
+        Exception: Whatever `build` itself raises.
+    """
+    try:
+        return _record(build, seed)
+    except UnrecordableError as error:
+        reason = str(error)
+    except Exception as error:  # whether it is the constructor's own fault shows when it runs for real
+        reason = f"fails on fake tensors ({type(error).__name__}: {str(error).strip().splitlines()[:1]})"
+    logger.warning(
+        "The model's constructor %s, so it cannot be recorded: every process builds the whole model in host memory.",
+        reason,
+    )
+    with seeded(seed):
+        module = build()
+    ...

@@ -1,0 +1,165 @@
+"""What a model's initial values are asked from: `TensorSource`, and the source that holds a built model's tensors."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterator
+
+import torch
+from torch import nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class TensorSource(ABC):
+    """A model on the meta device, and the values that its parameters and buffers start from.
+
+    Attributes:
+        module: The model, with every parameter and buffer on the meta device. Ties are kept (one Parameter object
+            under each of its names), and so is shared memory (tensors that were views of one storage are views of
+            one meta storage). Shapes, strides, dtypes, `requires_grad` and persistence are those of the built model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._layouts = dict(named_tensors(module))
+
+    def names(self) -> list[str]:
+        """The names of all parameters, then of all buffers; a tied tensor is there under each of its names."""
+        return list(self._layouts)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The full initial value of one parameter or buffer.
+
+        It does not depend on which names were asked for before, nor on the rank. Under a `FakeTensorMode` it is a
+        fake tensor of the same layout, made without computing anything.
+
+        Args:
+            name: One of `names()`.
+
+        Returns:
+            A CPU tensor that requires no gradient. It may be memory that the source keeps: copy it before writing.
+
+        Raises:
+            KeyError: No parameter or buffer has this name.
+        """
+        if name not in self._layouts:
+            known = ", ".join(self.names()[:4])
+            raise KeyError(f"no parameter or buffer is called {name!r}; the model's names are {known}, ...")
+        if active_fake_mode() is not None:
+            layout = self._layouts[name]
+            return torch.empty_strided(layout.size(), layout.stride(), dtype=layout.dtype, device="cpu")
+        return self._value(name)
+
+    @abstractmethod
+    def _value(self, name: str) -> torch.Tensor:
+        """What `tensor` returns, for a name that exists and outside of any `FakeTensorMode`."""
+
+
+class HeldTensors(TensorSource):
+    """The source of a model that was built whole: it keeps the model's own tensors and hands them out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = dict(named_tensors(module))
+        move_to_meta(module)
+        super().__init__(module)
+
+    def _value(self, name: str) -> torch.Tensor:
+        return self._held[name].detach().cpu()
+
+
+def from_module(module: nn.Module) -> HeldTensors:
+    """The source of values for a model that is already built.
+
+    The module's parameters and buffers are replaced, in place, by tensors on the meta device; the source keeps the
+    real ones, without copying them, for as long as it lives.
+
+    Args:
+        module: A model with real tensors, on any device.
+
+    Raises:
+        ValueError: A parameter or buffer has no values (it is on the meta device) or no shape (a lazy module).
+    """
+    for name, tensor in named_tensors(module):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name!r} is on the meta device and has no values, where a built model was expected; pass the "
+                "callable that builds the model instead of the module"
+            )
+    return HeldTensors(module)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, then every buffer, under each of its names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def move_to_meta(
+    module: nn.Module,
+    *,
+    hidden: Container[str] = (),
+    attribute: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> None:
+    """Replace a module's parameters and buffers, in place, by tensors on the meta device of the same layout.
+
+    Nothing is changed if this raises. A parameter that the module also holds elsewhere (`nn.LSTM` keeps a list of
+    its weights) is replaced there too.
+
+    Args:
+        module: The module to change.
+        hidden: Names in a tensor's `__dict__` that are not the user's and are not to be carried over.
+        attribute: What to put in the place of a tensor held as a plain attribute, if it is no parameter.
+
+    Raises:
+        ValueError: A parameter or buffer has no shape yet (a lazy module).
+    """
+    originals = dict(named_tensors(module))  # kept to the end: ids and storages are the keys below
+    for name, tensor in originals.items():
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name!r} has no shape yet, because its module is a lazy one; run one batch through the model "
+                "before handing it over, or give the module its input size"
+            )
+    storages: dict[int, torch.UntypedStorage] = {}
+    with unset_fake_temporarily():
+        twins = {id(tensor): _on_meta(tensor, storages, hidden) for tensor in originals.values()}
+    for owner in module.modules():
+        for slots in (owner._parameters, owner._buffers):
+            slots.update({name: twins[id(tensor)] for name, tensor in slots.items() if tensor is not None})
+        _replace_attributes(
+            owner,
+            lambda tensor: twins[id(tensor)]
+            if isinstance(tensor, nn.Parameter) and id(tensor) in twins
+            else attribute(tensor),
+        )
+
+
+def _on_meta(
+    tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage], hidden: Container[str]
+) -> torch.Tensor:
+    """`tensor` without its values; `storages` maps the storages of originals to those of their twins."""
+    original = tensor.untyped_storage()
+    if original._cdata not in storages:
+        blank = torch.empty(original.nbytes(), dtype=torch.uint8, device="meta")
+        storages[original._cdata] = blank.untyped_storage()
+    twin = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
+        storages[original._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
+    if isinstance(tensor, nn.Parameter):
+        twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    elif tensor.requires_grad:
+        twin.requires_grad_()
+    twin.__dict__.update({key: value for key, value in vars(tensor).items() if key not in hidden})
+    return twin
+
+
+def _replace_attributes(owner: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace tensors that a module holds as plain attributes, alone or in lists, tuples and dictionaries."""
+    attributes = vars(owner)
+    for key, value in list(attributes.items()):
+        if key in ("_parameters", "_buffers", "_modules"):
+            continue
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        if any(replacement(tensor) is not tensor for tensor in tensors):
+            attributes[key] = tree_map_only(torch.Tensor, replacement, value)

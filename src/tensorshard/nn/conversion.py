@@ -1,0 +1,116 @@
+"""Replacing layers inside a model by their parallel forms."""
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.nn.module import ParallelModule
+from tensorshard.state import register_ddp_parameters_to_ignore
+
+
+def convert(
+    module: nn.Module,
+    plain: type[nn.Module],
+    parallel: type[ParallelModule],
+    names: Iterable[str] | None,
+    build: Callable[[nn.Module], ParallelModule],
+) -> nn.Module:
+    """Replaces the layers of class `plain` inside `module`.
+
+    Args:
+        module: changed in place, unless it is itself such a layer.
+        parallel: what `build` makes.
+        names: of the layers to replace, ``*`` and ``?`` allowed; None for all that are exactly of class `plain`.
+        build: makes the replacement of one layer.
+
+    Returns:
+        `module`, or what replaces it.
+
+    Raises:
+        ValueError: see :meth:`tensorshard.nn.ParallelLinear.convert_parallel_linear`.
+    """
+    chosen = _choose(module, plain, parallel, names)
+    _refuse_broken_ties(module, set(chosen))
+    replacements: dict[int, ParallelModule] = {}
+    shared: dict[int, nn.Parameter] = {}
+    for name, layer in chosen.items():
+        if id(layer) not in replacements:  # one layer may be used under several names
+            replacements[id(layer)] = _build_tied(layer, build, shared)
+        if name == "":
+            return replacements[id(layer)]
+        module.set_submodule(name, replacements[id(layer)])
+    if any(
+        layer.dim is not None and layer.mesh.size() == dist.get_world_size()
+        for layer in replacements.values()
+    ):
+        register_ddp_parameters_to_ignore(module)
+    return module
+
+
+def _choose(
+    module: nn.Module, plain: type[nn.Module], parallel: type[ParallelModule], names: Iterable[str] | None
+) -> dict[str, nn.Module]:
+    """The layers to be replaced, by name."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    done = {name for name, m in modules.items() if isinstance(m, parallel) and m.dim is not None}
+    if names is None:
+        chosen = {name: m for name, m in modules.items() if type(m) is plain or _is_unsplit(m, parallel)}
+        twice = done
+    else:
+        chosen, twice = {}, set()
+        for pattern in [names] if isinstance(names, str) else names:
+            matches = {name for name in modules if fnmatchcase(name, pattern)}
+            layers = {
+                n: modules[n]
+                for n in matches
+                if isinstance(modules[n], plain) or _is_unsplit(modules[n], parallel)
+            }
+            twice |= matches & done
+            if not layers and not matches & done:
+                available = ", ".join(
+                    n or "the module itself" for n, m in modules.items() if isinstance(m, plain)
+                )
+                raise ValueError(
+                    f"{pattern!r} names no nn.{plain.__name__} of the model; it has: {available or 'none'}"
+                )
+            chosen |= layers
+    if twice:
+        raise ValueError(
+            f"already converted: {', '.join(sorted(twice))}. A layer is converted once; to convert others of this model, "
+            f"give their names="
+        )
+    return chosen
+
+
+def _is_unsplit(module: nn.Module, parallel: type[ParallelModule]) -> bool:
+    return isinstance(module, parallel) and module.dim is None
+
+
+def _refuse_broken_ties(module: nn.Module, chosen: set[str]) -> None:
+    """Raises if a parameter of a chosen layer is also used by a module that stays as it is."""
+    owners: dict[int, list[tuple[str, str]]] = {}
+    for module_name, owner in module.named_modules(remove_duplicate=False):
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module_name, name))
+    for users in owners.values():
+        inside = [f"{m}.{p}" for m, p in users if m in chosen]
+        outside = [f"{m}.{p}" for m, p in users if m not in chosen]
+        if inside and outside:
+            raise ValueError(
+                f"{inside[0]} is tied to {outside[0]}, which is not converted: they would no longer be one parameter. "
+                f"Leave {inside[0].rpartition('.')[0]} out by giving names=, or untie them first"
+            )
+
+
+def _build_tied(
+    layer: nn.Module, build: Callable[[nn.Module], ParallelModule], shared: dict[int, nn.Parameter]
+) -> ParallelModule:
+    """Builds the replacement of `layer`, with parameters that were tied before tied again."""
+    replacement = build(layer)
+    for name, parameter in layer.named_parameters(recurse=False):
+        known = shared.setdefault(id(parameter), replacement._parameters[name])  # type: ignore[arg-type]
+        setattr(replacement, name, known)
+    return replacement

@@ -1,0 +1,45 @@
+"""Losses of logits that are whole or split."""
+
+import torch
+from torch import nn
+
+from tensorshard.distributed.groups import Group
+from tensorshard.nn.functional import parallel_cross_entropy
+
+
+class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
+    """``nn.CrossEntropyLoss`` that also takes logits whose classes are split over a group.
+
+    Args:
+        weight, size_average, ignore_index, reduce, reduction, label_smoothing: as in ``nn.CrossEntropyLoss``.
+        z_loss, group: as in :func:`tensorshard.nn.functional.parallel_cross_entropy`.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.z_loss = z_loss
+        self.parallel_group = group
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """As :func:`tensorshard.nn.functional.parallel_cross_entropy`."""
+        return parallel_cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            group=self.parallel_group,
+        )

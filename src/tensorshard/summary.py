@@ -1,0 +1,64 @@
+"""What a run holds where, said before it starts."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.plan import Plan
+from tensorshard.transforms.precision import DTYPES
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Parameters and types of a laid-out model, as one rank sees them. Sizes are in bytes."""
+
+    parameters: int
+    trained_parameters: int
+    held_parameters: int
+    updated_parameters: int
+    master_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    buffer_bytes: int
+    optimizer: str
+
+    def describe(self) -> str:
+        """A few lines for a person."""
+        lines = [
+            f"parameters     {self.parameters:,} in the model, {self.trained_parameters:,} of them trained",
+            f"on this rank   {self.held_parameters:,} held, {self.updated_parameters:,} updated",
+            f"dtypes         {_name(self.master_dtype)} master weights and optimizer states, "
+            f"{_name(self.compute_dtype)} computation, {_name(self.reduce_dtype)} gradient sums",
+            f"optimizer      {self.optimizer}",
+        ]
+        return "\n".join(lines)
+
+
+def summarize(
+    plan: Plan, model: nn.Module, masters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Summary:
+    """Counts what `model` and its `masters` hold on this rank."""
+    trained = {p for p in masters.values() if p.requires_grad}
+    first = next(iter(trained))
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return Summary(
+        parameters=sum(p.numel() for p in masters.values()),
+        trained_parameters=sum(p.numel() for p in trained),
+        held_parameters=sum(_local_numel(p) for p in model.parameters()),
+        updated_parameters=sum(_local_numel(p) for p in trained),
+        master_dtype=first.dtype,
+        compute_dtype=DTYPES[plan.precision] if first.dtype == torch.float32 else first.dtype,
+        reduce_dtype=DTYPES[plan.reduce_dtype or "fp32"],
+        buffer_bytes=sum(b.nbytes for b in model.buffers()),
+        optimizer=type(optimizer).__name__ + (" (fused)" if fused else ""),
+    )
+
+
+def _local_numel(parameter: torch.Tensor) -> int:
+    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

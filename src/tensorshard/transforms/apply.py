@@ -1,0 +1,58 @@
+"""The transforms in their order: recompute -> compile -> precision -> shard."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from tensorshard.materialize_tmp import TensorSource
+from tensorshard.mesh import Mesh
+from tensorshard.plan import Plan
+from tensorshard.transforms.assign import assign_buffers
+from tensorshard.transforms.batch_norm import synchronize_batch_norm
+from tensorshard.transforms.precision import DTYPES, keep_norms_fp32
+from tensorshard.transforms.recompute import apply_recompute
+from tensorshard.transforms.shard import ShardedModel, shard_units
+from tensorshard.transforms.units import find_blocks
+
+
+def apply_plan(source: TensorSource, plan: Plan, mesh: Mesh, device: torch.device) -> ShardedModel:
+    """The source's model, laid out over `mesh` as `plan` says, its values on `device`."""
+    model = source.module
+    blocks = find_blocks(model)
+    units = shard_units(model, plan.shard_units)
+    if mesh.dp_size > 1:
+        synchronize_batch_norm(model, mesh.dp_group)
+    if plan.precision != "fp32":
+        keep_norms_fp32(model)
+    apply_recompute(blocks.values(), plan.recompute)
+    if plan.compile:
+        compile_blocks(blocks, model)
+    reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
+    names = [name for name, _ in model.named_parameters()]
+
+    def value_of(name: str) -> torch.Tensor:
+        return source.tensor(name).to(device)
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            yield name, value_of(name)
+
+    assign_buffers(model, source.tensor, device)
+    if plan.zero == 3 and mesh.degrees["dp_shard"] > 1:
+        from tensorshard.transforms.fully_sharded import FullyShardedModel
+
+        return FullyShardedModel(
+            model, value_of, units, mesh, precision=plan.precision, reduce_dtype=reduce_dtype
+        )
+    from tensorshard.transforms.replicated import ReplicatedModel
+
+    return ReplicatedModel(
+        model, values(), units, mesh, level=int(plan.zero), precision=plan.precision, reduce_dtype=reduce_dtype
+    )
+
+
+def compile_blocks(blocks: dict[str, nn.Module], model: nn.Module) -> None:
+    """Compiles each block's forward; a model without blocks as a whole. Hooks stay outside of what is compiled."""
+    for module in blocks.values() or [model]:
+        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]

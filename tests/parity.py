@@ -1,0 +1,158 @@
+"""Training a small model under a plan, and what one plain process makes of the same batches."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import tensorshard as ts
+from tensorshard.models import GPT, Bert, ViT, image_classification_loss, next_token_loss
+
+STEPS = 20
+GLOBAL_BATCH = 8
+# The bias of an attention's keys has a gradient of exactly zero but for rounding, which AdamW would divide by itself:
+# an epsilon above the rounding keeps it at rest.
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-6)
+
+
+def build(kind: str) -> nn.Module:
+    """A model small enough for hundreds of runs, its weights the same every time."""
+    torch.manual_seed(1)
+    return _BUILDERS[kind]()
+
+
+def _resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 12], depths=[2, 2], layer_type="basic", num_labels=5, num_channels=3
+    )
+    return ResNetForImageClassification(config)
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def _hf_bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForMaskedLM(config)
+
+
+_BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": lambda: GPT(61, 16, 3, 2, 30),
+    "gpt_tied": lambda: GPT(61, 16, 2, 2, 30, tie_embeddings=True),
+    "bert": lambda: Bert(61, 16, 2, 2, 30, dropout=0.0),
+    "vit": lambda: ViT(16, 4, 5, 2, 2, 30),
+    "resnet": _resnet,
+    "llama": _llama,
+    "hf_bert": _hf_bert,
+}
+
+
+def loss_function(kind: str) -> Callable[[Any, Any], Any]:
+    if kind in ("vit", "resnet"):
+        return image_classification_loss if kind == "vit" else _loss_of_logits(image_classification_loss)
+    return next_token_loss if kind in ("gpt", "gpt_tied", "bert") else _loss_of_logits(next_token_loss)
+
+
+def _loss_of_logits(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return partial(_on_logits, loss)
+
+
+def _on_logits(loss: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:
+    return loss(output.logits, targets)
+
+
+def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Tensor]:
+    """The global batch of a step; in text some targets are padding, unevenly over the samples."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    if kind in ("vit", "resnet"):
+        images = torch.randn(size, 3, 16, 16, generator=generator)
+        return images, torch.randint(0, 5, (size,), generator=generator)
+    tokens = torch.randint(0, 61, (size, 13), generator=generator)
+    inputs: Any = tokens[:, :-1]
+    targets = tokens[:, 1:].clone()
+    lengths = torch.randint(4, 13, (size, 1), generator=generator)
+    padding = torch.arange(12).expand(size, 12) >= lengths
+    targets[padding] = -100
+    if kind in ("bert", "hf_bert"):
+        name = "tokens" if kind == "bert" else "input_ids"
+        inputs = {name: inputs, "attention_mask": (~padding).long()}
+    elif kind == "llama":
+        inputs = {"input_ids": inputs}
+    return inputs, targets
+
+
+def train(kind: str, fields: dict[str, Any], steps: int = STEPS, as_callable: bool = False) -> dict[str, Any]:
+    """Losses of `steps` AdamW steps of `kind` under Plan(**fields), and the weights after them (on rank 0)."""
+    engine = make_engine(kind, fields, as_callable=as_callable)
+    losses, norms = [], []
+    for step in range(steps):
+        losses.append(engine.step(*shard(engine, *batch(kind, step))).item())
+        norms.append(None if engine.grad_norm is None else engine.grad_norm.item())
+    return {"losses": losses, "norms": norms, "state": engine.full_state_dict()}
+
+
+def make_engine(kind: str, fields: dict[str, Any], as_callable: bool = False) -> ts.Engine:
+    return ts.parallelize(
+        partial(build, kind) if as_callable else build(kind),
+        ts.Plan(**fields),
+        optimizer=ADAMW,
+        loss_fn=loss_function(kind),
+    )
+
+
+def shard(engine: ts.Engine, inputs: Any, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """This data rank's part of a global batch."""
+    rank, size = engine.mesh.dp_rank, engine.mesh.dp_size
+    cut = lambda tensor: tensor.chunk(size)[rank]  # noqa: E731
+    if isinstance(inputs, dict):
+        return {name: cut(tensor) for name, tensor in inputs.items()}, cut(targets)
+    return cut(inputs), cut(targets)
+
+
+def reference(kind: str, clip: float | None = None, steps: int = STEPS) -> dict[str, Any]:
+    """The same training in plain PyTorch on one process, with the whole batch at once."""
+    model = build(kind)
+    optimizer = ADAMW(model.parameters())
+    loss_fn = loss_function(kind)
+    losses, norms = [], []
+    for step in range(steps):
+        inputs, targets = batch(kind, step)
+        result = loss_fn(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
+        loss = result[0] / result[1] if isinstance(result, tuple) else result
+        loss.backward()
+        if clip is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "state": model.state_dict()}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """Losses, and weights relative to the size of each tensor, agree within `tolerance`."""
+    torch.testing.assert_close(
+        torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=tolerance, atol=tolerance
+    )
+    assert list(found["state"]) == list(expected["state"])
+    for name, value in expected["state"].items():
+        got = found["state"][name]
+        assert got.shape == value.shape and got.dtype == value.dtype, name
+        scale = value.double().abs().max().clamp(min=1e-2)
+        error = ((got.double() - value.double()).abs().max() / scale).item()
+        assert error <= tolerance, f"{name} differs by {error:.2e} of its size"
