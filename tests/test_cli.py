@@ -1,5 +1,6 @@
 """The command line: what it understands, and what it refuses before anything is started."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -43,8 +44,8 @@ class Started:
         self.config, self.resume, self.output = args
         self.world, self.log_dir = world, log_dir
 
-    def run_worker(self, entrypoint: Any, args: tuple[Any, ...]) -> None:
-        assert entrypoint is train.train_worker
+    def run_worker(self, entrypoint: Any, args: tuple[Any, ...], *, tell: bool) -> None:
+        assert entrypoint is train.train_worker and tell
         self.config, self.resume, self.output = args
         self.inside = True
 
@@ -145,14 +146,20 @@ def test_under_a_launcher_processes_are_not_started_again(
     assert started.config is None
 
 
-def test_under_a_launcher_a_mistake_is_told_once(
-    started: Started, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.usefixtures("started")
+def test_under_a_launcher_a_mistake_is_printed_once_and_handed_on(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    error_file = tmp_path / "error.json"
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
     assert cli.main(["train", "no_such_config"]) == 2
-    assert capsys.readouterr().err == ""
+    message = json.loads(error_file.read_text())["message"]
+    assert message.startswith("there is no config 'no_such_config'")
+    assert capsys.readouterr().err == (f"tensorshard: error: {message}\n" if rank == "0" else "")
 
 
 def test_print_config_starts_nothing(

@@ -13,6 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tensorshard import launch as launch_module
+from tensorshard.config import ConfigError
 from tensorshard.launch import World, launch
 from tensorshard.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
 
@@ -36,6 +37,10 @@ def fail_in_rank_1(folder: str) -> None:
     _wait_for(marker.exists)
     time.sleep(0.02)
     raise RuntimeError("a peer is gone")
+
+
+def find_a_mistake(folder: str) -> None:
+    raise ConfigError("that cannot be")
 
 
 def sleep(folder: str) -> None:
@@ -69,8 +74,8 @@ def start(entrypoint: Callable[[str], None], folder: str) -> int:
     except LaunchInterrupted as error:
         return 128 + error.signal
     except WorkerFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
+        print(error.mistake or error, file=sys.stderr)
+        return 2 if error.mistake else 1
     return 0
 
 
@@ -130,6 +135,12 @@ def test_the_first_failing_rank_is_shown_once(tmp_path: Path) -> None:
     assert "ValueError: the culprit" in errors
     assert "a peer is gone" not in errors
     assert "torchelastic" not in errors.lower()
+
+
+def test_a_mistake_that_workers_find_is_handed_on_as_a_sentence(tmp_path: Path) -> None:
+    parent = _parent(find_a_mistake, tmp_path)
+    output, errors = parent.communicate(timeout=_PATIENCE_SECONDS)
+    assert (parent.returncode, output, errors) == (2, "", "that cannot be\n")
 
 
 def test_ctrl_c_reaches_the_workers_and_leaves_none(tmp_path: Path) -> None:

@@ -167,8 +167,8 @@ def test_batches_are_counted_in_samples_and_in_tokens_of_text() -> None:
     assert BatchSize.of(text) == BatchSize(4, 64)
     assert BatchSize.of({"tokens": text, "mask": text.float()}).times(2) == BatchSize(8, 128)
     assert BatchSize.of((torch.zeros(4, 3, 8, 8), text)) == BatchSize(4, None)
-    with pytest.raises(TypeError, match="without a tensor that has a batch dimension"):
-        BatchSize.of(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="every tensor must have the samples as its first dimension"):
+        BatchSize.of({"tokens": text, "mask": text[:1]})
 
 
 def test_the_timer_excludes_what_other_hooks_do_and_averages_since_the_last_report() -> None:

@@ -165,7 +165,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_the_nearest_that_can() -> No
     settings = TrainSettings.from_config(config)
     settings.check_batch(dp_size=4)
     with pytest.raises(
-        ConfigError, match="32 does not divide by 3 data ranks x 2 micro-batches; .* is 30 or 36"
+        ConfigError, match=r"32 does not divide by 3 data ranks x 2 micro-batches; .* is 30 or 36"
     ):
         settings.check_batch(dp_size=3)
     with pytest.raises(ConfigError, match="the nearest that does is 80"):

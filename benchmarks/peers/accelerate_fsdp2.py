@@ -1,8 +1,9 @@
 """Hugging Face Accelerate's FSDP2 plugin, wrapping each block."""
 
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.peers import ModelFactory, Step
 from benchmarks.workload import OPTIMIZER, loss_fn
@@ -20,7 +21,13 @@ def build(model: ModelFactory, rank: int, world_size: int, *, reshard_after_forw
         cpu_ram_efficient_loading=False,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    # Accelerate takes the plugin on accelerators only: on CPUs it says nothing and prepares for DDP. What it would do
+    # on GPUs runs on CPUs too, once its state says so.
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
     sharded, optimizer = accelerator.prepare(plain, OPTIMIZER(plain.parameters()))
+    if not isinstance(sharded, FSDPModule):
+        raise RuntimeError(f"Accelerate prepared a {type(sharded).__name__} where FSDP2 was asked for")
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         loss = loss_fn(sharded(inputs), targets)

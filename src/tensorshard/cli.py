@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import os
 import sys
 from collections.abc import Sequence
 
@@ -10,10 +9,7 @@ import tensorshard
 from tensorshard.commands import train
 from tensorshard.config import ConfigError
 from tensorshard.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
-from tensorshard.worker import INTERRUPTED
-
-USAGE_ERROR = 2
-"""Exit code after a mistake in what was asked for; nothing was started."""
+from tensorshard.worker import INTERRUPTED, USAGE_ERROR, hand_on_mistake, print_mistake
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,12 +31,13 @@ def _run(args: argparse.Namespace) -> int:
     try:
         return args.command(args)
     except (ConfigError, LaunchError) as error:
-        if (
-            os.environ.get("LOCAL_RANK", "0") == "0"
-        ):  # the same mistake on all ranks of a machine is told once
-            print(f"tensorshard: error: {error}", file=sys.stderr)
+        hand_on_mistake(str(error))
+        print_mistake(str(error))
         return USAGE_ERROR
     except WorkerFailedError as error:
+        if error.mistake:
+            print_mistake(error.mistake)
+            return USAGE_ERROR
         print(f"tensorshard: {error}", file=sys.stderr)
         return 1
     except LaunchInterrupted as error:

@@ -14,9 +14,9 @@ from torch._guards import detect_fake_mode
 from tensorshard.batch import batch_size, call_model, split_batch, to_device
 from tensorshard.distributed.collectives import all_reduce_
 from tensorshard.distributed.world import default_device, join_world
-from tensorshard.materialize_tmp import TensorSource, tensor_source
+from tensorshard.materialize_tmp import tensor_source
 from tensorshard.mesh import Mesh
-from tensorshard.optim.gradients import clip_factor, global_norm, local_gradients, scale_gradients
+from tensorshard.optim.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.optim.loss_scaler import LossScaler
 from tensorshard.plan import Plan
 from tensorshard.summary import Summary, summarize
@@ -237,12 +237,11 @@ class Engine:
                 full[name] = tensor.detach().to("cpu", copy=True)
         if not keep:
             return {}
-        persistent = self.model.state_dict(keep_vars=True)
-        alias = self.sharded.aliases()
+        aliases = self.sharded.aliases()
+        buffers = self.sharded.persistent_buffers()
         state: dict[str, torch.Tensor] = {}
-        for name, tensor in persistent.items():
-            original = alias.get(name, name)
-            state[name] = full[original] if original in full else tensor.detach().to("cpu", copy=True)
+        for name in self.model.state_dict(keep_vars=True):
+            state[name] = full[aliases[name]] if name in aliases else buffers[name].detach().to("cpu", copy=True)
         return state
 
     def save(self, path: Any, *, extra: dict[str, Any] | None = None) -> None:
@@ -375,5 +374,3 @@ def _is_one(factor: torch.Tensor | float) -> bool:
         return factor.device.type == "cpu" and detect_fake_mode(factor) is None and factor.item() == 1.0
     return factor == 1.0
 
-
-__all__ = ["Engine", "NonFiniteLossError", "TensorSource", "local_gradients", "parallelize"]

@@ -38,10 +38,12 @@ class WorkerFailedError(RuntimeError):
 
     Attributes:
         rank: the global rank that failed first.
+        mistake: the sentence, where it was a mistake in what was asked for; else None.
     """
 
     def __init__(self, failures: "Mapping[int, ProcessFailure]", world_size: int, logs: Path | None) -> None:
         self.rank = min(failures, key=lambda rank: _moment(failures[rank]))
+        self.mistake = _mistake(failures[self.rank])
         text = f"rank {self.rank} of {world_size} {_describe(failures[self.rank])}"
         if logs is not None:
             tail = _tail(logs / f"rank{self.rank}.stderr.log")
@@ -63,10 +65,19 @@ def _moment(failure: "ProcessFailure") -> float:
     return failure.timestamp + (1.0 if failure.exitcode == -signal.SIGABRT else -1.0)
 
 
+def _mistake(failure: "ProcessFailure") -> str | None:
+    """What :func:`tensorshard.worker.hand_on_mistake` wrote, if it did."""
+    message = failure.error_file_data["message"]
+    return message if os.path.isfile(failure.error_file) and isinstance(message, str) else None
+
+
 def _describe(failure: "ProcessFailure") -> str:
     message = failure.error_file_data["message"]
     if isinstance(message, dict):
         return f"failed:\n\n{message['extraInfo']['py_callstack'].rstrip()}"
+    mistake = _mistake(failure)
+    if mistake is not None:
+        return f"found a mistake: {mistake}"
     if failure.exitcode >= 0:
         return f"ended with exit code {failure.exitcode} and no Python exception"
     text = f"was killed by {failure.signal_name()}"

@@ -25,6 +25,8 @@ __all__ = [
 
 Stateful = nn.Module | torch.optim.Optimizer
 _Path = tuple[Any, ...]
+# On parameters whose gradients are averaged over the data-parallel group already.
+_AVERAGED = "_tensorshard_averaged"
 _Tree = TypeVar("_Tree")
 
 
@@ -124,7 +126,7 @@ def relocate_state_dict(
     Raises:
         ValueError: a tensor is not of the shape that the model has, or no rank passed a state.
     """
-    group = groups.get_group() if groups.is_initialized() else dist.group.WORLD
+    group = groups.get_group() if groups.is_initialized() else groups.world_group()
     device = _communication_device(group)
     holders = primitives.exchange_sizes(int(bool(state_dict)), group, device)
     if not holders[0]:
@@ -191,7 +193,7 @@ def _synchronize_replicas(name: str, parameter: DTensor) -> None:
             f"{name} is split over {parameter.device_mesh.size()} of {dist.get_world_size()} ranks, which are not a "
             f"group of tensorshard.distributed.init_process_group: it is not known who holds the same shard"
         )
-    if hasattr(parameter, "_tensorshard_averaged"):
+    if hasattr(parameter, _AVERAGED):
         return
     group = groups.get_data_parallel_group()
     dist.broadcast(parameter.to_local().detach(), group_src=0, group=group)
@@ -202,7 +204,7 @@ def _synchronize_replicas(name: str, parameter: DTensor) -> None:
         local.div_(group.size())
 
     parameter.register_post_accumulate_grad_hook(average)
-    parameter._tensorshard_averaged = True
+    setattr(parameter, _AVERAGED, True)
 
 
 def _is_first_rank() -> bool:

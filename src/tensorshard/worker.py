@@ -19,6 +19,9 @@ from typing import Any
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that Ctrl-C ended, by the shell's convention."""
 
+USAGE_ERROR = 2
+"""Exit code after a mistake in what was asked for."""
+
 
 def write_call(path: Path, entrypoint: Callable[..., Any], args: Sequence[Any]) -> None:
     """Writes down the call ``entrypoint(*args)`` and where modules are found, for workers on this machine.
@@ -36,34 +39,45 @@ def write_call(path: Path, entrypoint: Callable[..., Any], args: Sequence[Any]) 
     path.write_bytes(pickle.dumps(sys.path) + pickle.dumps((entrypoint, tuple(args))))
 
 
-def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any]) -> None:
+def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, tell: bool) -> None:
     """Runs ``entrypoint(*args)`` as one rank of a world; ends the process if that fails or is interrupted.
 
-    An exception goes to the file that the elastic agent named (``TORCHELASTIC_ERROR_FILE``), out of which the
+    What went wrong goes to the file that the elastic agent named (``TORCHELASTIC_ERROR_FILE``), out of which the
     agent's side shows the first one, once. Without such a file it is printed here.
+
+    Args:
+        tell: also print a mistake in what was asked for (:class:`ConfigError`), in one sentence, once a machine.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
+
+    from tensorshard.config.errors import ConfigError
 
     try:
         record(entrypoint)(*args)
     except KeyboardInterrupt:
         _exit_at_once(INTERRUPTED)
+    except ConfigError as error:
+        hand_on_mistake(str(error))
+        if tell:
+            print_mistake(str(error))
+        _exit_at_once(USAGE_ERROR)
     except Exception:
         if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
             traceback.print_exc()
         _exit_at_once(1)
 
 
-def report_mistake(message: str) -> None:
-    """Tells of a mistake in what was asked for, which all ranks of a machine find alike: one of them prints it.
-
-    The elastic agent, if there is one, gets it as well, as it may end that rank before it has printed.
-    """
+def hand_on_mistake(message: str) -> None:
+    """Gives the elastic agent, if there is one, a mistake in what was asked for: one sentence, no traceback."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         Path(error_file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+
+
+def print_mistake(message: str) -> None:
+    """Prints a mistake in what was asked for; as all ranks of a machine find it alike, one of them does."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(message, file=sys.stderr)
+        print(f"tensorshard: error: {message}", file=sys.stderr)
 
 
 def main(call_path: str) -> None:
@@ -75,7 +89,7 @@ def main(call_path: str) -> None:
         sys.path[:] = pickle.load(file)
         entrypoint, args = pickle.load(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run_worker(entrypoint, args)
+    run_worker(entrypoint, args, tell=False)
 
 
 def _exit_at_once(code: int) -> None:

@@ -117,7 +117,7 @@ def init_process_group(
     if check_collectives:
         side_group = _own_group(ranks, timeout, "gloo")
         monitor = CollectiveMonitor(side_group, ranks[dist.get_rank() // group_size].tolist(), timeout)
-    _session.set(ParallelGroups(dist.group.WORLD, mesh, mesh["tp"], settings, monitor))
+    _session.set(ParallelGroups(world_group(), mesh, mesh["tp"], settings, monitor))
 
 
 def _own_group(
@@ -125,9 +125,17 @@ def _own_group(
 ) -> dist.ProcessGroup:
     """Makes one group per row of `ranks`; returns the one that this rank is in. The world itself is not made again."""
     if len(ranks) == 1 and backend is None:
-        return dist.group.WORLD
+        return world_group()
     groups = [dist.new_group(row, timeout=timeout, backend=backend) for row in ranks.tolist()]
     return next(group for row, group in zip(ranks.tolist(), groups, strict=True) if dist.get_rank() in row)
+
+
+def world_group() -> dist.ProcessGroup:
+    """The default group, of all processes."""
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("torch.distributed has no default group: call torch.distributed.init_process_group first")
+    return world
 
 
 def is_initialized() -> bool:

@@ -9,6 +9,19 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec
 
+aten = torch.ops.aten
+
+EMPTY_FACTORIES = frozenset(
+    {
+        aten.empty,
+        aten.empty_like,
+        aten.empty_permuted,
+        aten.empty_strided,
+        aten.new_empty,
+        aten.new_empty_strided,
+    }
+)
+
 
 @dataclass(frozen=True)
 class TensorRef:
@@ -47,6 +60,11 @@ class Operation:
     draw: int | None
     default_dtype: torch.dtype
 
+    @property
+    def makes_room(self) -> bool:
+        """Whether it only allocates, and gives no values."""
+        return getattr(self.func, "overloadpacket", None) in EMPTY_FACTORIES
+
 
 @dataclass
 class Log:
@@ -67,9 +85,9 @@ class Log:
             self._writers[storage].append(len(self.operations))
         self.operations.append(operation)
 
-    def writers(self, storage: int) -> list[Operation]:
-        """The operations that write `storage`, in order."""
-        return [self.operations[index] for index in self._writers[storage]]
+    def is_written(self, storage: int) -> bool:
+        """Whether any operation put values into `storage`."""
+        return not all(self.operations[index].makes_room for index in self._writers[storage])
 
     def needed_for(self, storage: int) -> list[Operation]:
         """The operations whose effect on `storage` can be seen in its final content, in the order of their calls.

@@ -106,6 +106,12 @@ class OperationRecorder(TorchDispatchMode):
         whole = memory[: memory.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
         return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
+    def origin(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
+        """Where a tensor of the finished model gets its value: from the log, or from itself if it is a real one."""
+        if isinstance(tensor, FakeTensor):
+            return self.ref(tensor)
+        return self.ref(self.lift(tensor)) if tensor.untyped_storage()._cdata in self._lifted else tensor
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

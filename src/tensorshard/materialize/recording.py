@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tensorshard.materialize.log import Log, TensorRef
 from tensorshard.materialize.recorder import OperationRecorder, TensorMethodRecorder, UnrecordableError
 from tensorshard.materialize.replay import replay
-from tensorshard.materialize.source import HeldTensors, TensorSource, move_to_meta, named_tensors
+from tensorshard.materialize.source import TensorSource, from_module, move_to_meta, named_tensors
 
 logger = logging.getLogger("tensorshard")
 
@@ -77,19 +77,95 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
 
     Raises:
         TypeError: `build` does not return an `nn.Module`.
-        ValueError: The model has a parameter without a shape or, if built whole, without values.
+        ValueError: The model has a parameter on the meta device, or one without a shape (a lazy module).
         Exception: Whatever `build` itself raises.
     """
     try:
         return _record(build, seed)
     except UnrecordableError as error:
         reason = str(error)
-    except Exception as error:  # whether it is the constructor's own fault shows when it runs for real
-        reason = f"fails on fake tensors ({type(error).__name__}: {str(error).strip().splitlines()[:1]})"
     logger.warning(
         "The model's constructor %s, so it cannot be recorded: every process builds the whole model in host memory.",
         reason,
     )
     with seeded(seed):
-        module = build()
-    ...
+        module = _built(build)
+    return from_module(module)
+
+
+def _record(build: Callable[[], nn.Module], seed: int) -> Recording:
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_mode:
+        internal = frozenset({"_is_param", *vars(torch.empty(0))})
+    recorder = OperationRecorder(fake_mode)
+    try:
+        with seeded(seed), fake_mode, recorder, TensorMethodRecorder(recorder, internal):
+            module = _built(build)
+    except Exception as error:
+        # Whether the constructor or the recording is at fault shows when it runs for real.
+        reason = recorder.failure or f"fails on fake tensors ({type(error).__name__}: {error})"
+        raise UnrecordableError(reason) from error
+    if recorder.failure is not None:
+        raise UnrecordableError(recorder.failure)
+
+    for name, tensor in named_tensors(module):
+        if tensor.is_meta:
+            raise ValueError(
+                f"the callable leaves {name!r} on the meta device, where it has no initial values; build the model "
+                "on the CPU (without torch.device('meta')): nothing is allocated while it is recorded"
+            )
+    log = recorder.log
+    origins = {name: recorder.origin(tensor) for name, tensor in named_tensors(module)}
+    computed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attribute(tensor: torch.Tensor) -> torch.Tensor:
+        origin = recorder.origin(tensor)
+        if not isinstance(origin, TensorRef):
+            return tensor
+        if id(tensor) not in computed:
+            computed[id(tensor)] = tensor, replay(log, origin, seed=seed)
+        return computed[id(tensor)][1]
+
+    move_to_meta(module, hidden=internal, attribute=attribute)
+    del tensor, recorder
+    computed.clear()
+    _check_nothing_left(fake_mode)
+    return Recording(module, log, origins, seed)
+
+
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    module = build()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"the callable returned a {type(module).__name__}, where an nn.Module was expected")
+    return module
+
+
+def _check_nothing_left(fake_mode: FakeTensorMode) -> None:
+    """Make sure that no fake tensor is in use after the recording, where the model would trip over it."""
+
+    def left() -> list[FakeTensor]:
+        return [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is fake_mode]
+
+    if left():
+        gc.collect()
+    for tensor in left():
+        raise UnrecordableError(
+            f"keeps a tensor of shape {tuple(tensor.shape)} in an object that is no module, in a closure or in a cache"
+        )
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's, numpy's and Python's global generators, and leave them as they were."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    # An accelerator that nobody has used yet has no state to keep; asking for it would take memory there.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)

@@ -9,21 +9,6 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from tensorshard.materialize.log import Log, Operation, TensorRef
 
-aten = torch.ops.aten
-
-# Their memory is whatever was there. It is handed out as zeros, so that every rank and every replay sees the same.
-EMPTY_FACTORIES = frozenset(
-    {
-        aten.empty,
-        aten.empty_like,
-        aten.empty_permuted,
-        aten.empty_strided,
-        aten.new_empty,
-        aten.new_empty_strided,
-    }
-)
-
-
 def replay(log: Log, target: TensorRef, *, seed: int) -> torch.Tensor:
     """The value of a recorded tensor at the end of the recording.
 
@@ -67,8 +52,8 @@ def _run(operation: Operation, storages: dict[int, torch.UntypedStorage], log: L
     outputs = tree_leaves(operation.func(*args, **kwargs))
     for position, ref in operation.outputs:
         output = outputs[position]
-        if getattr(operation.func, "overloadpacket", None) in EMPTY_FACTORIES:
-            output.zero_()
+        if operation.makes_room:
+            output.zero_()  # so that every process and every replay sees the same
         storages[ref.storage] = _laid_out(output, ref, storages).untyped_storage()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +16,7 @@ def convert(
     plain: type[nn.Module],
     parallel: type[ParallelModule],
     names: Iterable[str] | None,
-    build: Callable[[nn.Module], ParallelModule],
+    build: Callable[[Any], ParallelModule],
 ) -> nn.Module:
     """Replaces the layers of class `plain` inside `module`.
 
@@ -106,7 +107,7 @@ def _refuse_broken_ties(module: nn.Module, chosen: set[str]) -> None:
 
 
 def _build_tied(
-    layer: nn.Module, build: Callable[[nn.Module], ParallelModule], shared: dict[int, nn.Parameter]
+    layer: nn.Module, build: Callable[[Any], ParallelModule], shared: dict[int, nn.Parameter]
 ) -> ParallelModule:
     """Builds the replacement of `layer`, with parameters that were tied before tied again."""
     replacement = build(layer)

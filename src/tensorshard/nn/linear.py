@@ -45,6 +45,9 @@ class ParallelLinear(ParallelModule):
         RuntimeError: there is no model-parallel group, and none was given.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,

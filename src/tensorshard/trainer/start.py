@@ -83,8 +83,8 @@ def check_not_ahead(directory: RunDirectory, step: int) -> None:
 def write_config(config: DictConfig, directory: RunDirectory, step: int) -> None:
     """Writes ``config.yaml``; a resumed run with another config ``config-from-step-<step>.yaml``.
 
-    The directory is left out of it, so that ``tensorshard train config.yaml`` repeats the run in a new one, of the
-    same name.
+    The directory is left out of it, so that ``tensorshard train config.yaml`` repeats the run in a new one,
+    of the same name.
     """
     config = config.copy()
     config.train.output_dir = None

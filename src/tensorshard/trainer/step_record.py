@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tensorshard.batch import batch_size
+
 
 @dataclass(frozen=True)
 class BatchSize:
@@ -21,16 +23,14 @@ class BatchSize:
         Tokens are counted where the first tensor holds integers and has two dimensions, [batch, sequence].
 
         Raises:
-            TypeError: `inputs` without a tensor that has a batch dimension.
+            TypeError, ValueError: `inputs` from which no number of samples can be told.
         """
-        first = next((x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > 0), None)
-        if first is None:
-            raise TypeError(
-                f"The inputs of a batch are a {type(inputs).__name__} without a tensor that has a batch "
-                f"dimension; expected a tensor, or a tuple or dict of them, with samples along the first dimension."
-            )
+        samples = batch_size(inputs)
+        first = next(
+            leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0
+        )
         is_text = first.dim() == 2 and not first.is_floating_point()
-        return cls(len(first), first.numel() if is_text else None)
+        return cls(samples, first.numel() if is_text else None)
 
     def times(self, count: int) -> "BatchSize":
         """The size of `count` batches like this one."""

@@ -349,7 +349,7 @@ class ReplicatedModel(ShardedModel):
                 in_units.update(buckets)
                 self._hook(module, list(buckets.values()))
         self._hook(self.model, [bucket for bucket in self._buckets if id(bucket) not in in_units])
-        self.model.register_state_dict_pre_hook(lambda *_: self._wait_all())
+        self.model.register_state_dict_pre_hook(lambda *_: self.finish_gather())
 
     def _hook(self, module: nn.Module, buckets: list[_Bucket]) -> None:
         def wait(*_: Any) -> None:
@@ -359,7 +359,7 @@ class ReplicatedModel(ShardedModel):
 
         module.register_forward_pre_hook(wait)
 
-    def _wait_all(self) -> None:
+    def finish_gather(self) -> None:
         for bucket in self._buckets:
             self._wait(bucket)
 

@@ -41,6 +41,14 @@ class ShardedModel(ABC):
     def publish_update(self) -> None:
         """Called after the masters were changed: what forward computes with follows them."""
 
+    def finish_gather(self) -> None:
+        """Waits for what :meth:`publish_update` started."""
+
+    def persistent_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that belong into a state dict, by the original model's names."""
+        state = self.model.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in state}
+
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every master whole, one at a time, by the original model's names. A collective: all ranks iterate."""
         for name, master in self.masters().items():

@@ -212,7 +212,7 @@ def _refuse_lost_mark(input: torch.Tensor) -> None:
     """Finds out that unmarked logits are a shard, where they are a column layer's output with little done to it."""
     node: Any = input.grad_fn
     for _ in range(_LOOK_BACK):
-        if isinstance(node, ColumnLinear._backward_cls):  # type: ignore[attr-defined]
+        if type(node) is ColumnLinear._backward_cls:  # type: ignore[attr-defined]
             if node.group.size() == 1 or node.features not in input.shape:
                 return
             raise ValueError(

@@ -1,0 +1,233 @@
+"""What a checkpoint holds, writing it and reading it.
+
+A checkpoint is a folder: torch's distributed checkpoint of the tensors (each rank writes what it holds, by the names of
+the original model, so that any other layout can read it), and ``engine.json`` for everything that is no tensor.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from tensorshard.checkpoint.reader import SafeReader, read_metadata
+
+if TYPE_CHECKING:
+    from tensorshard.engine import Engine
+
+_FORMAT = 1
+
+
+def save(engine: "Engine", path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
+    """See :meth:`tensorshard.Engine.save`."""
+    target = Path(path)
+    document = json.dumps(_document(engine, extra), indent=1)
+    _agree(
+        engine,
+        FileExistsError(f"{target} is there already and is not overwritten; save under another name, or move it away")
+        if target.exists()
+        else None,
+    )
+    temporary = target.with_name(f".{target.name}.saving")
+    if engine.mesh.rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    dcp.save(_tensors(engine), storage_writer=dcp.FileSystemWriter(temporary))
+    if engine.mesh.rank == 0:
+        _write_durably(temporary / "engine.json", document)
+        temporary.rename(target)
+        _sync_folder(target.parent)
+    dist.barrier()
+
+
+def load(engine: "Engine", path: str | os.PathLike[str]) -> dict[str, Any]:
+    """See :meth:`tensorshard.Engine.load`."""
+    source = Path(path)
+    if not (source / "engine.json").is_file():
+        raise FileNotFoundError(f"{source} is no checkpoint of tensorshard: it has no file engine.json")
+    document = json.loads((source / "engine.json").read_text())
+    if document.get("format") != _FORMAT:
+        raise ValueError(f"{source} has format {document.get('format')!r}; this version reads format {_FORMAT}")
+    metadata = read_metadata(source)
+    engine.sharded.finish_gather()
+    tensors = _model_tensors(engine)
+    _check_matches(tensors, metadata, source)
+    states = _empty_optimizer_states(engine, metadata)
+    for name, values in states.items():
+        tensors.update({f"optimizer.{key}.{name}": value for key, value in values.items()})
+    generators = {k: torch.empty(0) for k in _generator_states(engine) if k in metadata.state_dict_metadata}
+    for key in generators:
+        entry = metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        generators[key] = torch.empty(entry.size, dtype=torch.uint8)
+    tensors.update(generators)
+    dcp.load(tensors, storage_reader=SafeReader(source))
+    _restore_optimizer(engine, states, document)
+    engine.sharded.publish_update()
+    engine.step_count = document["step_count"]
+    if engine.scaler is not None and document["scaler"] is not None:
+        engine.scaler.load_state_dict(document["scaler"])
+    if document["world_size"] == engine.mesh.world_size:
+        _set_generator_states(engine, generators)
+    return document["extra"]
+
+
+def _document(engine: "Engine", extra: dict[str, Any]) -> dict[str, Any]:
+    names = {p: name for name, p in engine.sharded.masters().items()}
+    groups = [
+        {
+            "names": [names[p] for p in group["params"]],
+            "options": {k: v for k, v in group.items() if k not in ("params", "param_names") and _is_plain(v)},
+        }
+        for group in engine.optimizer.param_groups
+    ]
+    scalars = {
+        names[p]: {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+        for p, state in engine.optimizer.state.items()
+    }
+    document = {
+        "format": _FORMAT,
+        "step_count": engine.step_count,
+        "plan": engine.plan.to_dict(),
+        "world_size": engine.mesh.world_size,
+        "scaler": None if engine.scaler is None else engine.scaler.state_dict(),
+        "optimizer": {"groups": groups, "scalars": {name: s for name, s in scalars.items() if s}},
+        "extra": extra,
+    }
+    try:
+        json.dumps(document)
+    except TypeError as error:
+        raise TypeError(
+            f"a checkpoint's extra must be made of numbers, strings, lists and dicts with string keys: {error}"
+        ) from error
+    return document
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | list | tuple)
+
+
+def _model_tensors(engine: "Engine") -> dict[str, Any]:
+    tensors: dict[str, Any] = {f"model.{name}": p.detach() for name, p in engine.sharded.masters().items()}
+    persistent = engine.sharded.persistent_buffers()
+    tensors.update({f"buffers.{name}": buffer for name, buffer in persistent.items()})
+    return tensors
+
+
+def _tensors(engine: "Engine") -> dict[str, Any]:
+    tensors = _model_tensors(engine)
+    names = {p: name for name, p in engine.sharded.masters().items()}
+    for parameter, state in engine.optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{key}.{names[parameter]}"] = value
+    tensors.update(_generator_states(engine))
+    return tensors
+
+
+def _check_matches(tensors: dict[str, Any], metadata: Metadata, source: Path) -> None:
+    stored = {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith(("model.", "buffers.")) and isinstance(entry, TensorStorageMetadata)
+    }
+    missing = [key for key in tensors if key not in stored]
+    unknown = [key for key in stored if key not in tensors]
+    if missing or unknown:
+        parts = []
+        if missing:
+            parts.append(f"{len(missing)} tensors of the model are not in it, such as {missing[0]}")
+        if unknown:
+            parts.append(f"it has {len(unknown)} that the model does not have, such as {unknown[0]}")
+        raise ValueError(f"{source} is a checkpoint of another model: {'; '.join(parts)}")
+    for key, tensor in tensors.items():
+        if tuple(stored[key].size) != tuple(tensor.shape):
+            raise ValueError(
+                f"{source} is a checkpoint of another model: {key} has shape {tuple(stored[key].size)} in it and "
+                f"{tuple(tensor.shape)} in the model"
+            )
+
+
+def _empty_optimizer_states(engine: "Engine", metadata: Metadata) -> dict[str, dict[str, torch.Tensor]]:
+    """Room for the stored states of each parameter: laid out as the parameter where they have its shape."""
+    masters = engine.sharded.masters()
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for full_key, entry in metadata.state_dict_metadata.items():
+        if not full_key.startswith("optimizer.") or not isinstance(entry, TensorStorageMetadata):
+            continue
+        key, name = full_key.removeprefix("optimizer.").split(".", 1)
+        master = masters[name]
+        dtype = entry.properties.dtype
+        if entry.size == master.shape and master.dim() > 0:
+            room = torch.zeros_like(master.detach(), dtype=dtype)
+        else:
+            room = torch.zeros(entry.size, dtype=dtype)
+        states.setdefault(name, {})[key] = room
+    return states
+
+
+def _restore_optimizer(
+    engine: "Engine", states: dict[str, dict[str, torch.Tensor]], document: dict[str, Any]
+) -> None:
+    stored = document["optimizer"]
+    names = {p: name for name, p in engine.sharded.masters().items()}
+    current = engine.optimizer.state_dict()
+    options_of = {name: group["options"] for group in stored["groups"] for name in group["names"]}
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    for group, described in zip(engine.optimizer.param_groups, current["param_groups"], strict=True):
+        members = [names[p] for p in group["params"]]
+        # How a kernel is chosen belongs to this machine, not to the checkpoint.
+        restored = {
+            k: v for k, v in options_of.get(members[0], {}).items() if k not in ("fused", "foreach", "capturable")
+        }
+        groups.append({**described, **restored})
+        for index, name in zip(described["params"], members, strict=True):
+            values: dict[str, Any] = {**states.get(name, {}), **stored["scalars"].get(name, {})}
+            if values:
+                state[index] = values
+    engine.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _generator_states(engine: "Engine") -> dict[str, torch.Tensor]:
+    states = {f"generator.cpu.{engine.mesh.rank}": torch.get_rng_state()}
+    if engine.device.type == "cuda":
+        states[f"generator.cuda.{engine.mesh.rank}"] = torch.cuda.get_rng_state(engine.device)
+    return states
+
+
+def _set_generator_states(engine: "Engine", states: dict[str, torch.Tensor]) -> None:
+    for key, value in states.items():
+        if key.startswith("generator.cpu."):
+            torch.set_rng_state(value)
+        else:
+            torch.cuda.set_rng_state(value, engine.device)
+
+
+def _agree(engine: "Engine", error: Exception | None) -> None:
+    """Raises on every rank what rank 0 found wrong, so that none goes on alone."""
+    found = torch.tensor([int(error is not None)], device=engine.device)
+    dist.broadcast(found, src=0)
+    if found.item():
+        raise error or FileExistsError("rank 0 found the checkpoint there already; nothing is overwritten")
+
+
+def _write_durably(file: Path, text: str) -> None:
+    with file.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

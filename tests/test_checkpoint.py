@@ -1,0 +1,123 @@
+"""Checkpoints between layouts, and what must not be opened or overwritten."""
+
+import json
+import pickle
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+
+from tensorshard.checkpoint.reader import read_metadata
+
+PLANS = {
+    "zero3_on_2": (2, dict(zero=3)),
+    "zero1_on_2": (2, dict(zero=1)),
+    "zero2_on_4": (4, dict(zero=2)),
+    "hybrid_on_4": (4, dict(zero=3, dp_replicate=2)),
+    "one": (1, dict()),
+}
+
+
+def _train_and_save(fields: dict, path: str, before: int, after: int) -> list[float]:
+    engine = parity.make_engine("gpt_tied", fields)
+    steps = range(before + after)
+    losses = []
+    for step in steps:
+        if step == before:
+            engine.save(path, extra={"samples_consumed": before * parity.GLOBAL_BATCH})
+        losses.append(engine.step(*parity.shard(engine, *parity.batch("gpt_tied", step))).item())
+    return losses[before:]
+
+
+def _load_and_train(fields: dict, path: str, before: int, after: int) -> list[float]:
+    engine = parity.make_engine("gpt_tied", fields)
+    with torch.no_grad():
+        for master in engine.sharded.masters().values():
+            master.zero_()
+    extra = engine.load(path)
+    assert extra == {"samples_consumed": before * parity.GLOBAL_BATCH}
+    assert engine.step_count == before
+    return [
+        engine.step(*parity.shard(engine, *parity.batch("gpt_tied", step))).item()
+        for step in range(before, before + after)
+    ]
+
+
+@pytest.mark.parametrize("written", ["zero3_on_2", "zero1_on_2", "hybrid_on_4"])
+def test_any_layout_reads_any_other(ranks, tmp_path, written):
+    world, fields = PLANS[written]
+    path = str(tmp_path / "step-5")
+    undisturbed = ranks(world, _train_and_save, fields, path, 5, 5)[0]
+    for world_size, other in PLANS.values():
+        resumed = ranks(world_size, _load_and_train, other, path, 5, 5)[0]
+        torch.testing.assert_close(torch.tensor(resumed), torch.tensor(undisturbed), rtol=1e-5, atol=1e-5)
+
+
+def _save_twice(path: str) -> str:
+    engine = parity.make_engine("gpt", {})
+    engine.save(path)
+    try:
+        engine.save(path)
+    except FileExistsError as error:
+        return str(error)
+    return ""
+
+
+def test_nothing_is_overwritten(ranks, tmp_path):
+    messages = ranks(2, _save_twice, str(tmp_path / "a"))
+    assert "not overwritten" in messages[0]
+    assert not list(tmp_path.glob(".*"))
+
+
+def _load_into(kind: str, path: str) -> str:
+    try:
+        parity.make_engine(kind, {}).load(path)
+    except (ValueError, FileNotFoundError) as error:
+        return str(error)
+    return ""
+
+
+def _save(kind: str, path: str) -> None:
+    parity.make_engine(kind, {}).save(path)
+
+
+def test_another_models_checkpoint_is_refused(ranks, tmp_path):
+    path = str(tmp_path / "gpt")
+    ranks(2, _save, "gpt", path)
+    assert "another model" in ranks(2, _load_into, "vit", path)[0]
+    assert "no checkpoint" in ranks(1, _load_into, "vit", str(tmp_path / "nowhere"))[0]
+
+
+class _Evil:
+    def __reduce__(self):
+        return (print, ("code ran",))
+
+
+def test_metadata_that_names_code_is_not_opened(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Evil()))
+    with pytest.raises(ValueError, match=r"builtins\.print"):
+        read_metadata(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04garbage")
+    with pytest.raises(ValueError, match="damaged"):
+        read_metadata(tmp_path)
+
+
+def _fail_while_saving(path: str) -> list[str]:
+    engine = parity.make_engine("gpt", {})
+    engine.save(path + "/good")
+    original = json.dumps
+    json.dumps = lambda *a, **k: (_ for _ in ()).throw(OSError("disk full"))
+    try:
+        engine.save(path + "/bad")
+    except OSError:
+        pass
+    finally:
+        json.dumps = original
+    dist.barrier()
+    engine.load(path + "/good")
+    return [name for name in ("good", "bad") if __import__("os").path.exists(f"{path}/{name}")]
+
+
+def test_a_failed_save_leaves_the_previous_one(ranks, tmp_path):
+    assert ranks(2, _fail_while_saving, str(tmp_path))[0] == ["good"]
