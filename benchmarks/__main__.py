@@ -4,6 +4,8 @@ import argparse
 import sys
 
 from benchmarks import tables
+from benchmarks.harness.ranks import RankError
+from benchmarks.harness.statistics import LossMismatchError
 from benchmarks.registry import find_suites
 
 
@@ -15,7 +17,11 @@ def main() -> int:
         suite.add_arguments(subparser)
         subparser.set_defaults(run=suite.run)
     arguments = parser.parse_args()
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except (LossMismatchError, RankError, tables.MarkerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

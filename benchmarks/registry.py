@@ -26,6 +26,13 @@ class Suite:
     run: Callable[[argparse.Namespace], int]
 
 
+def positive_int(text: str) -> int:
+    """An option's value that has to be a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def find_suites() -> dict[str, Suite]:
     """Every suite by its name, in alphabetical order."""
     modules = (

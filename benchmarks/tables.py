@@ -20,17 +20,21 @@ _BLOCK = re.compile(
 )
 
 
+class MarkerError(ValueError):
+    """The README's markers ask for what cannot be written."""
+
+
 def replace_tables(text: str, results: Sequence[Results]) -> str:
     """`text` with every marked block's content replaced by the tables of that benchmark.
 
     Raises:
-        ValueError: a block asks for a benchmark without results, or has no end.
+        MarkerError: a block asks for a benchmark without results, or has no end.
     """
     opened = re.findall(r"^<!-- benchmark:([\w-]+) -->$", text, re.MULTILINE)
     if len(opened) != len(closed := list(_BLOCK.finditer(text))) or any(
         "<!-- benchmark:" in block["table"] for block in closed
     ):
-        raise ValueError(
+        raise MarkerError(
             f"the blocks {', '.join(opened)} need a line '<!-- /benchmark -->' each after their table"
         )
 
@@ -39,7 +43,7 @@ def replace_tables(text: str, results: Sequence[Results]) -> str:
         found = [result for result in results if result.benchmark == name]
         if not found:
             known = ", ".join(sorted({result.benchmark for result in results})) or "none"
-            raise ValueError(f"there are no results of a benchmark {name!r}; there are those of: {known}")
+            raise MarkerError(f"there are no results of a benchmark {name!r}; there are those of: {known}")
         table = "\n\n".join(markdown_table(result) for result in found)
         return f"<!-- benchmark:{name} -->\n{table}\n<!-- /benchmark -->"
 

@@ -168,6 +168,6 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
     for name, value in expected["state"].items():
         got = found["state"][name]
         assert got.shape == value.shape and got.dtype == value.dtype, name
-        size = value.double().norm().clamp(min=1e-3)
+        size = value.double().norm().clamp(min=0.1)
         error = ((got.double() - value.double()).norm() / size).item()
         assert error <= tolerance, f"{name} differs by {error:.2e} of its norm"

@@ -190,7 +190,7 @@ def test_tables_leave_a_text_without_markers_alone():
 
 def test_tables_refuse_a_benchmark_without_results():
     text = "<!-- benchmark:zer -->\n<!-- /benchmark -->\n"
-    with pytest.raises(ValueError, match="no results of a benchmark 'zer'; there are those of: zero"):
+    with pytest.raises(tables.MarkerError, match="no results of a benchmark 'zer'; there are those of: zero"):
         tables.replace_tables(text, [make_results()])
 
 
@@ -202,7 +202,7 @@ def test_tables_refuse_a_benchmark_without_results():
     ],
 )
 def test_tables_refuse_a_block_without_end(text):
-    with pytest.raises(ValueError, match="need a line '<!-- /benchmark -->' each"):
+    with pytest.raises(tables.MarkerError, match="need a line '<!-- /benchmark -->' each"):
         tables.replace_tables(text, [make_results()])
 
 
@@ -241,6 +241,17 @@ def test_contender_of_a_missing_library_is_not_installed():
     assert zero.Contender("torch", "ddp", "torch.nn").installed
     assert not zero.Contender("x", "x", "no_such_library").installed
     assert not zero.Contender("x", "x", "no_such_library.part").installed
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many"])
+def test_rounds_have_to_be_positive(text, capsys):
+    for suite in find_suites().values():
+        parser = argparse.ArgumentParser()
+        suite.add_arguments(parser)
+        assert parser.parse_args(["--rounds", "3"]).rounds == 3
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--rounds={text}"])
+        assert f"{text!r} is not a whole number of at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["MALLOC_ARENA_MAX", "=1"])

@@ -214,6 +214,18 @@ def test_a_mistake_in_a_part_is_placed_in_the_part(child: Path) -> None:
         load_config(child)
 
 
+def test_an_error_in_an_imported_module_is_placed_in_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_module_of_test_config.py").write_text("\nx = oops\n")
+    (tmp_path / "bad.py").write_text("import broken_module_of_test_config\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"bad\.py, line 1: NameError: .*\(raised in .*_config\.py, line 2\)"
+    ):
+        load_config(tmp_path / "bad.py")
+
+
 def test_recorded_calls_in_lists_are_checked_too() -> None:
     config = OmegaConf.create({"hooks": [LazyCall(Plan)(), {"_target_": "tensorshard.plan.Plan", "tpp": 1}]})
     with pytest.raises(ConfigError, match=r"hooks\[1\]\.tpp: .*no argument 'tpp'; did you mean 'tp'"):

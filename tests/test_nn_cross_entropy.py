@@ -29,14 +29,14 @@ def _compare(group_size: int) -> None:
     tsd.init_process_group(group_size)
     torch.manual_seed(tsd.get_data_parallel_rank())
     settings = itertools.product(
-        (8, 11, 3), (None, "weight"), (0.0, 0.1), (0.0, 1e-2), ("mean", "sum", "none"), (torch.float64, torch.float32)
+        (8, 11, 3), (None, "weight"), (0.0, 0.1), (0.0, 1e-2), ("mean", "sum", "none")
     )
-    for classes, weight, label_smoothing, z_loss, reduction, dtype in settings:
-        logits = (3 * torch.randn(6, classes, dtype=dtype)).requires_grad_()
+    for index, (classes, weight, label_smoothing, z_loss, reduction) in enumerate(settings):
+        logits = (3 * torch.randn(6, classes, dtype=torch.float64)).requires_grad_()
         targets = torch.randint(classes, (6,))
         targets[2] = -1
         if weight is not None:
-            weight = torch.rand(classes, dtype=dtype) + 0.5
+            weight = torch.rand(classes, dtype=torch.float64) + 0.5
         options = {
             "weight": weight,
             "ignore_index": -1,
@@ -46,14 +46,12 @@ def _compare(group_size: int) -> None:
         expected = _reference(logits, targets, z_loss, **options)
         seed = torch.rand_like(expected)
         (expected_grad,) = torch.autograd.grad(expected, logits, seed)
-        for known in (True, False):
-            part = tsd.scatter(logits.detach()).requires_grad_()
-            register_parallel_dim(part, -1, size=classes if known else None)
-            loss = parallel_cross_entropy(part, targets, z_loss=z_loss, **options)
-            (grad,) = torch.autograd.grad(loss, part, seed)
-            tolerance = {"rtol": 1e-12, "atol": 1e-13} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
-            torch.testing.assert_close(loss, expected, **tolerance)
-            torch.testing.assert_close(grad, tsd.scatter(expected_grad), **tolerance)
+        part = tsd.scatter(logits.detach()).requires_grad_()
+        register_parallel_dim(part, -1, size=classes if index % 2 else None)  # known, or to be asked for
+        loss = parallel_cross_entropy(part, targets, z_loss=z_loss, **options)
+        (grad,) = torch.autograd.grad(loss, part, seed)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(grad, tsd.scatter(expected_grad), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(("world_size", "group_size"), WORLDS)
@@ -224,7 +222,7 @@ def _bad(case: str) -> None:
         ("whole", "marked as split along dimension 1, of whose 8 classes rank 0 of 2 holds 4: it seems to be whole"),
         ("lost", "come from a layer that splits its output features, but do not say so"),
         ("shape", r"targets \[2\] were given for logits \[3, 4\].*expected \[3\]"),
-        ("weight", r"marked as split|weight \[4\] was given for 8 classes: expected \[8\]"),
+        ("weight", r"weight \[4\] was given for 8 classes: expected \[8\]"),
         ("probabilities", "class probabilities need whole logits"),
         ("reduction", "reduction='average' was given: use 'none', 'mean' or 'sum'"),
         ("smoothing", "label_smoothing=1.5 was given: use a number from 0 to 1"),

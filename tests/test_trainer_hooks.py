@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from tensorshard.engine import NonFiniteLossError
 from torch import Tensor
 
+from tensorshard.engine import NonFiniteLossError
 from tensorshard.trainer import (
     CheckpointHook,
     EvaluationHook,

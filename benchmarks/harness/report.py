@@ -1,5 +1,6 @@
 """Results on the terminal."""
 
+import sys
 from collections.abc import Sequence
 
 from rich import box
@@ -7,6 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.results import Group, Quantity, Row
+
+
+def make_console() -> Console:
+    """A console as wide as the terminal, or wide enough for the tables where there is none."""
+    return Console(width=None if sys.stdout.isatty() else 110)
 
 
 def print_group(console: Console, group: Group, quantities: Sequence[Quantity]) -> None:
@@ -18,7 +24,7 @@ def print_group(console: Console, group: Group, quantities: Sequence[Quantity]) 
         caption="x: times the best peer's median (lowest to highest of a round)",
         caption_justify="left",
     )
-    table.add_column("contender")
+    table.add_column("contender", no_wrap=True)
     for quantity in quantities:
         table.add_column(quantity.label, justify="right")
     if any(row.loss is not None for row in group.rows):
@@ -43,7 +49,9 @@ def _cells(row: Row, quantities: Sequence[Quantity]) -> list[str]:
         value = row.values[quantity.key]
         cell = format_value(value.median, quantity.unit)
         if value.ratio is not None:
-            cell += f"  {value.ratio:.2f}x\n{value.lowest_ratio:.2f}-{value.highest_ratio:.2f}x"
+            cell += f"  {value.ratio:.2f}x"
+            if value.lowest_ratio != value.highest_ratio:
+                cell += f"\n{value.lowest_ratio:.2f}-{value.highest_ratio:.2f}x"
         cells.append(cell)
     if row.loss is not None:
         cells.append(f"{row.loss:.4f}")

@@ -53,8 +53,8 @@ def main() -> None:
     measurement = measure(load_job(job_file), rank, int(os.environ["WORLD_SIZE"]))
     measurement_file(job_file, rank).write_text(json.dumps(asdict(measurement)))
     dist.barrier()  # the others may still read what this rank sent
-    # Without destructors: a contender's threads may abort the process while the interpreter shuts down, as DeepSpeed 3
-    # does at times, and there is nothing left to lose.
+    # Without destructors: a contender's threads may abort the process while the interpreter shuts down (seen
+    # with DeepSpeed 3), and there is nothing left to lose.
     os._exit(0)
 
 

@@ -5,12 +5,10 @@ import subprocess
 import sys
 from datetime import date
 
-from rich.console import Console
-
 from benchmarks.harness.hardware import hardware_name, installed_versions
-from benchmarks.harness.report import print_group
+from benchmarks.harness.report import make_console, print_group
 from benchmarks.harness.results import Group, Quantity, Results, make_rows, save_results
-from benchmarks.registry import Suite
+from benchmarks.registry import Suite, positive_int
 
 QUANTITIES = (Quantity("import_seconds", "import time", "s"),)
 
@@ -51,7 +49,7 @@ def measure_group(title: str, rounds: int) -> Group:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console = Console()
+    console = make_console()
     groups = []
     for title in STATEMENTS:
         groups.append(measure_group(title, arguments.rounds))
@@ -62,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=10, help="imports of each kind (default %(default)s)")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=10, help="imports of each kind (default %(default)s)"
+    )
 
 
 SUITE = Suite("import", "import tensorshard against import torch", add_arguments, run)

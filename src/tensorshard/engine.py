@@ -14,7 +14,7 @@ from torch._guards import detect_fake_mode
 from tensorshard.batch import batch_size, call_model, split_batch, to_device
 from tensorshard.distributed.collectives import all_reduce_
 from tensorshard.distributed.world import default_device, join_world
-from tensorshard.materialize_tmp import tensor_source
+from tensorshard.materialize import TensorSource, from_meta, from_module, record
 from tensorshard.mesh import Mesh
 from tensorshard.optim.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.optim.loss_scaler import LossScaler
@@ -74,8 +74,8 @@ def parallelize(
     join_world(device)
     plan = plan.resolve(dist.get_world_size())
     mesh = Mesh(plan, device.type)
-    source = tensor_source(model, seed=seed)
-    sharded = apply_plan(source, plan, mesh, device)
+    source, agreed = _weights_of(model, seed)
+    sharded = apply_plan(source, plan, mesh, device, broadcast=not agreed and mesh.world_size > 1)
     torch.manual_seed(seed * 1_000_003 + mesh.dp_rank)  # dropout differs between data ranks, and is repeatable
     return Engine(sharded, plan, mesh, optimizer=optimizer, loss_fn=loss_fn, device=device)
 
@@ -198,7 +198,7 @@ class Engine:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
         self.grad_norm = None
         if clip is not None or self.scaler is not None or self.measure_grad_norm:
-            norm = global_norm(self._trained.values(), self.mesh.world_size)
+            norm = global_norm(self._trained.values(), self.mesh.world_group)
             self.grad_norm = norm if factor is None else norm * factor
             if self.scaler is not None:
                 overflowed = not _is_finite(self.grad_norm)
@@ -230,19 +230,7 @@ class Engine:
 
         A collective: every rank must call it.
         """
-        keep = self.mesh.rank == 0
-        full: dict[str, torch.Tensor] = {}
-        for name, tensor in self.sharded.full_parameters():
-            if keep:
-                full[name] = tensor.detach().to("cpu", copy=True)
-        if not keep:
-            return {}
-        aliases = self.sharded.aliases()
-        buffers = self.sharded.persistent_buffers()
-        state: dict[str, torch.Tensor] = {}
-        for name in self.model.state_dict(keep_vars=True):
-            state[name] = full[aliases[name]] if name in aliases else buffers[name].detach().to("cpu", copy=True)
-        return state
+        return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
 
     def save(self, path: Any, *, extra: dict[str, Any] | None = None) -> None:
         """Writes a checkpoint to the folder `path`: weights, optimizer, scaler, random state, step count and `extra`.
@@ -269,7 +257,7 @@ class Engine:
 
     def summary(self) -> Summary:
         """What is held where: dtypes, and parameters on this rank."""
-        return summarize(self.plan, self.model, self.sharded.masters(), self.optimizer)
+        return summarize(self.plan, self.sharded, self.optimizer)
 
 
 class _LossTally:
@@ -322,6 +310,15 @@ class _LossTally:
             return None
         assert self.normalizer is not None
         return self.normalizer.double() / self._finished_total()[1].clamp(min=1.0)
+
+
+def _weights_of(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[TensorSource, bool]:
+    """Where the initial weights come from, and whether they are the same on every rank by construction."""
+    if not isinstance(model, nn.Module):
+        return record(model, seed=seed), True
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return from_meta(model, seed=seed), True
+    return from_module(model), False
 
 
 def _check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any) -> None:

@@ -19,21 +19,27 @@ class Mesh:
     Args:
         plan: a resolved plan.
         device_type: of the tensors that travel, "cpu" or "cuda".
+        group: the processes to use; all of the world if None.
 
     Raises:
         ValueError: the plan's degrees do not multiply to the world size.
     """
 
-    def __init__(self, plan: Plan, device_type: str) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+    def __init__(self, plan: Plan, device_type: str, group: dist.ProcessGroup | None = None) -> None:
+        self._members = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank(group)
+        self.world_size = len(self._members)
+        self.world_group: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
         plan = plan.resolve(self.world_size)
         self.degrees: dict[str, int] = {axis: getattr(plan, axis) for axis in AXES}
         # Axes of degree 1 need no group, but for dp_shard, over which ZeRO's tensors are always laid out.
         self._axes = tuple(axis for axis in AXES if self.degrees[axis] > 1 or axis == "dp_shard")
         shape = tuple(self.degrees[axis] for axis in self._axes)
-        ranks = torch.arange(self.world_size, device="cpu").view(shape)
-        self.device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=self._axes)
+        if group is not None and shape == (self.world_size,):
+            self.device_mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=self._axes)
+        else:
+            ranks = torch.tensor(self._members, device="cpu").view(shape)
+            self.device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=self._axes)
 
     def index(self, axis: str) -> int:
         """This rank's place along `axis`."""
@@ -63,16 +69,16 @@ class Mesh:
     def dp_group(self) -> dist.ProcessGroup:
         """The group over which losses are averaged: dp_replicate x dp_shard."""
         if self.dp_size == self.world_size:
-            return dist.group.WORLD
+            return self.world_group
         if self.degrees["dp_replicate"] == 1:
             return self.group("dp_shard")
         return self.device_mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
 
     def describe(self) -> str:
         """One line an axis: its degree, this rank's index, and the ranks of its group."""
-        lines = [f"rank {self.rank} of {self.world_size}"]
+        lines = [f"rank {self._members[self.rank]} of {dist.get_world_size()}"]
         for axis in AXES:
-            members = group_ranks(self.rank, axis, self.degrees)
+            members = [self._members[r] for r in group_ranks(self.rank, axis, self.degrees)]
             lines.append(
                 f"{axis:<13} degree {self.degrees[axis]:<4} index {self.index(axis):<4} ranks {_ranges(members)}"
             )

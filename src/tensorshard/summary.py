@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.plan import Plan
 from tensorshard.transforms.precision import DTYPES
+from tensorshard.transforms.shard import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,22 @@ class Summary:
 
 
 def summarize(
-    plan: Plan, model: nn.Module, masters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimizer
 ) -> Summary:
-    """Counts what `model` and its `masters` hold on this rank."""
+    """Counts what a laid-out model holds on this rank."""
+    masters = sharded.masters()
     trained = {p for p in masters.values() if p.requires_grad}
     first = next(iter(trained))
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return Summary(
         parameters=sum(p.numel() for p in masters.values()),
         trained_parameters=sum(p.numel() for p in trained),
-        held_parameters=sum(_local_numel(p) for p in model.parameters()),
+        held_parameters=sharded.held_numel(),
         updated_parameters=sum(_local_numel(p) for p in trained),
         master_dtype=first.dtype,
         compute_dtype=DTYPES[plan.precision] if first.dtype == torch.float32 else first.dtype,
         reduce_dtype=DTYPES[plan.reduce_dtype or "fp32"],
-        buffer_bytes=sum(b.nbytes for b in model.buffers()),
+        buffer_bytes=sum(b.nbytes for b in sharded.model.buffers()),
         optimizer=type(optimizer).__name__ + (" (fused)" if fused else ""),
     )
 

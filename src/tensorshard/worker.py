@@ -42,11 +42,11 @@ def write_call(path: Path, entrypoint: Callable[..., Any], args: Sequence[Any]) 
 def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, tell: bool) -> None:
     """Runs ``entrypoint(*args)`` as one rank of a world; ends the process if that fails or is interrupted.
 
-    What went wrong goes to the file that the elastic agent named (``TORCHELASTIC_ERROR_FILE``), out of which the
-    agent's side shows the first one, once. Without such a file it is printed here.
+    What went wrong goes to the file that the elastic agent named (``TORCHELASTIC_ERROR_FILE``), out of which
+    the agent's side shows the first one, once. Without such a file it is printed here.
 
     Args:
-        tell: also print a mistake in what was asked for (:class:`ConfigError`), in one sentence, once a machine.
+        tell: print a mistake in what was asked for (:class:`ConfigError`) here too, as one sentence.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -68,7 +68,7 @@ def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, tell: boo
 
 
 def hand_on_mistake(message: str) -> None:
-    """Gives the elastic agent, if there is one, a mistake in what was asked for: one sentence, no traceback."""
+    """Gives the elastic agent, if there is one, a mistake in what was asked for: a sentence, no traceback."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         Path(error_file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))

@@ -144,7 +144,9 @@ def _read_python(path: Path) -> DictConfig:
             f"{suggest(str(error.key), known, 'the keys here')}"
         ) from error
     except Exception as error:
-        raise ConfigError(f"{_line_in(path, error)}: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{_line_in(path, error)}: {type(error).__name__}: {error}{_origin(path, error)}"
+        ) from error
     return OmegaConf.create(
         {
             name: plain(value, f"{path}: {name!r}")
@@ -179,6 +181,14 @@ def _line_in(path: Path, error: Exception) -> str:
         frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
     ]
     return f"{path}, line {lines[-1]}" if lines else str(path)
+
+
+def _origin(path: Path, error: Exception) -> str:
+    """Where `error` was raised, if that was beyond the config file at `path`, in a module that it imports."""
+    *_, innermost = traceback.extract_tb(error.__traceback__)
+    if innermost.filename == str(path) or innermost.filename.startswith("<frozen importlib"):
+        return ""
+    return f" (raised in {innermost.filename}, line {innermost.lineno})"
 
 
 def _open_calls(config: DictConfig | ListConfig) -> None:

@@ -1,7 +1,8 @@
 """Initial weights, one tensor at a time: a model on the meta device, and where its values come from.
 
-Three sources with one interface (`TensorSource`): `record` for a callable that builds the model, `from_module` for
-a model that is already built, `from_meta` for a module on the meta device without the callable that built it.
+Three sources with one interface (`TensorSource`): `record` for a callable that builds the model,
+`from_module` for a model that is already built, `from_meta` for a module on the meta device without the
+callable that built it.
 """
 
 from tensorshard.materialize.meta import from_meta

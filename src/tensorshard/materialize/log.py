@@ -1,4 +1,4 @@
-"""The operations behind a model's initial values: what is kept of each, and which of them one storage needs."""
+"""The operations behind initial values: what is kept of each, and which of them one storage needs."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -35,13 +35,20 @@ class TensorRef:
 
 
 @dataclass(frozen=True)
+class Arguments:
+    """What a call was given: flattened, with a `TensorRef` in the place of each recorded tensor."""
+
+    leaves: list[Any]
+    spec: TreeSpec  # of (args, kwargs)
+
+
+@dataclass(frozen=True)
 class Operation:
     """One recorded call.
 
     Attributes:
         func: What was called.
-        leaves: Its arguments, flattened, with a `TensorRef` in the place of each tensor.
-        spec: How to put the arguments together again, as `(args, kwargs)`.
+        arguments: What it was given.
         outputs: The tensors it made: their position among its (flattened) outputs, and what they are.
         reads: The storages whose earlier content it needs.
         writes: The storages it changes.
@@ -51,8 +58,7 @@ class Operation:
     """
 
     func: Callable[..., Any]
-    leaves: list[Any]
-    spec: TreeSpec
+    arguments: Arguments
     outputs: list[tuple[int, TensorRef]]
     reads: frozenset[int]
     writes: frozenset[int]
@@ -90,7 +96,7 @@ class Log:
         return not all(self.operations[index].makes_room for index in self._writers[storage])
 
     def needed_for(self, storage: int) -> list[Operation]:
-        """The operations whose effect on `storage` can be seen in its final content, in the order of their calls.
+        """The operations that have an effect on the final content of `storage`, in the order of their calls.
 
         A walk from the last write back to the one that fills the storage whole, and from there to what those
         operations read: so a default initialisation that the model's own overwrites is never run.

@@ -1,6 +1,7 @@
 """Initial weights for a module on the meta device, when the code that built it is out of reach."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,21 +13,24 @@ REMEDY = "pass the callable that builds the model, instead of a module on the me
 
 
 def from_meta(module: nn.Module, *, seed: int) -> TensorSource:
-    """The source of values for a module on the meta device: `reset_parameters` of the modules that hold tensors.
+    """The values that a meta module's parts give themselves: `reset_parameters` of those that hold tensors.
 
-    That is PyTorch's convention for deferred initialisation. Children are reset before their parents, the order in
-    which constructors finish. Tensors of the model that are not on the meta device keep their values.
+    That is PyTorch's convention for deferred initialisation. Children are reset before their parents, the
+    order in which constructors finish. Tensors of the model that are not on the meta device keep their
+    values.
 
-    Known limit: whatever else the model's constructor did (`self.apply(init)`, scaling the weights of some layers,
-    copying one weight to another) is not known here, and is lost. Where that matters, pass the callable.
+    Known limit: whatever else the model's constructor did (`self.apply(init)`, scaling the weights of some
+    layers, copying one weight to another) is not known here, and is lost. Where that matters, pass the
+    callable.
 
     Args:
-        module: A model with tensors on the meta device. It is changed in place and becomes the source's `module`.
+        module: A model with tensors on the meta device. It is changed in place and becomes the source's
+            `module`.
         seed: Determines all random values.
 
     Raises:
-        ValueError: A module holds tensors on the meta device but has no `reset_parameters`, or has one that leaves
-            some of them unset.
+        ValueError: A module holds tensors on the meta device but has no `reset_parameters`, or has one that
+            leaves some of them unset.
     """
     blanks: list[tuple[nn.Module, str, torch.Tensor]] = []
     resets: list[Callable[[], object]] = []
@@ -46,7 +50,7 @@ def from_meta(module: nn.Module, *, seed: int) -> TensorSource:
         for owner, name, blank in blanks:
             if id(blank) not in made:
                 made[id(blank)] = _with_memory(blank)
-            slots = owner._parameters if name in owner._parameters else owner._buffers
+            slots: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
             slots[name] = made[id(blank)]
         for reset in reversed(resets):
             reset()

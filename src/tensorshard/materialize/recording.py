@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from tensorshard.materialize.function_mode import TensorMethodRecorder, truncated_normal_recorded
 from tensorshard.materialize.log import Log, TensorRef
-from tensorshard.materialize.recorder import OperationRecorder, TensorMethodRecorder, UnrecordableError
+from tensorshard.materialize.recorder import OperationRecorder, UnrecordableError
 from tensorshard.materialize.replay import replay
 from tensorshard.materialize.source import TensorSource, from_module, move_to_meta, named_tensors
 
@@ -25,12 +26,15 @@ class Recording(TensorSource):
     Computing one takes the memory of that tensor and of what its own initialisation needs.
     """
 
-    def __init__(self, module: nn.Module, log: Log, origins: dict[str, TensorRef | torch.Tensor], seed: int) -> None:
+    def __init__(
+        self, module: nn.Module, log: Log, origins: dict[str, TensorRef | torch.Tensor], seed: int
+    ) -> None:
         """
         Args:
             module: The model on the meta device.
             log: The recorded operations.
-            origins: For each name, where the log has it; or the tensor, where the constructor took a real one.
+            origins: For each name, where the log has it; or the tensor, where the constructor took a real
+                one.
             seed: The seed of the random operations.
         """
         super().__init__(module)
@@ -53,27 +57,28 @@ class Recording(TensorSource):
 def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
     """Run a constructor without allocating its tensors, and keep how each of them is initialised.
 
-    The idea is torchdistx's deferred initialisation: a dispatch mode over fake tensors logs every operation; the
-    value of one parameter is the replay of the few operations it depends on. So initialisation code of whatever kind
-    is honoured (`self.apply(init)`, `nn.init`, in-place arithmetic, parametrizations), and no process holds the whole
-    model. Every random operation is seeded from (seed, its index among them), which makes values independent of the
-    order in which they are asked for. They are not the numbers that the constructor would draw after
-    `torch.manual_seed(seed)`, which depend on that order; nor do seeds set inside the constructor have an effect.
-    Memory that is left as `torch.empty` made it is zero.
+    The idea is torchdistx's deferred initialisation: a dispatch mode over fake tensors logs every operation;
+    the value of one parameter is the replay of the few operations it depends on. So initialisation code of
+    whatever kind is honoured (`self.apply(init)`, `nn.init`, in-place arithmetic, parametrizations), and no
+    process holds the whole model. Every random operation is seeded from (seed, its index among them), which
+    makes values independent of the order in which they are asked for. They are not the numbers that the
+    constructor would draw after `torch.manual_seed(seed)`, which depend on that order; nor do seeds set
+    inside the constructor have an effect. Memory that is left as `torch.empty` made it is zero.
 
-    A constructor that cannot be recorded (it reads values by `.item()` or `.numpy()`, draws from its own generator,
-    loads a file, ...) is built whole, from the same seed in every process, with a warning that says why. In that
-    case it runs twice.
+    A constructor that cannot be recorded (it reads values by `.item()` or `.numpy()`, draws from its own
+    generator, loads a file, ...) is built whole, from the same seed in every process, with a warning that
+    says why. In that case it runs twice.
 
-    Tensors held as plain attributes of modules are computed at once. The global random state (torch's, numpy's,
-    Python's) is as it was on return.
+    Tensors held as plain attributes of modules are computed at once. The global random state (torch's,
+    numpy's, Python's) is as it was on return.
 
     Args:
         build: Builds the model; a class, a `functools.partial` or a lambda, for instance.
         seed: Determines all random values.
 
     Returns:
-        The source of the model's initial values: a `Recording`, or `HeldTensors` if the model was built whole.
+        The source of the model's initial values: a `Recording`, or `HeldTensors` if the model was built
+        whole.
 
     Raises:
         TypeError: `build` does not return an `nn.Module`.
@@ -85,25 +90,47 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
     except UnrecordableError as error:
         reason = str(error)
     logger.warning(
-        "The model's constructor %s, so it cannot be recorded: every process builds the whole model in host memory.",
+        "The model's constructor %s, so it cannot be recorded: "
+        "every process builds the whole model in its own memory.",
         reason,
     )
     with seeded(seed):
-        module = _built(build)
+        module = _module_from(build)
     return from_module(module)
 
 
 def _record(build: Callable[[], nn.Module], seed: int) -> Recording:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recording = _run(build, fake_mode, seed)
+    left = _left_over(fake_mode)
+    if left:
+        gc.collect()
+        left = _left_over(fake_mode)
+    if left:
+        raise UnrecordableError(
+            f"keeps a tensor of shape {tuple(left[0].shape)} in a cache, a closure or an object "
+            "that is no module"
+        )
+    return recording
+
+
+def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -> Recording:
     with fake_mode:
         internal = frozenset({"_is_param", *vars(torch.empty(0))})
     recorder = OperationRecorder(fake_mode)
     try:
-        with seeded(seed), fake_mode, recorder, TensorMethodRecorder(recorder, internal):
-            module = _built(build)
+        with (
+            seeded(seed),
+            fake_mode,
+            recorder,
+            TensorMethodRecorder(recorder, internal),
+            truncated_normal_recorded(recorder),
+        ):
+            module = _module_from(build)
     except Exception as error:
         # Whether the constructor or the recording is at fault shows when it runs for real.
-        reason = recorder.failure or f"fails on fake tensors ({type(error).__name__}: {error})"
+        first_line = next(iter(str(error).splitlines()), "")
+        reason = recorder.failure or f"fails on fake tensors ({type(error).__name__}: {first_line})"
         raise UnrecordableError(reason) from error
     if recorder.failure is not None:
         raise UnrecordableError(recorder.failure)
@@ -111,47 +138,36 @@ def _record(build: Callable[[], nn.Module], seed: int) -> Recording:
     for name, tensor in named_tensors(module):
         if tensor.is_meta:
             raise ValueError(
-                f"the callable leaves {name!r} on the meta device, where it has no initial values; build the model "
-                "on the CPU (without torch.device('meta')): nothing is allocated while it is recorded"
+                f"the callable leaves {name!r} on the meta device, where it has no initial values; build the "
+                "model on the CPU, without torch.device('meta'): recording it allocates nothing"
             )
-    log = recorder.log
     origins = {name: recorder.origin(tensor) for name, tensor in named_tensors(module)}
-    computed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    computed: dict[
+        int, tuple[torch.Tensor, torch.Tensor]
+    ] = {}  # by id; the first of each pair keeps it unique
 
     def attribute(tensor: torch.Tensor) -> torch.Tensor:
         origin = recorder.origin(tensor)
         if not isinstance(origin, TensorRef):
             return tensor
         if id(tensor) not in computed:
-            computed[id(tensor)] = tensor, replay(log, origin, seed=seed)
+            computed[id(tensor)] = tensor, replay(recorder.log, origin, seed=seed)
         return computed[id(tensor)][1]
 
     move_to_meta(module, hidden=internal, attribute=attribute)
-    del tensor, recorder
-    computed.clear()
-    _check_nothing_left(fake_mode)
-    return Recording(module, log, origins, seed)
+    return Recording(module, recorder.log, origins, seed)
 
 
-def _built(build: Callable[[], nn.Module]) -> nn.Module:
+def _module_from(build: Callable[[], nn.Module]) -> nn.Module:
     module = build()
     if not isinstance(module, nn.Module):
         raise TypeError(f"the callable returned a {type(module).__name__}, where an nn.Module was expected")
     return module
 
 
-def _check_nothing_left(fake_mode: FakeTensorMode) -> None:
-    """Make sure that no fake tensor is in use after the recording, where the model would trip over it."""
-
-    def left() -> list[FakeTensor]:
-        return [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is fake_mode]
-
-    if left():
-        gc.collect()
-    for tensor in left():
-        raise UnrecordableError(
-            f"keeps a tensor of shape {tuple(tensor.shape)} in an object that is no module, in a closure or in a cache"
-        )
+def _left_over(fake_mode: FakeTensorMode) -> list[FakeTensor]:
+    """Fake tensors still in use, over which the model would trip when it runs."""
+    return [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is fake_mode]
 
 
 @contextmanager

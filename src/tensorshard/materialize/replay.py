@@ -9,12 +9,13 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from tensorshard.materialize.log import Log, Operation, TensorRef
 
+
 def replay(log: Log, target: TensorRef, *, seed: int) -> torch.Tensor:
     """The value of a recorded tensor at the end of the recording.
 
-    Runs only the operations it needs, and frees each storage after its last use. A random operation draws from
-    torch's CPU generator, seeded from `seed` and the operation's index among the random ones; the generator is left
-    as it was.
+    Runs only the operations it needs, and frees each storage after its last use. A random operation draws
+    from torch's CPU generator, seeded from `seed` and the operation's index among the random ones; the
+    generator is left as it was.
 
     Args:
         log: The recorded operations.
@@ -42,9 +43,10 @@ def replay(log: Log, target: TensorRef, *, seed: int) -> torch.Tensor:
 
 def _run(operation: Operation, storages: dict[int, torch.UntypedStorage], log: Log, seed: int) -> None:
     leaves = [
-        _rebuild(leaf, storages, log) if isinstance(leaf, TensorRef) else leaf for leaf in operation.leaves
+        _rebuild(leaf, storages, log) if isinstance(leaf, TensorRef) else leaf
+        for leaf in operation.arguments.leaves
     ]
-    args, kwargs = tree_unflatten(leaves, operation.spec)
+    args, kwargs = tree_unflatten(leaves, operation.arguments.spec)
     if operation.draw is not None:
         torch.default_generator.manual_seed(draw_seed(seed, operation.draw))
     if torch.get_default_dtype() != operation.default_dtype:
@@ -58,7 +60,7 @@ def _run(operation: Operation, storages: dict[int, torch.UntypedStorage], log: L
 
 
 def _rebuild(ref: TensorRef, storages: dict[int, torch.UntypedStorage], log: Log) -> torch.Tensor:
-    """The tensor that `ref` describes. A storage not there yet is about to be filled whole: it is only allocated."""
+    """The tensor at `ref`. A storage that is not there yet is about to be filled whole: it is only made."""
     storage = storages.get(ref.storage)
     if storage is None:
         storage = storages[ref.storage] = torch.UntypedStorage(log.sizes[ref.storage])
@@ -67,11 +69,13 @@ def _rebuild(ref: TensorRef, storages: dict[int, torch.UntypedStorage], log: Log
     return torch.empty(0, dtype=ref.dtype, device="cpu").set_(storage, ref.offset, ref.size, ref.stride)
 
 
-def _laid_out(output: torch.Tensor, ref: TensorRef, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+def _laid_out(
+    output: torch.Tensor, ref: TensorRef, storages: dict[int, torch.UntypedStorage]
+) -> torch.Tensor:
     """`output` as it was recorded: strides that later operations rely on, and memory that is its own.
 
-    Fake tensors get both right nearly always; `native_dropout` in evaluation, which hands its input out, is a case
-    where they do not.
+    Fake tensors get both right nearly always; `native_dropout` in evaluation, which hands its input out, is a
+    case where they do not.
     """
     borrowed = any(output.untyped_storage()._cdata == storage._cdata for storage in storages.values())
     if not borrowed and output.stride() == ref.stride and output.storage_offset() == ref.offset:

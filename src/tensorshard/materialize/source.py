@@ -1,7 +1,8 @@
-"""What a model's initial values are asked from: `TensorSource`, and the source that holds a built model's tensors."""
+"""`TensorSource`, which initial values are asked from, and the source that holds a built model's tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +16,10 @@ class TensorSource(ABC):
     """A model on the meta device, and the values that its parameters and buffers start from.
 
     Attributes:
-        module: The model, with every parameter and buffer on the meta device. Ties are kept (one Parameter object
-            under each of its names), and so is shared memory (tensors that were views of one storage are views of
-            one meta storage). Shapes, strides, dtypes, `requires_grad` and persistence are those of the built model.
+        module: The model, with every parameter and buffer on the meta device. Ties are kept (one Parameter
+            object under each of its names), and so is shared memory (tensors that were views of one storage
+            are views of one meta storage). Shapes, strides, dtypes, `requires_grad` and persistence are those
+            of the built model.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -25,20 +27,21 @@ class TensorSource(ABC):
         self._layouts = dict(named_tensors(module))
 
     def names(self) -> list[str]:
-        """The names of all parameters, then of all buffers; a tied tensor is there under each of its names."""
+        """The names of all parameters, then of all buffers; a tied tensor has each of its names in it."""
         return list(self._layouts)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The full initial value of one parameter or buffer.
 
-        It does not depend on which names were asked for before, nor on the rank. Under a `FakeTensorMode` it is a
-        fake tensor of the same layout, made without computing anything.
+        It does not depend on which names were asked for before, nor on the rank. Under a `FakeTensorMode` it
+        is a fake tensor of the same layout, made without computing anything.
 
         Args:
             name: One of `names()`.
 
         Returns:
-            A CPU tensor that requires no gradient. It may be memory that the source keeps: copy it before writing.
+            A CPU tensor that requires no gradient. It may be memory that the source keeps: copy it before
+            writing.
 
         Raises:
             KeyError: No parameter or buffer has this name.
@@ -71,20 +74,21 @@ class HeldTensors(TensorSource):
 def from_module(module: nn.Module) -> HeldTensors:
     """The source of values for a model that is already built.
 
-    The module's parameters and buffers are replaced, in place, by tensors on the meta device; the source keeps the
-    real ones, without copying them, for as long as it lives.
+    The module's parameters and buffers are replaced, in place, by tensors on the meta device; the source
+    keeps the real ones, without copying them, for as long as it lives.
 
     Args:
         module: A model with real tensors, on any device.
 
     Raises:
-        ValueError: A parameter or buffer has no values (it is on the meta device) or no shape (a lazy module).
+        ValueError: A parameter or buffer has no values (it is on the meta device) or no shape (a lazy
+            module).
     """
     for name, tensor in named_tensors(module):
         if tensor.is_meta:
             raise ValueError(
-                f"{name!r} is on the meta device and has no values, where a built model was expected; pass the "
-                "callable that builds the model instead of the module"
+                f"{name!r} is on the meta device and has no values, where a built model was expected; pass "
+                "the callable that builds the model instead of the module"
             )
     return HeldTensors(module)
 
@@ -103,8 +107,8 @@ def move_to_meta(
 ) -> None:
     """Replace a module's parameters and buffers, in place, by tensors on the meta device of the same layout.
 
-    Nothing is changed if this raises. A parameter that the module also holds elsewhere (`nn.LSTM` keeps a list of
-    its weights) is replaced there too.
+    Nothing is changed if this raises. A parameter that the module also holds elsewhere (`nn.LSTM` keeps a
+    list of its weights) is replaced there too.
 
     Args:
         module: The module to change.
@@ -118,20 +122,23 @@ def move_to_meta(
     for name, tensor in originals.items():
         if is_lazy(tensor):
             raise ValueError(
-                f"{name!r} has no shape yet, because its module is a lazy one; run one batch through the model "
-                "before handing it over, or give the module its input size"
+                f"{name!r} has no shape yet, because its module is a lazy one; run one batch through the "
+                "model before handing it over, or give the module its input size"
             )
     storages: dict[int, torch.UntypedStorage] = {}
     with unset_fake_temporarily():
         twins = {id(tensor): _on_meta(tensor, storages, hidden) for tensor in originals.values()}
     for owner in module.modules():
-        for slots in (owner._parameters, owner._buffers):
+        tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+        for slots in tables:
             slots.update({name: twins[id(tensor)] for name, tensor in slots.items() if tensor is not None})
         _replace_attributes(
             owner,
-            lambda tensor: twins[id(tensor)]
-            if isinstance(tensor, nn.Parameter) and id(tensor) in twins
-            else attribute(tensor),
+            lambda tensor: (
+                twins[id(tensor)]
+                if isinstance(tensor, nn.Parameter) and id(tensor) in twins
+                else attribute(tensor)
+            ),
         )
 
 
@@ -158,7 +165,9 @@ def _replace_attributes(owner: nn.Module, replacement: Callable[[torch.Tensor], 
     """Replace tensors that a module holds as plain attributes, alone or in lists, tuples and dictionaries."""
     attributes = vars(owner)
     for key, value in list(attributes.items()):
-        if key in ("_parameters", "_buffers", "_modules"):
+        if key in ("_parameters", "_buffers", "_modules") or not isinstance(
+            value, (torch.Tensor, list, tuple, dict)
+        ):
             continue
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         if any(replacement(tensor) is not tensor for tensor in tensors):

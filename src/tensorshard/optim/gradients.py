@@ -14,12 +14,13 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [_local(p.grad) for p in parameters if p.grad is not None]
 
 
-def global_norm(parameters: Iterable[torch.Tensor], world_size: int) -> torch.Tensor:
+def global_norm(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
     """L2 norm over the gradients of all `parameters`, on every rank the same: a scalar in fp64.
 
     Each tensor counts once however many ranks hold a copy: a rank's share of the sum of squares is divided by the
-    number of copies, and one sum over the world does the rest.
+    number of copies, and one sum over `group`, the world, does the rest.
     """
+    world_size = group.size()
     with_gradient = [p for p in parameters if p.grad is not None]
     if not with_gradient:
         return torch.zeros((), dtype=torch.float64)
@@ -28,7 +29,7 @@ def global_norm(parameters: Iterable[torch.Tensor], world_size: int) -> torch.Te
     squares = torch.stack([n.double() for n in norms]).square()
     total = (squares / torch.tensor(copies, dtype=torch.float64, device=squares.device)).sum()
     if any(isinstance(p, DTensor) for p in with_gradient):
-        all_reduce_(total, dist.group.WORLD)
+        all_reduce_(total, group)
     else:
         total = total * world_size  # every rank holds everything
     return total.sqrt()

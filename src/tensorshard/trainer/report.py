@@ -1,37 +1,42 @@
 """What a run says before and after training, to whoever started it."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.panel import Panel
 from rich.table import Table
 
 from tensorshard.engine import Engine
-from tensorshard.trainer.loggers.console import format_count, format_seconds
+from tensorshard.trainer.loggers.console import format_count
 from tensorshard.trainer.memory import format_bytes
 from tensorshard.trainer.run_directory import RunDirectory
 
 _RANKS_SHOWN = 8
 
 
-def print_opening(console: Console, engine: Engine) -> None:
-    """The plan, the mesh, and what is held where in which type. Nothing is trained yet when this is read."""
+def print_opening(console: Console, engine: Engine, held_parameters: Sequence[int]) -> None:
+    """The plan, the mesh, and what is held where in which type, said before anything is trained.
+
+    Args:
+        console: where to print.
+        engine: of rank 0.
+        held_parameters: number of parameters on each rank.
+    """
     sections = {
         "plan": engine.plan.describe(),
         "mesh": engine.mesh.describe(),
-        "model": engine.summary().describe(),
+        "model": f"{engine.summary().describe()}\nheld by rank   {_by_rank(held_parameters, '{:,}'.format)}",
     }
     for title, text in sections.items():
-        console.print(Panel(text, title=title, title_align="left", highlight=False), markup=False)
+        console.rule(title, align="left", characters="-")
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def print_summary(
     console: Console,
     *,
     steps: int,
-    seconds: float,
     figures: Mapping[str, float],
     peak_bytes: Sequence[int],
     directory: RunDirectory,
@@ -41,26 +46,30 @@ def print_summary(
     Args:
         console: where to print.
         steps: optimizer steps done in all.
-        seconds: that this process trained, evaluations and checkpoints included.
         figures: measurements by name: the last loss and evaluation, mean speeds.
         peak_bytes: each rank's peak memory.
         directory: of the run.
     """
-    table = Table(title="summary", title_justify="left", show_header=False, title_style="bold")
-    table.add_row("steps", f"{steps}, in {format_seconds(seconds)}")
+    table = Table(show_header=False)
+    table.add_row("steps", str(steps))
     for name, value in figures.items():
         if name == "loss" or name.startswith("val_"):
             table.add_row(name, f"{value:.4f}")
-    for unit in ("tokens", "samples"):
-        if f"{unit}_per_second" in figures:
-            table.add_row("speed", f"{format_count(figures[f'{unit}_per_second'])} {unit}/s")
-    if "step_seconds" in figures:
-        table.add_row("step time", f"{figures['step_seconds']:.3f} s")
-    table.add_row("peak memory", _format_peaks(peak_bytes))
-    table.add_row("checkpoint", str(directory.newest_checkpoint() or "none"))
-    table.add_row("metrics", str(directory.metrics))
-    table.add_row("config", str(directory.config))
-    console.print(table, soft_wrap=True)
+    speeds = [name for name in ("tokens_per_second", "samples_per_second") if name in figures]
+    if speeds:
+        words = [f"{format_count(figures[name])} {name.removesuffix('_per_second')}/s" for name in speeds]
+        table.add_row("speed", f"{', '.join(words)}, {figures['step_seconds']:.3f} s a step")
+    table.add_row("peak memory", _by_rank(peak_bytes, format_bytes))
+    places = {
+        "checkpoint": directory.newest_checkpoint(),
+        "metrics": directory.metrics,
+        "config": directory.config,
+    }
+    console.rule("summary", align="left", characters="-")
+    console.print(table)
+    for name, place in places.items():
+        # Outside of the table, which would break long paths.
+        console.print(f"{name:<11} {place}", soft_wrap=True, highlight=False, markup=False)
 
 
 def resume_command(config: Path) -> str:
@@ -68,11 +77,11 @@ def resume_command(config: Path) -> str:
     return f"tensorshard train {shlex.quote(str(config))} --resume"
 
 
-def _format_peaks(peak_bytes: Sequence[int]) -> str:
-    if len(peak_bytes) <= _RANKS_SHOWN:
-        return "  ".join(f"rank {rank}: {format_bytes(peak)}" for rank, peak in enumerate(peak_bytes))
-    highest = max(peak_bytes)
+def _by_rank(sizes: Sequence[int], spell: Callable[[int], str]) -> str:
+    """The size of each rank if there are few, else the smallest and the largest."""
+    if len(sizes) <= _RANKS_SHOWN:
+        return "  ".join(f"rank {rank}: {spell(size)}" for rank, size in enumerate(sizes))
+    largest = max(sizes)
     return (
-        f"{format_bytes(min(peak_bytes))} to {format_bytes(highest)} on {len(peak_bytes)} ranks, "
-        f"most on rank {peak_bytes.index(highest)}"
+        f"{spell(min(sizes))} to {spell(largest)} on {len(sizes)} ranks, most on rank {sizes.index(largest)}"
     )

@@ -2,14 +2,13 @@
 
 import functools
 import logging
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.logging import RichHandler
 
 from tensorshard.config import instantiate
 from tensorshard.distributed.world import default_device, join_world
@@ -56,16 +55,36 @@ def run(config: DictConfig, *, resume: str | None = None, output: str | None = N
     start = _on_rank_0(lambda: find_start(config, settings, resume, output))
 
     console = Console(quiet=dist.get_rank() != 0)
-    handler = RichHandler(logging.INFO, console, show_time=False, show_level=False, show_path=False)
-    with loggers.RankLog(start.directory.path, dist.get_rank(), handler), StopRequest() as stop:
-        _train(config, settings, start, console, stop)
+    log = loggers.RankLog(start.directory.path, dist.get_rank(), loggers.ConsoleHandler(console))
+    with log, StopRequest() as stop:
+        parts = _prepare(config, settings, start, console, stop)
+        if dist.get_rank() == 0:
+            write_config(config, start.directory, parts.trainer.step)
+        _train(parts.trainer, start)
+        print_summary(
+            console,
+            steps=parts.trainer.step,
+            figures=_figures(parts),
+            peak_bytes=_gather(parts.memory.bytes()),
+            directory=start.directory,
+        )
     if not joined_before:
         dist.destroy_process_group()
 
 
-def _train(
+@dataclass(frozen=True)
+class _Run:
+    """A trainer that is ready to go, and those of its hooks that a summary asks."""
+
+    trainer: Trainer
+    timer: TimerHook
+    memory: PeakMemory
+    evaluation: EvaluationHook
+
+
+def _prepare(
     config: DictConfig, settings: TrainSettings, start: Start, console: Console, stop: StopRequest
-) -> None:
+) -> _Run:
     engine = parallelize(
         functools.partial(instantiate, config.model),
         settings.plan,
@@ -79,70 +98,51 @@ def _train(
     if start.checkpoint is not None:
         state = engine.load(start.checkpoint)
         check_not_ahead(start.directory, engine.step_count)
-    print_opening(console, engine)
+    print_opening(console, engine, _gather(engine.summary().held_parameters))
 
+    loader = training_loader(
+        instantiate(config.data.train),
+        engine.mesh,
+        global_batch_size=settings.global_batch_size,
+        seed=settings.seed,
+        samples_consumed=state["samples_consumed"] if state else 0,
+        num_workers=settings.num_workers,
+    )
     timer = TimerHook(every=settings.log_every)
     memory = PeakMemory(engine.device)
     evaluation = EvaluationHook(_evaluators(config, settings, engine), settings.eval_every)
-    trainer = Trainer(
-        engine,
-        training_loader(
-            instantiate(config.data.train),
-            engine.mesh,
-            global_batch_size=settings.global_batch_size,
-            seed=settings.seed,
-            samples_consumed=state["samples_consumed"] if state else 0,
-            num_workers=settings.num_workers,
-        ),
-        max_steps=settings.steps,
-        # The order matters: measure, write down, move the learning rate on, save.
-        hooks=[
-            timer,
-            MemoryHook(memory),
-            evaluation,
-            LoggingHook(_loggers(start.directory, console), settings.log_every),
-            schedule,
-            CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints),
-        ],
-        stop=stop,
-    )
+    # The order matters: measure, write down, move the learning rate on, save.
+    hooks = [
+        timer,
+        MemoryHook(memory),
+        evaluation,
+        LoggingHook(_loggers(start.directory, console), settings.log_every),
+        schedule,
+        CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints),
+    ]
+    trainer = Trainer(engine, loader, max_steps=settings.steps, hooks=hooks, stop=stop)
     if state:
         trainer.load_state_dict(state)
-    if dist.get_rank() == 0:
-        write_config(config, start.directory, trainer.step)
-    if trainer.step >= settings.steps:
+    return _Run(trainer, timer, memory, evaluation)
+
+
+def _train(trainer: Trainer, start: Start) -> None:
+    first, last = trainer.step + 1, trainer.max_steps
+    if first > last:
         logger.info(
-            "%s is at step %d of %d: nothing is left to train; raise train.steps to go on",
+            "%s has all of %d steps: nothing is left to train; raise train.steps to go on",
             start.checkpoint,
-            trainer.step,
-            settings.steps,
+            last,
         )
         return
-    logger.info(
-        "%s in %s, steps %d to %d",
-        "resuming" if state else "training",
-        start.directory.path,
-        trainer.step + 1,
-        settings.steps,
-    )
-    started = time.monotonic()
+    verb = "continuing" if start.checkpoint else "training"
+    logger.info("%s in %s, steps %d to %d", verb, start.directory.path, first, last)
     trainer.fit()
-
-    peaks: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(peaks, memory.bytes())
-    print_summary(
-        console,
-        steps=trainer.step,
-        seconds=time.monotonic() - started,
-        figures=_figures(trainer, evaluation, timer),
-        peak_bytes=peaks,
-        directory=start.directory,
-    )
     if trainer.interrupted:
         logger.info(
             "stopped early, after step %d of %d; continue with: %s",
             trainer.step,
-            settings.steps,
+            last,
             resume_command(start.directory.config),
         )
 
@@ -177,10 +177,18 @@ def _loggers(directory: RunDirectory, console: Console) -> list[loggers.Logger]:
     return chosen
 
 
-def _figures(trainer: Trainer, evaluation: EvaluationHook, timer: TimerHook) -> dict[str, float]:
-    """What the summary tells of the training."""
-    loss = {} if trainer.last_record is None else {"loss": trainer.last_record.loss.item()}
-    return loss | evaluation.latest | timer.overall()
+def _figures(parts: _Run) -> dict[str, float]:
+    """What the summary tells of the training: the last loss, the last evaluation, mean speeds."""
+    last = parts.trainer.last_record
+    loss = {} if last is None else {"loss": last.loss.item()}
+    return loss | parts.evaluation.latest | parts.timer.overall()
+
+
+def _gather(value: Any) -> list[Any]:
+    """The `value` of each rank, on every rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _on_rank_0(function: Callable[[], Any]) -> Any:

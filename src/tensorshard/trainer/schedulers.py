@@ -20,12 +20,12 @@ def warmup_cosine(
 
     Args:
         optimizer: its rates are set from now on.
-        warmup_steps: optimizer steps until the peak; 0 for none.
+        warmup_steps: optimizer steps until the peak; 0 for none. A run that is shorter ends before the peak.
         total_steps: optimizer steps until the end of the cosine. Further steps stay there.
         min_ratio: the last rate, as a fraction of the peak.
 
     Raises:
-        ValueError: a warm-up longer than the whole, or a ratio outside 0 to 1.
+        ValueError: a negative number of steps, or a ratio outside 0 to 1.
     """
     _check(warmup_steps, total_steps, min_ratio)
 
@@ -71,9 +71,7 @@ def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
 def _check(warmup_steps: int, total_steps: int, min_ratio: float) -> None:
     if total_steps < 1:
         raise ValueError(f"total_steps is {total_steps}; expected at least 1.")
-    if not 0 <= warmup_steps <= total_steps:
-        raise ValueError(
-            f"warmup_steps is {warmup_steps}; expected 0 to {total_steps}, the steps of the whole schedule."
-        )
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps is {warmup_steps}; expected 0 or more.")
     if not 0 <= min_ratio <= 1:
         raise ValueError(f"min_ratio is {min_ratio}; expected 0 to 1, a fraction of the peak rate.")

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tensorshard.materialize_tmp import TensorSource
+from tensorshard.materialize import TensorSource
 from tensorshard.mesh import Mesh
 from tensorshard.plan import Plan
 from tensorshard.transforms.assign import assign_buffers
@@ -16,8 +17,14 @@ from tensorshard.transforms.shard import ShardedModel, shard_units
 from tensorshard.transforms.units import find_blocks
 
 
-def apply_plan(source: TensorSource, plan: Plan, mesh: Mesh, device: torch.device) -> ShardedModel:
-    """The source's model, laid out over `mesh` as `plan` says, its values on `device`."""
+def apply_plan(
+    source: TensorSource, plan: Plan, mesh: Mesh, device: torch.device, *, broadcast: bool
+) -> ShardedModel:
+    """The source's model, laid out over `mesh` as `plan` says, its values on `device`.
+
+    Args:
+        broadcast: whether the values of rank 0 count, because the ranks' own may differ.
+    """
     model = source.module
     blocks = find_blocks(model)
     units = shard_units(model, plan.shard_units)
@@ -32,13 +39,17 @@ def apply_plan(source: TensorSource, plan: Plan, mesh: Mesh, device: torch.devic
     names = [name for name, _ in model.named_parameters()]
 
     def value_of(name: str) -> torch.Tensor:
-        return source.tensor(name).to(device)
+        value = source.tensor(name).to(device)
+        if broadcast:
+            value = value.contiguous()
+            dist.broadcast(value, src=0)
+        return value
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
             yield name, value_of(name)
 
-    assign_buffers(model, source.tensor, device)
+    assign_buffers(model, value_of, device)
     if plan.zero == 3 and mesh.degrees["dp_shard"] > 1:
         from tensorshard.transforms.fully_sharded import FullyShardedModel
 

@@ -73,6 +73,9 @@ class FullyShardedModel(ShardedModel):
     def masters(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
 
+    def held_numel(self) -> int:
+        return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in self.model.parameters())
+
     def begin_micro_batch(self, last: bool) -> None:
         self._last = last
         assert isinstance(self.model, FSDPModule)

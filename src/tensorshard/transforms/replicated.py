@@ -5,6 +5,9 @@ gather after an update writes straight into the parameters, and a reduction read
 autograd made: no flat copies of the model exist, which is what this has over wrapping FSDP with parameters left
 unsharded (a second copy of the parameters) and over bucketed data parallelism (a second copy of the gradients).
 Small or uneven parameters of a unit travel packed together.
+
+As with FSDP2, a module shows its masters as parameters, but for the time from the beginning of a forward to the end of
+the backward that follows: so ``model.parameters()`` is what an optimizer or ``clip_grad_norm_`` should be given.
 """
 
 from collections import deque
@@ -173,8 +176,17 @@ class ReplicatedModel(ShardedModel):
         self._last = True
         for parameter in self._parameters.values():
             self._watch(parameter)
+        self._swaps = self._registrations()
+        if self._swaps:
+            self._show(computing=False)
+            model.register_forward_pre_hook(lambda *_: self._show(computing=True), prepend=True)
+            model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
         if self._groups.shard is not None:
             self._wait_before_forward(units)
+
+    def held_numel(self) -> int:
+        trained = sum(p.storage.numel() for p in self._parameters.values())
+        return trained + sum(p.numel() for p in self._frozen.values())
 
     def masters(self) -> dict[str, nn.Parameter]:
         return {name: p.master for name, p in self._parameters.items()} | self._frozen
@@ -236,6 +248,24 @@ class ReplicatedModel(ShardedModel):
             members.setdefault(unit_of.get(p, len(units) if seen_unit else -1), []).append(p)
         return [_Bucket(members[index]) for index in sorted(members)]
 
+    def _registrations(self) -> list[tuple[nn.Module, str, _Parameter]]:
+        """Where what is computed with and what is updated take turns."""
+        by_compute = {p.compute: p for p in self._parameters.values() if p.master is not p.compute}
+        return [
+            (module, name, by_compute[compute])
+            for module in self.model.modules()
+            for name, compute in module._parameters.items()
+            if compute in by_compute
+        ]
+
+    def _show(self, computing: bool) -> None:
+        for module, name, p in self._swaps:
+            module._parameters[name] = p.compute if computing else p.master
+
+    def _forward_over(self) -> None:
+        if not torch.is_grad_enabled():  # else backward still needs them: recomputation runs the modules again
+            self._show(computing=False)
+
     # -- gradients --
 
     def _watch(self, parameter: _Parameter) -> None:
@@ -288,6 +318,7 @@ class ReplicatedModel(ShardedModel):
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
+        self._show(computing=False)
         if self._last:
             self._finish()
 
@@ -341,11 +372,11 @@ class ReplicatedModel(ShardedModel):
 
     def _wait_before_forward(self, units: list[list[nn.Module]]) -> None:
         """Each unit's gather must be over when its forward begins; the rest's when the model's does."""
-        by_compute = {p.compute: bucket for bucket in self._buckets for p in bucket.parameters}
+        bucket_of = {p.master: bucket for bucket in self._buckets for p in bucket.parameters}
         in_units: set[int] = set()
         for unit in units:
             for module in unit:
-                buckets = {id(by_compute[c]): by_compute[c] for c in module.parameters() if c in by_compute}
+                buckets = {id(bucket_of[m]): bucket_of[m] for m in module.parameters() if m in bucket_of}
                 in_units.update(buckets)
                 self._hook(module, list(buckets.values()))
         self._hook(self.model, [bucket for bucket in self._buckets if id(bucket) not in in_units])

@@ -30,6 +30,10 @@ class ShardedModel(ABC):
         """What the optimizer updates, by the original model's names: DTensors where sharded, fp32 or wider."""
 
     @abstractmethod
+    def held_numel(self) -> int:
+        """Elements of the parameters that this rank holds between steps, padding included."""
+
+    @abstractmethod
     def begin_micro_batch(self, last: bool) -> None:
         """Called before each forward of a step; `last` when the step's gradients are complete after its backward."""
 
@@ -53,6 +57,20 @@ class ShardedModel(ABC):
         """Every master whole, one at a time, by the original model's names. A collective: all ranks iterate."""
         for name, master in self.masters().items():
             yield name, master.full_tensor() if isinstance(master, DTensor) else master.detach()
+
+    def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
+        """The original model's state dict, whole tensors on the CPU; {} on ranks that do not `keep` it. A collective."""
+        full: dict[str, torch.Tensor] = {}
+        for name, tensor in self.full_parameters():
+            if keep:
+                full[name] = tensor.detach().to("cpu", copy=True)
+        if not keep:
+            return {}
+        buffers = self.persistent_buffers()
+        return {
+            name: full[self._aliases[name]] if name in self._aliases else buffers[name].detach().to("cpu", copy=True)
+            for name in self.model.state_dict(keep_vars=True)
+        }
 
 
 def shard_units(model: nn.Module, requested: int | list[str] | None) -> list[list[nn.Module]]:

@@ -7,10 +7,13 @@ from torch.distributed.tensor import DTensor
 from tensorshard.distributed.groups import Group, resolve_group
 
 
-def local_parameter(
-    parameter: torch.Tensor, group: Group | None, name: str
-) -> tuple[torch.Tensor, dist.ProcessGroup]:
-    """The local part of a layer's parameter, and the ranks that hold the parts.
+def to_local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a layer's parameter, which is a DTensor or that part itself. Differentiable."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def parameter_group(parameter: torch.Tensor, group: Group | None, name: str) -> dist.ProcessGroup:
+    """The ranks that hold the parts of a layer's parameter.
 
     Args:
         parameter: a DTensor on a one-dimensional mesh, or the local part itself.
@@ -21,10 +24,10 @@ def local_parameter(
         ValueError: `group` is not the one that the DTensor lives on.
     """
     if not isinstance(parameter, DTensor):
-        return parameter, resolve_group(group)
+        return resolve_group(group)
     own = resolve_group(parameter.device_mesh)
     check_same_ranks(own, group, name)
-    return parameter.to_local(), own
+    return own
 
 
 def check_same_ranks(own: dist.ProcessGroup, group: Group | None, what: str) -> None:

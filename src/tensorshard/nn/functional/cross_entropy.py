@@ -21,7 +21,6 @@ from tensorshard.distributed.groups import Group, resolve_group
 from tensorshard.distributed.marks import get_mark
 from tensorshard.distributed.sharding import normalize_dim, shard_range
 from tensorshard.nn.functional.arguments import check_indices, check_same_ranks
-from tensorshard.nn.functional.linear import ColumnLinear
 
 # Elements of a temporary: on the CPU what stays in a core's cache, elsewhere enough to fill a GPU.
 _CPU_TILE = 1 << 16
@@ -189,7 +188,7 @@ def parallel_cross_entropy(
     _check_targets(input, target, class_dim, classes, weight, ignore_index)
     spec = _Spec(start, classes, ignore_index, label_smoothing, z_loss, reduction, process_group)
     logits = input.movedim(class_dim, -1)
-    loss = _CrossEntropy.apply(logits.reshape(-1, logits.size(-1)), target.reshape(-1), weight, spec)
+    loss = _CrossEntropy.apply(logits.reshape(target.numel(), logits.size(-1)), target.flatten(), weight, spec)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -212,20 +211,21 @@ def _refuse_lost_mark(input: torch.Tensor) -> None:
     """Finds out that unmarked logits are a shard, where they are a column layer's output with little done to it."""
     node: Any = input.grad_fn
     for _ in range(_LOOK_BACK):
-        if type(node) is ColumnLinear._backward_cls:  # type: ignore[attr-defined]
-            if node.group.size() == 1 or node.features not in input.shape:
-                return
-            raise ValueError(
-                f"logits {list(input.shape)} come from a layer that splits its output features, but do not say so: a "
-                f"view, a cast or an arithmetic operation drops the mark. Put it back with "
-                f"tensorshard.register_parallel_dim(logits, -1), or gather them first"
-            )
-        if node is None or isinstance(
-            node, BackwardCFunction
-        ):  # such as a gather, after which they are whole
+        if node is None:
             return
+        if isinstance(node, BackwardCFunction):
+            if getattr(node, "split_features", None) in input.shape:
+                break
+            return  # such as a gather, after which they are whole
         before = [following for following, _ in node.next_functions if following and following.next_functions]
         node = before[0] if len(before) == 1 else None
+    else:
+        return
+    raise ValueError(
+        f"logits {list(input.shape)} come from a layer that splits its output features, but do not say so: a view, a "
+        f"cast or an arithmetic operation drops the mark. Put it back with "
+        f"tensorshard.register_parallel_dim(logits, -1), or gather them first"
+    )
 
 
 def _check_targets(

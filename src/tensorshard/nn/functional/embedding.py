@@ -13,7 +13,7 @@ from tensorshard.distributed import primitives
 from tensorshard.distributed.functional import gather
 from tensorshard.distributed.groups import Group
 from tensorshard.distributed.sharding import shard_range
-from tensorshard.nn.functional.arguments import check_dim, check_indices, local_parameter
+from tensorshard.nn.functional.arguments import check_dim, check_indices, parameter_group, to_local
 
 
 class _VocabularyEmbedding(Function):
@@ -100,30 +100,41 @@ def parallel_embedding(
         raise ValueError(
             "sparse=True was given for a split embedding, whose gradients are dense: leave it out"
         )
+    held = weight.detach().to_local() if isinstance(weight, DTensor) else weight.detach()
     if isinstance(weight, DTensor):
-        num_embeddings = weight.size(0)
-    local_weight, process_group = local_parameter(weight, group, "weight")
+        num_embeddings, embedding_dim = weight.shape
+    else:
+        embedding_dim = None
+    process_group = parameter_group(weight, group, "weight")
     if dim == 0:
-        if num_embeddings is None:
-            raise ValueError("parallel_embedding with dim=0 was given a local weight without num_embeddings=")
-        start, height = shard_range(num_embeddings, process_group.size(), process_group.rank())
-        if height != local_weight.size(0):
-            raise ValueError(
-                f"num_embeddings={num_embeddings} was given, of which rank {process_group.rank()} of "
-                f"{process_group.size()} holds {height} rows; its weight has {local_weight.size(0)}"
-            )
-        padding = _positive(padding_idx, num_embeddings)
+        start, height = _rows_held(num_embeddings, held.size(0), process_group)
+        assert num_embeddings is not None  # else _rows_held raises
         check_indices(input, num_embeddings, "index", "embeddings")
+        padding = _positive(padding_idx, num_embeddings)
         if max_norm is not None:
             mine = input[(input >= start) & (input < start + height)] - start
-            torch.embedding_renorm_(local_weight.detach(), mine.contiguous(), max_norm, norm_type)
+            torch.embedding_renorm_(held, mine, max_norm, norm_type)
         row = -1 if padding is None or not start <= padding < start + height else padding - start
-        return _VocabularyEmbedding.apply(local_weight, input, start, row, scale_grad_by_freq, process_group)
-    check_indices(input, local_weight.size(0), "index", "embeddings")
+        local = to_local(weight)
+        return _VocabularyEmbedding.apply(local, input, start, row, scale_grad_by_freq, process_group)
+    check_indices(input, held.size(0), "index", "embeddings")
     if max_norm is not None:
-        _renormalize_features(local_weight.detach(), input, max_norm, norm_type, process_group)
-    output = F.embedding(input, local_weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
-    return gather(output, -1, process_group, size=weight.size(1) if isinstance(weight, DTensor) else None)
+        _renormalize_features(held, input, max_norm, norm_type, process_group)
+    output = F.embedding(input, to_local(weight), padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+    return gather(output, -1, process_group, size=embedding_dim)
+
+
+def _rows_held(num_embeddings: int | None, height: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """The first row of this rank's part of the table, and how many it has."""
+    if num_embeddings is None:
+        raise ValueError("parallel_embedding with dim=0 was given a local weight without num_embeddings=")
+    start, expected = shard_range(num_embeddings, group.size(), group.rank())
+    if height != expected:
+        raise ValueError(
+            f"num_embeddings={num_embeddings} was given, of which rank {group.rank()} of {group.size()} holds "
+            f"{expected} rows; its weight has {height}"
+        )
+    return start, height
 
 
 def _positive(padding_idx: int | None, num_embeddings: int) -> int | None:

@@ -14,10 +14,10 @@ from tensorshard.distributed.functional import scatter
 from tensorshard.distributed.groups import Group
 from tensorshard.distributed.marks import ParallelMark, get_mark, set_mark
 from tensorshard.distributed.sharding import normalize_dim, shard_range
-from tensorshard.nn.functional.arguments import autocast, check_dim, local_parameter
+from tensorshard.nn.functional.arguments import autocast, check_dim, parameter_group, to_local
 
 
-class ColumnLinear(Function):
+class _ColumnLinear(Function):
     """A whole input, this rank's rows of the weight (output features): this rank's columns of the output."""
 
     @staticmethod
@@ -28,7 +28,9 @@ class ColumnLinear(Function):
         bias: torch.Tensor | None,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        ctx.group, ctx.features = group, weight.size(0)
+        ctx.group = group
+        if group.size() > 1:
+            ctx.split_features = weight.size(0)  # by which a loss recognises a shard that lost its mark
         ctx.save_for_backward(input, weight)
         return F.linear(input, weight, bias)
 
@@ -51,7 +53,7 @@ class ColumnLinear(Function):
         return grad_input, grad_weight, grad_bias, None
 
 
-class RowLinear(Function):
+class _RowLinear(Function):
     """This rank's columns of the input and of the weight (input features): the whole output, on every rank."""
 
     @staticmethod
@@ -104,13 +106,13 @@ def parallel_linear(
     if dim is None:
         _check_whole(input, "parallel_linear with dim=None")
         return F.linear(input, weight, bias)
-    local_weight, process_group = local_parameter(weight, group, "weight")
-    local_bias = None if bias is None else local_parameter(bias, group, "bias")[0]
+    process_group = parameter_group(weight, group, "weight")
+    local_weight, local_bias = to_local(weight), None if bias is None else to_local(bias)
     if dim == 0:
         whole_size = weight.size(1) if isinstance(weight, DTensor) else None
         input = _as_row_input(input, local_weight.size(1), whole_size, process_group)
         input, local_weight, local_bias = autocast(input, local_weight, local_bias)  # type: ignore[assignment]
-        return RowLinear.apply(input, local_weight, local_bias, process_group)
+        return _RowLinear.apply(input, local_weight, local_bias, process_group)
     _check_whole(input, "a layer that splits its output features")
     if input.size(-1) != local_weight.size(1):
         raise ValueError(
@@ -118,7 +120,7 @@ def parallel_linear(
             f"layer that splits its output features needs its input whole"
         )
     input, local_weight, local_bias = autocast(input, local_weight, local_bias)  # type: ignore[assignment]
-    output = ColumnLinear.apply(input, local_weight, local_bias, process_group)
+    output = _ColumnLinear.apply(input, local_weight, local_bias, process_group)
     return set_mark(
         output, ParallelMark(-1, weight.size(0) if isinstance(weight, DTensor) else None, process_group)
     )

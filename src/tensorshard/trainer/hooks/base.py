@@ -38,7 +38,7 @@ class Hook:
         """Always last, whatever happened."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, in plain values and tensors; saved with each checkpoint."""
+        """What a resumed run needs, in numbers, strings, lists and dicts; saved with each checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

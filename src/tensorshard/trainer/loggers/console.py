@@ -1,5 +1,6 @@
 """Training as a person watches it: a progress bar on a terminal, sparse lines elsewhere."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 
@@ -88,6 +89,18 @@ class PlainLogger(Logger):
             highlight=False,
             soft_wrap=True,
         )
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints what Python's logging is told, above the progress bar if there is one."""
+
+    def __init__(self, console: Console, level: int = logging.INFO) -> None:
+        super().__init__(level)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = "yellow" if record.levelno >= logging.WARNING else None
+        self._console.print(self.format(record), style=style, soft_wrap=True, highlight=False, markup=False)
 
 
 def format_figures(metrics: Mapping[str, float]) -> str:

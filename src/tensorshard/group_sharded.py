@@ -1,0 +1,166 @@
+"""Paddle's entry points to ZeRO: `group_sharded_parallel` and `save_group_sharded_model`.
+
+They keep the training loop of the caller: forward, backward, ``optimizer.step()``, ``optimizer.zero_grad()``. Gradients
+are averaged over the group. :func:`tensorshard.parallelize` offers more; this is for scripts that have the two calls.
+"""
+
+import os
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.distributed.collectives import all_reduce_
+from tensorshard.distributed.world import default_device, join_world
+from tensorshard.materialize import from_module
+from tensorshard.mesh import Mesh
+from tensorshard.plan import ZERO_NAMES, Plan
+from tensorshard.transforms.apply import apply_plan
+from tensorshard.transforms.shard import ShardedModel
+
+_ATTRIBUTE = "_tensorshard_sharded"
+
+
+def group_sharded_parallel(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    level: str,
+    scaler: Any = None,
+    group: dist.ProcessGroup | None = None,
+    offload: bool = False,
+    segment_size: int | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Shards a model and its optimizer over `group`, in place.
+
+    Args:
+        model: a built module; the weights of the group's first rank become everybody's.
+        optimizer: of that model's parameters, before its first step. It keeps its groups and their options, and
+            updates sharded parameters from now on.
+        level: "os" (optimizer states), "os_g" (and gradients) or "p_g_os" (and parameters): ZeRO 1, 2 and 3.
+        scaler: a ``torch.amp.GradScaler``, or None. Its overflow checks then agree over the group.
+        group: the processes to shard over; the whole world if None.
+        offload: not implemented.
+        segment_size: bytes of parameters that are gathered and reduced together at least; None for one block of the
+            model at a time.
+
+    Returns:
+        The same three objects.
+
+    Raises:
+        ValueError: an unknown level; an optimizer that has already stepped or holds parameters of another model;
+            ``offload=True``.
+    """
+    if level not in ZERO_NAMES:
+        raise ValueError(f"level is {level!r}; it must be one of {', '.join(map(repr, ZERO_NAMES))}")
+    if offload:
+        raise ValueError("offload=True is not implemented in this version; leave it at False")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; it must be a built nn.Module")
+    if hasattr(model, _ATTRIBUTE):
+        raise ValueError("the model was already given to group_sharded_parallel; it can be sharded once")
+    names = _check_optimizer(model, optimizer)
+    plan = Plan(zero=level, shard_units=segment_size)
+    device = default_device()
+    join_world(device)
+    mesh = Mesh(plan, device.type, group)
+    if mesh.rank == 0:
+        print(mesh.describe(), flush=True)
+    sharded = apply_plan(from_module(model), plan, mesh, device, broadcast=mesh.world_size > 1)
+    object.__setattr__(model, _ATTRIBUTE, sharded)
+    masters = sharded.masters()
+    for group_options in optimizer.param_groups:
+        group_options["params"] = [masters[names[p]] for p in group_options["params"]]
+    optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
+    optimizer.register_step_post_hook(lambda *_: sharded.publish_update())
+    if scaler is not None:
+        scaler._unscale_grads_ = MethodType(_unscaler(mesh), scaler)
+    return model, optimizer, scaler
+
+
+def save_group_sharded_model(
+    model: nn.Module, output: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Writes whole weights to ``output/model.pt`` and, if given, the whole optimizer's state to ``output/optimizer.pt``.
+
+    The names are those of the original model, so that it reads them with ``load_state_dict(torch.load(...))``; the
+    optimizer's state is by these names as well. A collective; rank 0 writes.
+
+    Raises:
+        ValueError: the model did not come from :func:`group_sharded_parallel`.
+        FileExistsError: a file is there already; nothing is overwritten.
+    """
+    sharded: ShardedModel | None = getattr(model, _ATTRIBUTE, None)
+    if sharded is None:
+        raise ValueError("the model did not come from group_sharded_parallel, so there is nothing sharded to save")
+    folder = Path(output)
+    files = [folder / "model.pt"] + ([folder / "optimizer.pt"] if optimizer is not None else [])
+    for file in files:
+        if file.exists():
+            raise FileExistsError(f"{file} is there already and is not overwritten; give another output folder")
+    dist.barrier()  # nobody writes before everybody has looked
+    state = sharded.full_state_dict(keep=dist.get_rank() == 0)
+    states = [state] if optimizer is None else [state, _whole_optimizer_state(sharded, optimizer)]
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, content in zip(files, states, strict=True):
+            temporary = file.with_name(f".{file.name}.saving")
+            torch.save(content, temporary)
+            temporary.rename(file)
+    dist.barrier()
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; it must be a torch Optimizer of the model")
+    if optimizer.state:
+        raise ValueError(
+            "the optimizer has already stepped, and its states belong to whole parameters; call "
+            "group_sharded_parallel before the first step"
+        )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for options in optimizer.param_groups:
+        for parameter in options["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's; build "
+                    f"it from model.parameters()"
+                )
+    return names
+
+
+def _whole_optimizer_state(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = {master: name for name, master in sharded.masters().items()}
+    state: dict[str, dict[str, Any]] = {}
+    for parameter, values in optimizer.state.items():
+        state[names[parameter]] = {
+            key: value.full_tensor().cpu() if isinstance(value, DTensor) else value for key, value in values.items()
+        }
+    groups = [
+        {**{k: v for k, v in options.items() if k != "params"}, "params": [names[p] for p in options["params"]]}
+        for options in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _unscaler(mesh: Mesh) -> Any:
+    """GradScaler's own works on whole tensors of one process; this one on shards, and agrees on overflows."""
+
+    def unscale(
+        scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        gradients = [
+            p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            for options in optimizer.param_groups
+            for p in options["params"]
+            if p.grad is not None
+        ]
+        if gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        all_reduce_(found, mesh.world_group, dist.ReduceOp.MAX)
+        return {found.device: found}
+
+    return unscale

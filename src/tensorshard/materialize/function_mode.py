@@ -1,0 +1,80 @@
+"""What a constructor does to tensors by Python functions that a dispatch mode cannot see, or gets wrong."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from tensorshard.materialize.recorder import OperationRecorder, UnrecordableError
+
+MEMORY_READS = frozenset({torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
+
+
+class TensorMethodRecorder(TorchFunctionMode):
+    """Copies tensors by operations and refuses to read their memory; to be entered inside the recorder.
+
+    `Tensor.__deepcopy__` (`nn.TransformerEncoder` copies its layer) would copy the mode that a fake tensor
+    belongs to, and so free some of that mode's memory twice.
+    """
+
+    def __init__(self, recorder: OperationRecorder, internal: frozenset[str]) -> None:
+        """
+        Args:
+            recorder: Told of reads.
+            internal: The names in a fake tensor's `__dict__` that are not the user's.
+        """
+        super().__init__()
+        self._recorder = recorder
+        self._internal = internal
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and args[0].is_leaf:
+            return self._deepcopy(*args, **(kwargs or {}))
+        if func in MEMORY_READS and isinstance(args[0], FakeTensor):
+            self._recorder.failure = f"reads a tensor's memory (torch.Tensor.{func.__name__})"
+            raise UnrecordableError(self._recorder.failure)
+        return func(*args, **(kwargs or {}))
+
+    def _deepcopy(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+        """A copy of `tensor`. As in torch, copies share memory where their originals do."""
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        storage = tensor.untyped_storage()
+        address = ("storage", storage._cdata)
+        with torch.no_grad():
+            if address not in memo:
+                elements = storage.nbytes() // tensor.itemsize
+                memo[address] = tensor.as_strided((elements,), (1,), 0).clone()
+            copied = memo[address].view(tensor.dtype)
+            copied = copied.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        copied.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            copied._is_param = True
+        for name, value in vars(tensor).items():
+            if name not in self._internal:
+                setattr(copied, name, copy.deepcopy(value, memo))
+        memo[id(tensor)] = copied
+        return copied
+
+
+@contextmanager
+def truncated_normal_recorded(recorder: OperationRecorder) -> Iterator[None]:
+    """Make `nn.init.trunc_normal_` one operation: from torch 2.12 on it reads what it has drawn."""
+    sample = nn.init._no_grad_trunc_normal_
+
+    def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        recorder.log_fill(sample, tensor, *args, **kwargs)
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = fill
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = sample
