@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankError
 from torch.autograd import gradcheck, gradgradcheck
 
 import tensorshard.distributed as tsd
+from rank_pool import RankError
 
 WORLDS = [
     pytest.param(2, 2, id="2 ranks"),
@@ -53,8 +53,8 @@ def test_values(ranks, world_size, group_size):
 
 
 def _check_gradients(group_size: int) -> None:
-    """Each composition is, on every rank, a function of a replicated `x`, whose derivative gradcheck measures."""
-    rank, size = _start(group_size)
+    """Each composition is, on every rank, one function of a replicated `x`, as gradcheck needs."""
+    rank, _ = _start(group_size)
     weight = float(rank + 1)
     compositions = {
         "scatter, gather": lambda x, dim: tsd.gather(tsd.scatter(x, dim) ** 2, dim),
@@ -78,7 +78,7 @@ def test_gradients(ranks, world_size, group_size):
 
 
 def _gather_what_ranks_happen_to_hold() -> None:
-    rank, size = _start(2)
+    rank, _ = _start(2)
     torch.manual_seed(0)
     whole = torch.arange(12.0).view(6, 2)
     part = whole[:5].clone() if rank == 0 else whole[5:].clone()

@@ -5,9 +5,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankError
 
 import tensorshard.distributed as tsd
+from rank_pool import RankError
 from tensorshard.utils.data import DistributedGroupSampler
 
 
@@ -90,7 +90,7 @@ def test_sizes_that_do_not_divide(ranks, group_size):
 
 def test_nothing_works_without_groups():
     for call in (tsd.get_group, tsd.get_rank, tsd.get_group_size, tsd.get_world_size, tsd.get_mesh):
-        with pytest.raises(RuntimeError, match="call tensorshard.distributed.init_process_group"):
+        with pytest.raises(RuntimeError, match="call tensorshard"):
             call()
     with pytest.raises(RuntimeError, match="or pass group="):
         tsd.gather(torch.ones(2))
@@ -130,7 +130,7 @@ def test_the_monitor_names_what_differs(ranks):
 
 
 def test_the_monitor_does_not_wait_for_ever(ranks):
-    with pytest.raises(RankError, match="not all of the ranks .* reached collective number 2 .* within 2 s"):
+    with pytest.raises(RankError, match=r"not all of the ranks .* reached collective number 2 .* within 2 s"):
         ranks(2, _call_different_collectives, "absence")
 
 
@@ -166,6 +166,6 @@ def test_the_sampler_gives_each_group_its_share(ranks):
 
 
 def test_the_sampler_without_groups():
-    with pytest.raises(RuntimeError, match="call tensorshard.distributed.init_process_group"):
+    with pytest.raises(RuntimeError, match="call tensorshard"):
         DistributedGroupSampler(range(4))
     assert list(DistributedGroupSampler(range(4), num_groups=2, group_index=1, shuffle=False)) == [1, 3]

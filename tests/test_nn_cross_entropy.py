@@ -6,14 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_pool import RankError
 
 import tensorshard.distributed as tsd
+from rank_pool import RankError
 from tensorshard.nn import ParallelCrossEntropyLoss, ParallelLinear
 from tensorshard.nn.functional import parallel_cross_entropy
 from tensorshard.state import get_parallel_dim, register_parallel_dim
 
-WORLDS = [pytest.param(2, 2, id="2 ranks"), pytest.param(4, 4, id="4 ranks"), pytest.param(4, 2, id="2 groups of 2")]
+WORLDS = [
+    pytest.param(2, 2, id="2 ranks"),
+    pytest.param(4, 4, id="4 ranks"),
+    pytest.param(4, 2, id="2 groups of 2"),
+]
 
 
 def _reference(logits: torch.Tensor, targets: torch.Tensor, z_loss: float, **options: object) -> torch.Tensor:
@@ -28,15 +32,12 @@ def _reference(logits: torch.Tensor, targets: torch.Tensor, z_loss: float, **opt
 def _compare(group_size: int) -> None:
     tsd.init_process_group(group_size)
     torch.manual_seed(tsd.get_data_parallel_rank())
-    settings = itertools.product(
-        (8, 11, 3), (None, "weight"), (0.0, 0.1), (0.0, 1e-2), ("mean", "sum", "none")
-    )
-    for index, (classes, weight, label_smoothing, z_loss, reduction) in enumerate(settings):
+    settings = itertools.product((8, 11, 3), (False, True), (0.0, 0.1), (0.0, 1e-2), ("mean", "sum", "none"))
+    for index, (classes, weighted, label_smoothing, z_loss, reduction) in enumerate(settings):
         logits = (3 * torch.randn(6, classes, dtype=torch.float64)).requires_grad_()
         targets = torch.randint(classes, (6,))
         targets[2] = -1
-        if weight is not None:
-            weight = torch.rand(classes, dtype=torch.float64) + 0.5
+        weight = torch.rand(classes, dtype=torch.float64) + 0.5 if weighted else None
         options = {
             "weight": weight,
             "ignore_index": -1,
@@ -129,10 +130,14 @@ def _largest_allocation() -> int:
     tsd.init_process_group(2)
     part = register_parallel_dim(torch.randn(512, 4096, requires_grad=True), -1, size=8192)
     targets = torch.randint(8192, (512,))
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         loss = parallel_cross_entropy(part, targets, label_smoothing=0.1)
     forward = max(event.cpu_memory_usage for event in profile.events())
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         loss.backward()
     backward = sorted(event.self_cpu_memory_usage for event in profile.events())
     assert backward[-1] == part.numel() * 4  # the gradient itself
@@ -151,7 +156,9 @@ def _whole_logits() -> None:
     loss = ParallelCrossEntropyLoss(label_smoothing=0.1)
     torch.testing.assert_close(loss(logits, targets), F.cross_entropy(logits, targets, label_smoothing=0.1))
     probabilities = torch.rand(4, 5)
-    torch.testing.assert_close(loss(logits, probabilities), F.cross_entropy(logits, probabilities, label_smoothing=0.1))
+    torch.testing.assert_close(
+        loss(logits, probabilities), F.cross_entropy(logits, probabilities, label_smoothing=0.1)
+    )
     value = parallel_cross_entropy(logits, targets, z_loss=0.5)
     expected = F.cross_entropy(logits, targets) + 0.5 * logits.logsumexp(1).square().mean()
     torch.testing.assert_close(value, expected)
@@ -219,7 +226,10 @@ def _bad(case: str) -> None:
     [
         ("target too large", "IndexError: target 8 is outside the 8 classes: use 0 to 7, or -100"),
         ("target negative", "IndexError: target -1 is outside the 8 classes"),
-        ("whole", "marked as split along dimension 1, of whose 8 classes rank 0 of 2 holds 4: it seems to be whole"),
+        (
+            "whole",
+            "marked as split along dimension 1, of whose 8 classes rank 0 of 2 holds 4: it seems to be whole",
+        ),
         ("lost", "come from a layer that splits its output features, but do not say so"),
         ("shape", r"targets \[2\] were given for logits \[3, 4\].*expected \[3\]"),
         ("weight", r"weight \[4\] was given for 8 classes: expected \[8\]"),

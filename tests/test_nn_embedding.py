@@ -3,14 +3,18 @@
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankError
 from torch import nn
 
 import tensorshard.distributed as tsd
+from rank_pool import RankError
 from tensorshard.nn import ParallelEmbedding
 from tensorshard.nn.functional import parallel_embedding
 
-WORLDS = [pytest.param(2, 2, id="2 ranks"), pytest.param(4, 4, id="4 ranks"), pytest.param(4, 2, id="2 groups of 2")]
+WORLDS = [
+    pytest.param(2, 2, id="2 ranks"),
+    pytest.param(4, 4, id="4 ranks"),
+    pytest.param(4, 2, id="2 groups of 2"),
+]
 
 OPTIONS = [
     {},
@@ -37,7 +41,9 @@ def _compare(group_size: int) -> None:
                 torch.testing.assert_close(layer.weight.full_tensor(), whole.weight)
                 expected, output = whole(indices), layer(indices)
                 torch.testing.assert_close(output, expected)
-                torch.testing.assert_close(layer.weight.full_tensor(), whole.weight)  # with max_norm, rescaled
+                torch.testing.assert_close(
+                    layer.weight.full_tensor(), whole.weight
+                )  # with max_norm, rescaled
                 seed = torch.randn_like(expected)
                 expected.backward(seed)
                 output.backward(seed)
@@ -91,7 +97,7 @@ def _bad(case: str) -> None:
     elif case == "no size":
         parallel_embedding(torch.tensor([0]), torch.ones(2, 4), dim=0)
     elif case == "wrong size":
-        parallel_embedding(torch.tensor([0]), torch.ones(2, 4), num_embeddings=5, dim=0)
+        parallel_embedding(torch.tensor([0]), torch.ones(2, 4), num_embeddings=9, dim=0)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,7 @@ def _bad(case: str) -> None:
         ("negative", "IndexError: index -1 is outside the 5 embeddings"),
         ("sparse", "sparse=True was given for a split embedding"),
         ("no size", "without num_embeddings="),
-        ("wrong size", "num_embeddings=5 was given, of which rank 0 of 2 holds 3 rows; its weight has 2"),
+        ("wrong size", "num_embeddings=9 was given, of which rank 0 of 2 holds 5 rows; its weight has 2"),
     ],
 )
 def test_bad_input(ranks, case, message):

@@ -5,16 +5,20 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankError
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import tensorshard.distributed as tsd
+from rank_pool import RankError
 from tensorshard.nn import ParallelLinear, RegisterParallelDim, init
 from tensorshard.nn.functional import parallel_linear
 from tensorshard.state import get_parallel_dim, register_parallel_dim
 
-WORLDS = [pytest.param(2, 2, id="2 ranks"), pytest.param(4, 4, id="4 ranks"), pytest.param(4, 2, id="2 groups of 2")]
+WORLDS = [
+    pytest.param(2, 2, id="2 ranks"),
+    pytest.param(4, 4, id="4 ranks"),
+    pytest.param(4, 2, id="2 groups of 2"),
+]
 
 
 def _assert_same(parallel: torch.Tensor, whole: torch.Tensor) -> None:
@@ -59,7 +63,10 @@ def test_weights_values_and_gradients(ranks, world_size, group_size):
 def _build_mlp(dims: tuple[int | None, int | None]) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        ParallelLinear(6, 10, dim=dims[0]), nn.GELU(), RegisterParallelDim(-1), ParallelLinear(10, 6, dim=dims[1])
+        ParallelLinear(6, 10, dim=dims[0]),
+        nn.GELU(),
+        RegisterParallelDim(-1),
+        ParallelLinear(10, 6, dim=dims[1]),
     )
 
 
@@ -94,7 +101,11 @@ def _parameters() -> None:
         assert parameter.device_mesh.mesh_dim_names == ("tp",)
     assert column.weight.placements == (Shard(0),) and column.bias.placements == (Shard(0),)
     assert row.weight.placements == (Shard(1),) and row.bias.placements == (Replicate(),)
-    assert (get_parallel_dim(column.weight), get_parallel_dim(row.weight), get_parallel_dim(row.bias)) == (0, 1, None)
+    assert (get_parallel_dim(column.weight), get_parallel_dim(row.weight), get_parallel_dim(row.bias)) == (
+        0,
+        1,
+        None,
+    )
     local = row.weight.to_local()
     assert local.untyped_storage().nbytes() == local.numel() * 4  # the whole weight is not kept alive
     duplicate = copy.deepcopy(nn.Sequential(column))
@@ -121,7 +132,7 @@ def test_without_a_dim_it_is_a_linear_layer():
     assert type(layer.weight) is nn.Parameter
     assert torch.equal(parallel_linear(x, plain.weight, plain.bias), plain(x))
     with pytest.raises(RuntimeError, match="dim=None: it splits nothing and has no group"):
-        layer.group
+        _ = layer.group
 
 
 def _functional_on_local_parts() -> None:
@@ -170,83 +181,10 @@ def _on_explicit_groups() -> None:
 
 
 def test_explicit_groups(ranks):
-    with pytest.raises(RankError, match=r"weight is split over the ranks \[0, 3\], and group= names the ranks \[0, 1\]"):
+    with pytest.raises(
+        RankError, match=r"weight is split over the ranks \[0, 3\], and group= names the ranks \[0, 1\]"
+    ):
         ranks(4, _on_explicit_groups)
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2)
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
-        self.down.weight.requires_grad_(False)
-
-
-def _convert() -> None:
-    tsd.init_process_group(2)
-    block = _Block().eval()
-    before = copy.deepcopy(block)
-    assert ParallelLinear.convert_parallel_linear(block, 1, ["u*"]) is block
-    assert ParallelLinear.convert_parallel_linear(block, dim=0, names="down") is block
-    assert (block.up.dim, block.down.dim) == (1, 0)
-    assert type(block.attention.out_proj) is type(before.attention.out_proj)
-    assert not block.down.weight.requires_grad and not block.up.training
-    torch.testing.assert_close(block.up.weight.full_tensor(), before.up.weight)
-    x = torch.randn(3, 4)
-    torch.testing.assert_close(block.down(block.up(x)), before.down(before.up(x)))
-    alone = ParallelLinear.convert_parallel_linear(nn.Linear(4, 8), dim=-1)
-    assert isinstance(alone, ParallelLinear) and alone.dim == -1
-    all_of_it = ParallelLinear.convert_parallel_linear(copy.deepcopy(before), dim=1)
-    assert all_of_it.up.dim == all_of_it.down.dim == 1
-    tied = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    tied["b"].weight = tied["a"].weight
-    ParallelLinear.convert_parallel_linear(tied, dim=1)
-    assert tied["a"].weight is tied["b"].weight and tied["a"].bias is not tied["b"].bias
-
-
-def test_conversion(ranks):
-    ranks(2, _convert)
-
-
-def _convert_badly(case: str) -> None:
-    tsd.init_process_group(2)
-    dist.barrier()
-    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "up": nn.Linear(4, 8), "head": nn.Linear(4, 8)})
-    if case == "twice":
-        ParallelLinear.convert_parallel_linear(model, 1)
-        ParallelLinear.convert_parallel_linear(model, 1)
-    elif case == "twice by name":
-        ParallelLinear.convert_parallel_linear(model, 1)
-        ParallelLinear.convert_parallel_linear(model, 0, ["head"])
-    elif case == "name":
-        ParallelLinear.convert_parallel_linear(model, 1, ["up", "haed"])
-    elif case == "embedding":
-        ParallelLinear.convert_parallel_linear(model, 1, ["embed"])
-    elif case == "dim":
-        ParallelLinear.convert_parallel_linear(model, 2)
-    else:
-        model["head"].weight = model["embed"].weight
-        try:
-            ParallelLinear.convert_parallel_linear(model, 1)
-        finally:
-            assert type(model["up"]) is nn.Linear  # nothing was changed
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("twice", "already converted: head, up. A layer is converted once"),
-        ("twice by name", "already converted: head"),
-        ("name", r"'haed' names no nn.Linear of the model; it has: up, head"),
-        ("embedding", r"'embed' names no nn.Linear of the model"),
-        ("dim", r"dim=2 was given for convert_parallel_linear: use 0 \(rows\), 1 or -1"),
-        ("tied", "head.weight is tied to embed.weight, which is not converted"),
-    ],
-)
-def test_bad_conversions(ranks, case, message):
-    with pytest.raises(RankError, match=message):
-        ranks(2, _convert_badly, case)
 
 
 def _bad(case: str) -> None:
@@ -271,11 +209,17 @@ def _bad(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("part to column", r"marked as split along its last dimension was given to a layer that splits its output"),
+        (
+            "part to column",
+            r"marked as split along its last dimension was given to a layer that splits its output",
+        ),
         ("output to column", r"put it together with tensorshard.distributed.gather\(x, dim=-1\)"),
         ("unmarked part to column", "needs its input whole"),
         ("part to whole", "given to parallel_linear with dim=None, which needs it whole"),
-        ("whole marked as part", r"\[2, 6\] marked as split along its last dimension was given to rank 0 of 2"),
+        (
+            "whole marked as part",
+            r"\[2, 6\] marked as split along its last dimension was given to rank 0 of 2",
+        ),
         ("neither", "needs all 6 input features, or its part of 3"),
     ],
 )
@@ -317,7 +261,9 @@ def _watch_backward() -> list[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         output.backward()
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    return [event.name for event in events if event.name in ("aten::mm", "aten::add_") or "gloo" in event.name]
+    return [
+        event.name for event in events if event.name in ("aten::mm", "aten::add_") or "gloo" in event.name
+    ]
 
 
 def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(ranks):

@@ -1,5 +1,7 @@
 """The training loop and its hooks, each by itself."""
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tensorshard.trainer import (
     Hook,
     LoggingHook,
     MemoryHook,
+    OptimizerOptionsHook,
     PeakMemory,
     RunDirectory,
     ScheduleHook,
@@ -295,6 +298,48 @@ def test_the_state_of_hooks_survives_a_resume() -> None:
     second.load_state_dict(first.state_dict())
     assert second.samples_consumed == 12
     assert schedule.scheduler.get_last_lr() == pytest.approx([0.1 * 4 / 6])
+
+
+def _resumed_rate(make: Any, rate: float) -> float:
+    """The rate after resuming a run of 4 steps, whose peak was 0.1, with another peak."""
+    engine = CountingEngine()
+    first = _trainer([ScheduleHook(make(engine.optimizer))], engine=engine)
+    first.fit()
+    again = CountingEngine()
+    again.optimizer.param_groups[0]["lr"] = rate
+    second = _trainer([ScheduleHook(make(again.optimizer))], engine=again)
+    again.optimizer.load_state_dict(engine.optimizer.state_dict())  # as Engine.load does
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    return float(again.optimizer.param_groups[0]["lr"])
+
+
+def test_a_resumed_run_may_change_its_peak_rate() -> None:
+    make = partial(warmup_linear, warmup_steps=2, total_steps=8)
+    assert _resumed_rate(make, 0.1) == pytest.approx(0.1 * 4 / 6)
+    assert _resumed_rate(make, 0.3) == pytest.approx(0.3 * 4 / 6)
+
+
+def test_a_schedule_that_cannot_change_its_rate_says_so() -> None:
+    make = partial(torch.optim.lr_scheduler.StepLR, step_size=2)
+    assert _resumed_rate(make, 0.1) == pytest.approx(0.001)
+    with pytest.raises(ValueError, match=r"were \[0.1\] and now are \[0.3\], but a StepLR"):
+        _resumed_rate(make, 0.3)
+
+
+def test_options_that_were_changed_survive_a_resume_and_others_are_restored() -> None:
+    def options(weight_decay: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            [torch.zeros(1, requires_grad=True)], weight_decay=weight_decay, betas=(0.9, 0.95)
+        )
+
+    first, second = options(0.1), options(0.0)
+    saved = json.loads(json.dumps(OptimizerOptionsHook(first).state_dict()))
+    hook = OptimizerOptionsHook(second)
+    first.param_groups[0]["betas"] = (0.8, 0.95)  # a schedule's doing, which the checkpoint brings back
+    second.load_state_dict(first.state_dict())
+    hook.load_state_dict(saved)
+    group = second.param_groups[0]
+    assert (group["weight_decay"], group["betas"], group["lr"]) == (0.0, (0.8, 0.95), 1e-3)
 
 
 @pytest.mark.parametrize(

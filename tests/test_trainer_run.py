@@ -126,6 +126,15 @@ def test_a_resumed_run_continues_on_another_number_of_ranks_and_zero_level(
         assert resumed == pytest.approx({step: undisturbed[step] for step in resumed}, rel=1e-5)
 
 
+def test_a_resumed_run_may_change_its_optimizer(ranks: RankPool, config: Path, tmp_path: Path) -> None:
+    ranks(1, _run, config, output=tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-4"
+    ranks(1, _run, config, "optimizer.lr=0.1", output=tmp_path / "resumed", resume=checkpoint)
+    rates = {line["step"]: line["lr"] for line in read_metrics(tmp_path / "whole" / "metrics.jsonl")}
+    for line in read_metrics(tmp_path / "resumed" / "metrics.jsonl"):
+        assert line["lr"] == pytest.approx(2 * rates[line["step"]])
+
+
 def test_dropout_continues_where_it_was(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     ranks(2, _run, config, "model.dropout=0.5", output=tmp_path / "whole")
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-4"
@@ -177,7 +186,7 @@ def test_a_run_does_not_begin_where_another_is(ranks: RankPool, config: Path, tm
 def test_a_finished_run_has_nothing_left_to_train(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     ranks(1, _run, config, "train.steps=2", output=tmp_path / "run")
     ranks(1, _run, config, "train.steps=2", output=tmp_path / "run", resume="latest")
-    assert "has all 2 steps: nothing is left to train" in (tmp_path / "run" / "rank0.log").read_text()
+    assert "step-2 has all 2 steps; raise train.steps" in (tmp_path / "run" / "rank0.log").read_text()
     assert len(_losses(tmp_path / "run")) == 2
 
 
@@ -213,6 +222,7 @@ SMALL = (
     "train.global_batch_size=4",
     "train.eval_batches=1",
     "model.num_layers=1",
+    "model.num_heads=2",
     "model.width=8",
 )
 
@@ -224,7 +234,7 @@ def test_every_shipped_config_runs(ranks: RankPool, tmp_path: Path, name: str) -
         overrides.append("model.context_length=16")
     if name == "gpt":
         tokens = tmp_path / "some.tokens"
-        write_token_file(tokens, np.arange(500) % 50)
+        write_token_file(tokens, [np.arange(500) % 50], vocab_size=50)
         overrides += [
             f"data.train.source={tokens}",
             f"data.validation.source={tokens}",

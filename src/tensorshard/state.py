@@ -1,16 +1,16 @@
-"""State of models with split parameters: whole tensors to save, shards to load; and what DDP is to leave alone."""
+"""State of models with split parameters: whole to save, in parts to load; and marks, by TorchShard's names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from tensorshard.distributed import groups, primitives
+from tensorshard.distributed.data_parallel import register_ddp_parameters_to_ignore
 from tensorshard.distributed.marks import get_mark, get_parallel_dim, register_parallel_dim
 from tensorshard.distributed.sharding import distribute_like, normalize_dim, shard_range, shard_sizes
 
@@ -25,9 +25,6 @@ __all__ = [
 
 Stateful = nn.Module | torch.optim.Optimizer
 _Path = tuple[Any, ...]
-# On parameters whose gradients are averaged over the data-parallel group already.
-_AVERAGED = "_tensorshard_averaged"
-_Tree = TypeVar("_Tree")
 
 
 @dataclass(frozen=True)
@@ -69,14 +66,15 @@ def collect_state_dict(
 ) -> dict[str, Any]:
     """The state with every split tensor whole, as the model that is not parallel would give it.
 
-    Every rank calls this. Tensors are put together one at a time: no rank holds more than one whole tensor besides
-    those it is to return.
+    Every rank calls this. Tensors are put together one at a time: no rank holds more than one whole tensor
+    besides those it is to return.
 
     Args:
         model: a module, or an optimizer of its parameters.
         state_dict: ``model.state_dict()``, which is taken if None.
         prefix: put before every name in the result.
-        rank0_only: return the state on the first rank of each model-parallel group alone, and {} on the others.
+        rank0_only: return the state on the first rank of each model-parallel group alone, and {} on the
+            others.
         device: where the result is to be.
 
     Returns:
@@ -85,22 +83,21 @@ def collect_state_dict(
     state_dict = model.state_dict() if state_dict is None else state_dict
     keep = not rank0_only or _is_first_rank()
     marked = _marked_parameters(model)
-    known: dict[tuple[Any, ...], torch.Tensor] = {}
+    originals = _original_names(model)
+    done: dict[str, torch.Tensor | None] = {}
 
     def collect(path: _Path, tensor: torch.Tensor) -> torch.Tensor | None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        identity = (local.device, local.data_ptr(), local.shape, local.stride(), local.dtype)
-        if keep and identity in known and local.numel():
-            return known[identity]
+        name: str = originals.get(path[0]) or path[0]
+        if len(path) == 1 and name in done:
+            return done[name]
         if isinstance(tensor, DTensor):
             whole = tensor.full_tensor()
         elif path[0] in marked:
             whole = _gather_marked(tensor, marked[path[0]])
         else:
             whole = tensor
-        if not keep:
-            return None
-        return known.setdefault(identity, whole.detach().to(device))
+        done[name] = whole.detach().to(device) if keep else None
+        return done[name]
 
     collected = _map_tensors(state_dict, collect)
     return {prefix + name: value for name, value in collected.items()} if keep else {}
@@ -121,7 +118,8 @@ def relocate_state_dict(
         prefix: put before every name in the result.
 
     Returns:
-        A dict of the structure of `state_dict`, in which split tensors are DTensors. The input is left as it is.
+        A dict of the structure of `state_dict`, in which split tensors are DTensors. The input is left as it
+        is.
 
     Raises:
         ValueError: a tensor is not of the shape that the model has, or no rank passed a state.
@@ -131,7 +129,8 @@ def relocate_state_dict(
     holders = primitives.exchange_sizes(int(bool(state_dict)), group, device)
     if not holders[0]:
         raise ValueError(
-            "the first rank of the group passed no state: pass it on all ranks, or on that one and None on the others"
+            "the first rank of the group passed no state: pass it on all ranks, or on that one and None on "
+            "the others"
         )
     fetch: Callable[[Any], torch.Tensor] = lambda tensor: tensor  # noqa: E731
     if not all(holders):
@@ -157,58 +156,8 @@ def relocate_state_dict(
     return {prefix + name: value for name, value in relocated.items()}
 
 
-def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
-    """Has ``DistributedDataParallel`` leave the split parameters of `module` alone. Call it before wrapping.
-
-    Where model-parallel groups are smaller than the world, other groups hold the same shards and see other samples:
-    then the shards of the first group are copied to them now, and gradients of split parameters are averaged over the
-    groups at the end of every backward.
-
-    Returns:
-        Their names.
-
-    Raises:
-        ValueError: a parameter is split over a group that is neither the world nor one of the model-parallel groups.
-    """
-    split = {
-        (module_name, name): parameter
-        for module_name, owner in module.named_modules()
-        for name, parameter in owner.named_parameters(recurse=False)
-        if isinstance(parameter, DTensor) or get_mark(parameter) is not None
-    }
-    names = [f"{module_name}.{name}" if module_name else name for module_name, name in split]
-    for name, parameter in zip(names, split.values(), strict=True):
-        if isinstance(parameter, DTensor) and parameter.device_mesh.size() < dist.get_world_size():
-            _synchronize_replicas(name, parameter)
-    # DDP spells the name of a parameter of the outermost module with a dot in front.
-    spellings = names + [f".{name}" for module_name, name in split if not module_name]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, spellings)
-    return names
-
-
-def _synchronize_replicas(name: str, parameter: DTensor) -> None:
-    """Makes the shards that other model-parallel groups hold equal, and keeps them so."""
-    if not groups.is_initialized() or parameter.device_mesh.get_group() is not groups.get_group():
-        raise ValueError(
-            f"{name} is split over {parameter.device_mesh.size()} of {dist.get_world_size()} ranks, which are not a "
-            f"group of tensorshard.distributed.init_process_group: it is not known who holds the same shard"
-        )
-    if hasattr(parameter, _AVERAGED):
-        return
-    group = groups.get_data_parallel_group()
-    dist.broadcast(parameter.to_local().detach(), group_src=0, group=group)
-
-    def average(parameter: torch.Tensor) -> None:
-        local = parameter.grad.to_local()  # type: ignore[union-attr]
-        primitives.all_reduce(local, group)
-        local.div_(group.size())
-
-    parameter.register_post_accumulate_grad_hook(average)
-    setattr(parameter, _AVERAGED, True)
-
-
 def _is_first_rank() -> bool:
-    """Whether this rank is the first of its model-parallel group, or of the world where there are no groups."""
+    """Whether this rank is the first of its model-parallel group; of the world where there are no groups."""
     return groups.get_rank() == 0 if groups.is_initialized() else dist.get_rank() == 0
 
 
@@ -217,12 +166,12 @@ def _communication_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda" if "nccl" in str(dist.get_backend_config(group)) else "cpu")
 
 
-def _map_tensors(tree: _Tree, function: Callable[[_Path, Any], Any], path: _Path = ()) -> _Tree:
+def _map_tensors(tree: Any, function: Callable[[_Path, Any], Any], path: _Path = ()) -> Any:
     """`tree` of dicts, lists and tuples with `function(path, tensor)` in place of each tensor, in order."""
     if isinstance(tree, (torch.Tensor, _Description)):
         return function(path, tree)
     if isinstance(tree, dict):
-        return {key: _map_tensors(value, function, (*path, key)) for key, value in tree.items()}  # type: ignore[return-value]
+        return {key: _map_tensors(value, function, (*path, key)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         items = [_map_tensors(value, function, (*path, index)) for index, value in enumerate(tree)]
         return type(tree)(items)
@@ -235,8 +184,8 @@ def _announce_state(
     """Tells all ranks what the first one holds.
 
     Returns:
-        Its state, with descriptions for tensors on the other ranks; and what to call on each tensor or description, on
-        all ranks in order, to have it.
+        Its state, with descriptions for tensors on the other ranks; and what to call on each tensor or
+        description, on all ranks in order, to have it.
     """
     skeleton = [_map_tensors(state_dict, lambda _, tensor: _Description(tensor.shape, tensor.dtype))]
     dist.broadcast_object_list(skeleton, group_src=0, group=group, device=device)
@@ -255,7 +204,7 @@ def _announce_state(
 
 
 def _reference_tensors(model: Stateful) -> dict[_Path, DTensor]:
-    """The DTensors after which loaded tensors are cut: by name; for an optimizer, by place of the parameter."""
+    """The DTensors as which loaded tensors are cut: by name; for an optimizer, by place of the parameter."""
     if isinstance(model, nn.Module):
         return {(name,): value for name, value in model.state_dict().items() if isinstance(value, DTensor)}
     parameters = [parameter for group in model.param_groups for parameter in group["params"]]
@@ -271,6 +220,14 @@ def _marked_parameters(model: Stateful) -> dict[str, torch.Tensor]:
     return {
         n: p for n, p in model.named_parameters() if not isinstance(p, DTensor) and get_mark(p) is not None
     }
+
+
+def _original_names(model: Stateful) -> dict[str, str]:
+    """For every name of a parameter, the first name that the same parameter has."""
+    if not isinstance(model, nn.Module):
+        return {}
+    first: dict[int, str] = {}
+    return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _gather_marked(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Model-parallel groups and differentiable collectives over them: TorchShard's names, on any group size and backend."""
+"""Model-parallel groups, and differentiable collectives over them, by TorchShard's names."""
 
 from tensorshard.distributed.functional import (
     all_to_all,

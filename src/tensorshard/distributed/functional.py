@@ -1,7 +1,7 @@
 """Differentiable collectives over a model-parallel group.
 
-Each comes with the backward of its conjugate, as in Megatron-LM (Shoeybi et al. 2019, section 3): what is computed on
-every rank alike in forward has, in backward, a gradient that is alike on every rank.
+Each comes with the backward of its conjugate, as in Megatron-LM (Shoeybi et al. 2019, section 3): what is
+computed on every rank alike in forward has, in backward, a gradient that is alike on every rank.
 
 =================  ==========================  ==========================
 function           forward                     backward
@@ -14,8 +14,9 @@ function           forward                     backward
 `all_to_all`       split, exchange, join       the reverse exchange
 =================  ==========================  ==========================
 
-Dimensions are cut as :mod:`tensorshard.distributed.sharding` says, evenly or not. ``group`` is a process group or a
-one-dimensional mesh; by default the model-parallel group of :func:`tensorshard.distributed.init_process_group`.
+Dimensions are cut as :mod:`tensorshard.distributed.sharding` says, evenly or not. ``group`` is a process
+group or a one-dimensional mesh; by default the model-parallel group of
+:func:`tensorshard.distributed.init_process_group`.
 """
 
 from collections.abc import Sequence
@@ -181,12 +182,12 @@ def gather(
 
     Args:
         tensor: equal in shape on all ranks but along `dim`.
-        size: elements of the result along `dim`, if known, cut over the ranks as `scatter` cuts. Without it the ranks
-            first tell each other what they hold, which may then be anything.
+        size: elements of the result along `dim`, if known, cut over the ranks as `scatter` cuts. Without it
+            the ranks first tell each other what they hold, which may then be anything.
         grad_scale: multiplies the gradient of `tensor`. Needed where a batch is gathered inside a model under
-            ``DistributedDataParallel``: each rank then gets the gradient of its own samples' part of the group's mean
-            loss; DDP averages those parts although they are to be added. ``grad_scale=get_group_size()`` makes the
-            result the one of a single device.
+            ``DistributedDataParallel``: each rank then gets the gradient of its own samples' part of the
+            group's mean loss; DDP averages those parts although they are to be added.
+            ``grad_scale=get_group_size()`` makes the result the one of a single device.
 
     Raises:
         IndexError: the tensor has no dimension `dim`.
@@ -229,11 +230,13 @@ def all_to_all(
 
     Args:
         tensor: this rank's part along `concat_dim`; whole along `split_dim`.
-        size: elements of the whole along `concat_dim`, if known; else the ranks first tell each other what they hold.
+        size: elements of the whole along `concat_dim`, if known; else the ranks first tell each other what
+            they hold.
 
     Raises:
         IndexError: the tensor has no such dimension.
-        ValueError: the dimensions are the same, or `size` is given and this rank does not hold its part of it.
+        ValueError: the dimensions are the same, or `size` is given and this rank does not hold its part of
+            it.
     """
     process_group = resolve_group(group)
     given, split_dim = split_dim, normalize_dim(split_dim, tensor.ndim)
@@ -255,8 +258,8 @@ def all_to_all(
 def gather_for_sum(
     tensor: torch.Tensor, dim: int = -1, group: Group | None = None, *, size: int | None = None
 ) -> torch.Tensor:
-    """As :func:`gather`, for a result on which each rank computes its own part: in backward the ranks' gradients are
-    summed and each keeps its slice (the conjugate of :func:`reduce_scatter`).
+    """As :func:`gather`, for a result on which each rank computes its own part: in backward the ranks'
+    gradients are summed and each keeps its slice (the conjugate of :func:`reduce_scatter`).
 
     This is how a sequence that is split between tensor-parallel regions enters one (Korthikanti et al. 2022).
 
@@ -271,13 +274,13 @@ def gather_for_sum(
 
 
 def _held_sizes(tensor: torch.Tensor, dim: int, size: int | None, group: dist.ProcessGroup) -> list[int]:
-    """How many elements along `dim` each rank holds: by the convention if the `size` of all is known, else asked."""
+    """How many elements along `dim` each rank holds: by convention if the whole `size` is known, else asked."""
     if size is None:
         return primitives.exchange_sizes(tensor.size(dim), group, tensor.device)
     sizes = shard_sizes(size, group.size())
     if tensor.size(dim) != sizes[group.rank()]:
         raise ValueError(
-            f"size={size} along dimension {dim} was given, of which rank {group.rank()} of {group.size()} holds "
-            f"{sizes[group.rank()]} elements; its tensor {list(tensor.shape)} has {tensor.size(dim)}"
+            f"size={size} along dimension {dim} was given, of which rank {group.rank()} of {group.size()} "
+            f"holds {sizes[group.rank()]} elements; its tensor {list(tensor.shape)} has {tensor.size(dim)}"
         )
     return sizes

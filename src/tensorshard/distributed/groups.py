@@ -1,7 +1,8 @@
 """The model-parallel groups of the process, and the data-parallel groups across them.
 
-Consecutive ranks form a model-parallel group; the ranks at the same place of each of them form a data-parallel group.
-With 4 processes and groups of 2: model-parallel {0, 1} and {2, 3}, data-parallel {0, 2} and {1, 3}.
+Consecutive ranks form a model-parallel group; the ranks at the same place of each of them form a
+data-parallel group. With 4 processes and groups of 2: model-parallel {0, 1} and {2, 3}, data-parallel {0, 2}
+and {1, 3}.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from tensorshard.distributed.monitor import CollectiveMonitor
 from tensorshard.distributed.world import default_device, join_world
 
 Group = dist.ProcessGroup | DeviceMesh
-"""What functions and layers take as ``group``: a process group, or a one-dimensional mesh (such as ``mesh["tp"]``)."""
+"""What is taken as ``group``: a process group, or a one-dimensional mesh such as ``mesh["tp"]``."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class _Session:
         groups = self.get()
         if groups is None:
             raise RuntimeError(
-                "no model-parallel group exists yet: call tensorshard.distributed.init_process_group(group_size) "
-                "first, or pass group="
+                "no model-parallel group exists yet: call "
+                "tensorshard.distributed.init_process_group(group_size) first, or pass group="
             )
         return groups
 
@@ -74,16 +75,19 @@ def init_process_group(
 ) -> None:
     """Makes the model-parallel groups, and the data-parallel groups across them. Every process calls it.
 
-    A world that does not exist yet is joined first: torchrun's if this process was started by it, else a world of one.
+    A world that does not exist yet is joined first: torchrun's if this process was started by it, else a
+    world of one.
 
     Args:
         group_size: ranks per model-parallel group; None for all of the world.
-        device_type: where the parameters of parallel layers live: "cuda" or "cpu". By default "cuda" where the world
-            communicates over NCCL.
-        timeout: of the groups; None for the backend's own.
-        check_collectives: before each collective of this package over these groups, compare what the ranks are about
-            to call, and raise :class:`CollectiveMismatchError` where it differs or a rank does not come within
-            `timeout`. Slow: for finding mistakes. Torch's own calls are checked by ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+        device_type: where the parameters of parallel layers live: "cuda" or "cpu". By default "cuda" where
+            the world communicates over NCCL.
+        timeout: of the groups made here (a group of all processes is the world, and keeps its own); None for
+            the backend's.
+        check_collectives: before each collective of this package over these groups, compare what the ranks
+            are about to call, and raise :class:`CollectiveMismatchError` where it differs or a rank does not
+            come within `timeout`. Slow: for finding mistakes. Torch's own calls are checked by
+            ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
 
     Raises:
         ValueError: `group_size` does not divide the world.
@@ -105,9 +109,10 @@ def init_process_group(
     if existing is not None:
         if existing.settings != settings:
             raise RuntimeError(
-                f"model-parallel groups of {existing.model_mesh.size()} exist already and were asked for again with "
-                f"group_size={group_size}, device_type={device_type!r}, timeout={timeout}, "
-                f"check_collectives={check_collectives}: call tensorshard.distributed.destroy_process_group() first"
+                f"model-parallel groups of {existing.model_mesh.size()} exist already and were asked for "
+                f"again with group_size={group_size}, device_type={device_type!r}, timeout={timeout}, "
+                f"check_collectives={check_collectives}: call "
+                "tensorshard.distributed.destroy_process_group() first"
             )
         return
     ranks = torch.arange(world_size, device="cpu").view(-1, group_size)
@@ -123,7 +128,7 @@ def init_process_group(
 def _own_group(
     ranks: torch.Tensor, timeout: timedelta | None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Makes one group per row of `ranks`; returns the one that this rank is in. The world itself is not made again."""
+    """Makes one group per row of `ranks`; returns this rank's. The world itself is not made again."""
     if len(ranks) == 1 and backend is None:
         return world_group()
     groups = [dist.new_group(row, timeout=timeout, backend=backend) for row in ranks.tolist()]
@@ -134,7 +139,9 @@ def world_group() -> dist.ProcessGroup:
     """The default group, of all processes."""
     world = dist.group.WORLD
     if world is None:
-        raise RuntimeError("torch.distributed has no default group: call torch.distributed.init_process_group first")
+        raise RuntimeError(
+            "torch.distributed has no default group: call torch.distributed.init_process_group first"
+        )
     return world
 
 
@@ -183,7 +190,7 @@ def get_world_size() -> int:
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """The ranks at this rank's place in every model-parallel group: they hold the same shards, and other samples."""
+    """The ranks at this rank's place in every model-parallel group: they hold the same shards."""
     return _session.require().mesh.get_group("dp")
 
 

@@ -1,9 +1,9 @@
 """Marks on activations: along which dimension a plain tensor is split over a model-parallel group.
 
-Activations are plain tensors, so that computing on them costs no dispatch; what a layer knows about its output (that it
-is a shard, of what, over whom) travels as an attribute of the tensor object, as in TorchShard. An operation's result
-carries no mark, even where the operation is element by element: put it back with :func:`register_parallel_dim` or
-:class:`tensorshard.nn.RegisterParallelDim`.
+Activations are plain tensors, so that computing on them costs no dispatch; what a layer knows about its
+output (that it is a shard, of what, over whom) travels as an attribute of the tensor object, as in
+TorchShard. An operation's result carries no mark, even where the operation is element by element: put it back
+with :func:`register_parallel_dim` or :class:`tensorshard.nn.RegisterParallelDim`.
 """
 
 from dataclasses import dataclass
@@ -47,8 +47,8 @@ def set_mark(tensor: torch.Tensor, mark: ParallelMark | None) -> torch.Tensor:
 def get_parallel_dim(tensor: torch.Tensor) -> int | None:
     """Along which dimension `tensor` is split, or None if it is whole.
 
-    For a parameter of a parallel layer this is the dimension of the parameter itself: a layer that splits its output
-    features holds a weight [out_features, in_features] that is split along 0.
+    For a parameter of a parallel layer this is the dimension of the parameter itself: a layer that splits its
+    output features holds a weight [out_features, in_features] that is split along 0.
     """
     if isinstance(tensor, DTensor):
         return next((p.dim for p in tensor.placements if isinstance(p, Shard)), None)
@@ -67,7 +67,8 @@ def register_parallel_dim(
 
     Args:
         tensor: marked in place.
-        size: elements of the whole tensor along `dim`. Where it is not given, what needs it asks the other ranks.
+        size: elements of the whole tensor along `dim`. Where it is not given, what needs it asks the other
+            ranks.
         group: the ranks that hold the parts; by default those of the layer or loss that reads the mark.
 
     Returns:

@@ -46,14 +46,15 @@ class CollectiveMonitor:
         except RuntimeError as error:
             patience = f" within {self._timeout.total_seconds():.0f} s" if self._timeout else ""
             raise CollectiveMismatchError(
-                f"not all of the ranks {self._ranks} reached collective number {self._calls} of their group{patience}; "
-                f"rank {dist.get_rank()} was about to call {call}. A rank has failed, has left the loop early, or took "
-                f"a branch without this call."
+                f"not all of the ranks {self._ranks} reached collective number {self._calls} of their "
+                f"group{patience}; rank {dist.get_rank()} was about to call {call}. A rank has failed, has "
+                "left the loop early, or took a branch without this call."
             ) from error
         calls = [bytes(part.tolist()).decode().rstrip() for part in everyone.chunk(len(self._ranks))]
         if len(set(calls)) > 1:
             listing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self._ranks, calls, strict=True))
             raise CollectiveMismatchError(
-                f"the ranks of a group called different collectives as their number {self._calls}: {listing}. Every "
-                f"rank of a group must make the same calls, of the same sizes, in the same order."
+                f"the ranks of a group called different collectives as their number {self._calls}: "
+                f"{listing}. Every rank of a group must make the same calls, of the same sizes, in the same "
+                "order."
             )

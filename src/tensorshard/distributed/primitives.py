@@ -1,7 +1,7 @@
 """Collectives on tensors split along any dimension, evenly or not. Nothing here is differentiable.
 
-The layers under them (`collectives`) move flat buffers; these cut, pad, and put together. Every call goes past the
-group's monitor, if it has one.
+The layers under them (`collectives`) move flat buffers; these cut, pad, and put together. Every call goes
+past the group's monitor, if it has one.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,16 @@ from tensorshard.distributed.groups import find_monitor
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
     """Sums `tensor` over the ranks, in place."""
+    if group.size() == 1:
+        return None
     _announce("all_reduce", tensor, group)
     return all_reduce_(tensor, group, async_op=async_op)
 
 
 def gather_flat(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Every rank's `tensor`, of the same shape on all, stacked: [ranks, *shape]."""
+    if group.size() == 1:
+        return tensor[None]
     _announce("all_gather", tensor, group)
     tensor = tensor.contiguous()
     output = tensor.new_empty((group.size(), *tensor.shape))
@@ -81,7 +85,7 @@ def all_to_all_dims(
     concat_sizes: Sequence[int],
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Sends part i of `tensor`, cut along `split_dim`, to rank i; concatenates along `concat_dim` what comes in."""
+    """Sends part i of `tensor`, cut along `split_dim`, to rank i; joins along `concat_dim` what comes in."""
     monitored = tensor.new_empty(0)  # ranks may pass different amounts: only the call itself is compared
     _announce(f"all_to_all({split_dim}, {concat_dim})", monitored, group)
     outgoing = tensor.split(list(split_sizes), split_dim)

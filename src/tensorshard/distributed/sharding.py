@@ -1,7 +1,8 @@
 """How a dimension is cut over ranks: the one convention that every layer, collective and file here follows.
 
-It is that of ``torch.chunk`` and of DTensor's ``Shard``: all ranks hold ``ceil(size / parts)`` elements until they run
-out, so that the last ranks may hold fewer, or none. Local shards are therefore DTensor's local shards.
+It is that of ``torch.chunk`` and of DTensor's ``Shard``: all ranks hold ``ceil(size / parts)`` elements until
+they run out, so that the last ranks may hold fewer, or none. Local shards are therefore DTensor's local
+shards.
 """
 
 from collections.abc import Sequence

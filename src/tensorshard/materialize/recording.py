@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from tensorshard.materialize.function_mode import TensorMethodRecorder, truncated_normal_recorded
 from tensorshard.materialize.log import Log, TensorRef
@@ -95,7 +95,8 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
         reason,
     )
     with seeded(seed):
-        module = _module_from(build)
+        module = build()
+    _check_module(module)
     return from_module(module)
 
 
@@ -126,7 +127,7 @@ def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -
             TensorMethodRecorder(recorder, internal),
             truncated_normal_recorded(recorder),
         ):
-            module = _module_from(build)
+            module = build()
     except Exception as error:
         # Whether the constructor or the recording is at fault shows when it runs for real.
         first_line = next(iter(str(error).splitlines()), "")
@@ -134,7 +135,7 @@ def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -
         raise UnrecordableError(reason) from error
     if recorder.failure is not None:
         raise UnrecordableError(recorder.failure)
-
+    _check_module(module)
     for name, tensor in named_tensors(module):
         if tensor.is_meta:
             raise ValueError(
@@ -151,18 +152,18 @@ def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -
         if not isinstance(origin, TensorRef):
             return tensor
         if id(tensor) not in computed:
-            computed[id(tensor)] = tensor, replay(recorder.log, origin, seed=seed)
+            with unset_fake_temporarily() as outer:
+                value = replay(recorder.log, origin, seed=seed)
+            computed[id(tensor)] = tensor, value if outer is None else outer.from_tensor(value)
         return computed[id(tensor)][1]
 
     move_to_meta(module, hidden=internal, attribute=attribute)
     return Recording(module, recorder.log, origins, seed)
 
 
-def _module_from(build: Callable[[], nn.Module]) -> nn.Module:
-    module = build()
+def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"the callable returned a {type(module).__name__}, where an nn.Module was expected")
-    return module
 
 
 def _left_over(fake_mode: FakeTensorMode) -> list[FakeTensor]:

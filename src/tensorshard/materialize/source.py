@@ -116,7 +116,7 @@ def move_to_meta(
         attribute: What to put in the place of a tensor held as a plain attribute, if it is no parameter.
 
     Raises:
-        ValueError: A parameter or buffer has no shape yet (a lazy module).
+        ValueError: A parameter or buffer has no shape yet (a lazy module), or is sparse.
     """
     originals = dict(named_tensors(module))  # kept to the end: ids and storages are the keys below
     for name, tensor in originals.items():
@@ -124,6 +124,10 @@ def move_to_meta(
             raise ValueError(
                 f"{name!r} has no shape yet, because its module is a lazy one; run one batch through the "
                 "model before handing it over, or give the module its input size"
+            )
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name!r} is a {tensor.layout} tensor; only dense (torch.strided) ones can be laid out"
             )
     storages: dict[int, torch.UntypedStorage] = {}
     with unset_fake_temporarily():

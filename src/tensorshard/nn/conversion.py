@@ -23,7 +23,8 @@ def convert(
     Args:
         module: changed in place, unless it is itself such a layer.
         parallel: what `build` makes.
-        names: of the layers to replace, ``*`` and ``?`` allowed; None for all that are exactly of class `plain`.
+        names: of the layers to replace, ``*`` and ``?`` allowed; None for all that are exactly of class
+            `plain`.
         build: makes the replacement of one layer.
 
     Returns:
@@ -42,10 +43,8 @@ def convert(
         if name == "":
             return replacements[id(layer)]
         module.set_submodule(name, replacements[id(layer)])
-    if any(
-        layer.dim is not None and layer.mesh.size() == dist.get_world_size()
-        for layer in replacements.values()
-    ):
+    split = [layer for layer in replacements.values() if layer.dim is not None]
+    if split and split[0].mesh.size() == dist.get_world_size():
         register_ddp_parameters_to_ignore(module)
     return module
 
@@ -62,25 +61,20 @@ def _choose(
     else:
         chosen, twice = {}, set()
         for pattern in [names] if isinstance(names, str) else names:
-            matches = {name for name in modules if fnmatchcase(name, pattern)}
-            layers = {
-                n: modules[n]
-                for n in matches
-                if isinstance(modules[n], plain) or _is_unsplit(modules[n], parallel)
-            }
-            twice |= matches & done
-            if not layers and not matches & done:
-                available = ", ".join(
-                    n or "the module itself" for n, m in modules.items() if isinstance(m, plain)
-                )
+            matches = {name: m for name, m in modules.items() if fnmatchcase(name, pattern)}
+            layers = {n: m for n, m in matches.items() if isinstance(m, plain) or _is_unsplit(m, parallel)}
+            if not layers and not done & matches.keys():
+                there = [n or "the module itself" for n, m in modules.items() if isinstance(m, plain)]
                 raise ValueError(
-                    f"{pattern!r} names no nn.{plain.__name__} of the model; it has: {available or 'none'}"
+                    f"{pattern!r} names no nn.{plain.__name__} of the model; it has: "
+                    f"{', '.join(there) or 'none'}"
                 )
+            twice |= done & matches.keys()
             chosen |= layers
     if twice:
         raise ValueError(
-            f"already converted: {', '.join(sorted(twice))}. A layer is converted once; to convert others of this model, "
-            f"give their names="
+            f"already converted: {', '.join(sorted(twice))}. A layer is converted once; to convert others "
+            "of this model, give their names="
         )
     return chosen
 
@@ -101,8 +95,8 @@ def _refuse_broken_ties(module: nn.Module, chosen: set[str]) -> None:
         outside = [f"{m}.{p}" for m, p in users if m not in chosen]
         if inside and outside:
             raise ValueError(
-                f"{inside[0]} is tied to {outside[0]}, which is not converted: they would no longer be one parameter. "
-                f"Leave {inside[0].rpartition('.')[0]} out by giving names=, or untie them first"
+                f"{inside[0]} is tied to {outside[0]}, which is not converted: they would no longer be one "
+                f"parameter. Leave {inside[0].rpartition('.')[0]} out by giving names=, or untie them first"
             )
 
 

@@ -13,10 +13,11 @@ from tensorshard.nn.module import ParallelModule
 
 
 class ParallelEmbedding(ParallelModule):
-    """``nn.Embedding`` with its table split over a group: by vocabulary (`dim` 0) or by feature (`dim` 1 or -1).
+    """``nn.Embedding`` with its table split over a group: by vocabulary (`dim` 0) or by feature (`dim` 1 or
+    -1).
 
-    The output is whole either way. Sizes need not divide. Initial weights are those that ``nn.Embedding`` gets from
-    the same random seed, which must be the same on the ranks of the group.
+    The output is whole either way. Sizes need not divide. Initial weights are those that ``nn.Embedding``
+    gets from the same random seed, which must be the same on the ranks of the group.
 
     Args:
         num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in
@@ -91,7 +92,7 @@ class ParallelEmbedding(ParallelModule):
         names: Iterable[str] | None = None,
         group: Group | None = None,
     ) -> nn.Module:
-        """Replaces ``nn.Embedding`` layers: as :meth:`ParallelLinear.convert_parallel_linear` does ``nn.Linear``."""
+        """Replaces ``nn.Embedding`` layers: see :meth:`ParallelLinear.convert_parallel_linear`."""
         check_dim(dim, "convert_parallel_embedding")
         return convert(
             module, nn.Embedding, cls, names, lambda embedding: cls.from_embedding(embedding, dim, group)

@@ -15,8 +15,8 @@ def shard_init_helper_(
 ) -> torch.Tensor:
     """Initialises a tensor in place as `init_method` would initialise the whole of it.
 
-    With the same random seed on every rank, a split parameter thus gets its part of what an unsplit one would get. The
-    whole tensor exists for that long on every rank.
+    With the same random seed on every rank, a split parameter thus gets its part of what an unsplit one would
+    get. The whole tensor exists for that long on every rank.
 
     Args:
         init_method: a function of ``torch.nn.init``.

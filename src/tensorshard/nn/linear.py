@@ -16,22 +16,23 @@ from tensorshard.nn.module import ParallelModule
 class ParallelLinear(ParallelModule):
     """``nn.Linear`` with its weight split over a group. Sizes need not divide.
 
-    ======  ====================  =======================================  =========================================
-    `dim`   what is split         input                                    output
-    ======  ====================  =======================================  =========================================
-    None    nothing               whole                                    whole
-    0       the input features    whole, or this rank's part of its last   whole
-            (a row layer)         dimension
-    1, -1   the output features   whole                                    this rank's part of its last dimension,
-            (a column layer)                                               marked as such
-    ======  ====================  =======================================  =========================================
+    ======  =========================  ===============================  ====================
+    `dim`   what is split              input                            output
+    ======  =========================  ===============================  ====================
+    None    nothing                    whole                            whole
+    0       input features (row)       whole, or this rank's part       whole
+    1, -1   output features (column)   whole                            this rank's part
+    ======  =========================  ===============================  ====================
 
-    Initial weights are those that ``nn.Linear`` gets from the same random seed, which must be the same on the ranks of
-    the group. The whole weight exists for that long on every rank.
+    A part is of the last dimension; that of a column layer is marked as such.
+
+    Initial weights are those that ``nn.Linear`` gets from the same random seed, which must be the same on the
+    ranks of the group. The whole weight exists for that long on every rank.
 
     Args:
         in_features, out_features: of the whole layer.
-        bias: whether there is one. It is split with `dim` 1, and added once, on every rank alike, with `dim` 0.
+        bias: whether there is one. It is split with `dim` 1, and added once, on every rank alike, with `dim`
+            0.
         dim: see above.
         group: a process group or a one-dimensional mesh; by default the model-parallel group.
         device, dtype: as in ``nn.Linear``. Split parameters live on the device type of the group.
@@ -88,9 +89,9 @@ class ParallelLinear(ParallelModule):
     ) -> nn.Module:
         """Replaces ``nn.Linear`` layers inside `module` by parallel ones with the same weights.
 
-        Subclasses of ``nn.Linear`` compute in their own way and are left as they are, unless named. Afterwards
-        ``DistributedDataParallel`` leaves the split parameters alone if the group is the whole world; if it is smaller,
-        call :func:`tensorshard.register_ddp_parameters_to_ignore`.
+        Subclasses of ``nn.Linear`` compute in their own way and are left as they are, unless named.
+        Afterwards ``DistributedDataParallel`` leaves the split parameters alone if the group is the whole
+        world; if it is smaller, call :func:`tensorshard.register_ddp_parameters_to_ignore`.
 
         Args:
             module: changed in place. Its weights must be the same on every rank of the group.
@@ -125,6 +126,6 @@ class ParallelLinear(ParallelModule):
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"dim={self.dim}"
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, dim={self.dim}"
         )

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tensorshard.distributed.groups import Group
+from tensorshard.distributed.groups import Group, resolve_mesh
 from tensorshard.nn.functional import parallel_cross_entropy
 
 
@@ -29,7 +29,7 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss = z_loss
-        self.parallel_group = group
+        self._mesh = None if group is None else resolve_mesh(group)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """As :func:`tensorshard.nn.functional.parallel_cross_entropy`."""
@@ -41,5 +41,5 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
-            group=self.parallel_group,
+            group=self._mesh,
         )

@@ -15,9 +15,9 @@ from tensorshard.distributed.sharding import distribute, distribute_like, normal
 class ParallelModule(nn.Module):
     """A module whose parameters are split over, or replicated on, the ranks of a group.
 
-    Parameters are DTensors, which is what FSDP2, ``torch.distributed.checkpoint`` and optimizers understand; forward is
-    to compute on ``parameter.to_local()`` and to place collectives of :mod:`tensorshard.distributed` by hand.
-    ``load_state_dict`` takes whole tensors as well as DTensors.
+    Parameters are DTensors, which is what FSDP2, ``torch.distributed.checkpoint`` and optimizers understand;
+    forward is to compute on ``parameter.to_local()`` and to place collectives of
+    :mod:`tensorshard.distributed` by hand. ``load_state_dict`` takes whole tensors as well as DTensors.
 
     Args:
         dim: what the layer splits, in its own terms; None for a layer that splits nothing and needs no group.
@@ -73,12 +73,9 @@ class ParallelModule(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, parameter in self.named_parameters(recurse=False):
             value = state_dict.get(prefix + name)
-            if (
-                isinstance(parameter, DTensor)
-                and isinstance(value, torch.Tensor)
-                and not isinstance(value, DTensor)
-            ):
-                # A tensor of another shape is left for torch to report.
-                if value.shape == parameter.shape:
-                    state_dict[prefix + name] = distribute_like(value, parameter)
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                continue
+            # A tensor of another shape is left for torch to report.
+            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                state_dict[prefix + name] = distribute_like(value, parameter)
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -7,6 +7,7 @@ from tensorshard.trainer.hooks import (
     Hook,
     LoggingHook,
     MemoryHook,
+    OptimizerOptionsHook,
     ScheduleHook,
     TimerHook,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "LossEvaluator",
     "MemoryHook",
     "MetricEvaluator",
+    "OptimizerOptionsHook",
     "PeakMemory",
     "RunDirectory",
     "ScheduleHook",

@@ -20,6 +20,7 @@ from tensorshard.trainer.hooks import (
     EvaluationHook,
     LoggingHook,
     MemoryHook,
+    OptimizerOptionsHook,
     ScheduleHook,
     TimerHook,
 )
@@ -60,14 +61,14 @@ def run(config: DictConfig, *, resume: str | None = None, output: str | None = N
         parts = _prepare(config, settings, start, console, stop)
         if dist.get_rank() == 0:
             write_config(config, start.directory, parts.trainer.step)
-        _train(parts.trainer, start)
-        print_summary(
-            console,
-            steps=parts.trainer.step,
-            figures=_figures(parts),
-            peak_bytes=_gather(parts.memory.bytes()),
-            directory=start.directory,
-        )
+        first, last = parts.trainer.step + 1, settings.steps
+        if first > last:
+            logger.info("%s has all %d steps; raise train.steps to train further", start.checkpoint, last)
+        else:
+            verb = "continuing" if start.checkpoint else "training"
+            logger.info("%s in %s, steps %d to %d", verb, start.directory.path, first, last)
+            parts.trainer.fit()
+            _report(parts, start.directory, console)
     if not joined_before:
         dist.destroy_process_group()
 
@@ -92,7 +93,8 @@ def _prepare(
         loss_fn=instantiate(config.loss),
         seed=settings.seed,
     )
-    # The schedule takes the optimizer's rates for its peaks, so it comes before a checkpoint changes them.
+    # What the optimizer and its schedule are configured with, before a checkpoint changes it.
+    options = OptimizerOptionsHook(engine.optimizer)
     schedule = ScheduleHook(instantiate(config.scheduler)(engine.optimizer))
     state = None
     if start.checkpoint is not None:
@@ -118,6 +120,7 @@ def _prepare(
         evaluation,
         LoggingHook(_loggers(start.directory, console), settings.log_every),
         schedule,
+        options,
         CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints),
     ]
     trainer = Trainer(engine, loader, max_steps=settings.steps, hooks=hooks, stop=stop)
@@ -126,25 +129,20 @@ def _prepare(
     return _Run(trainer, timer, memory, evaluation)
 
 
-def _train(trainer: Trainer, start: Start) -> None:
-    first, last = trainer.step + 1, trainer.max_steps
-    if first > last:
-        logger.info(
-            "%s has all of %d steps: nothing is left to train; raise train.steps to go on",
-            start.checkpoint,
-            last,
-        )
-        return
-    verb = "continuing" if start.checkpoint else "training"
-    logger.info("%s in %s, steps %d to %d", verb, start.directory.path, first, last)
-    trainer.fit()
+def _report(parts: _Run, directory: RunDirectory, console: Console) -> None:
+    """The summary of the training that was done, and how to go on where it was stopped. Collective."""
+    trainer = parts.trainer
+    loss = {} if trainer.last_record is None else {"loss": trainer.last_record.loss.item()}
+    print_summary(
+        console,
+        steps=trainer.step,
+        figures=loss | parts.evaluation.latest | parts.timer.overall(),
+        peak_bytes=_gather(parts.memory.bytes()),
+        directory=directory,
+    )
     if trainer.interrupted:
-        logger.info(
-            "stopped early, after step %d of %d; continue with: %s",
-            trainer.step,
-            last,
-            resume_command(start.directory.config),
-        )
+        logger.info("stopped early, after step %d of %d", trainer.step, trainer.max_steps)
+        logger.info("continue with: %s", resume_command(directory.config))
 
 
 def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> list[Evaluator]:
@@ -175,13 +173,6 @@ def _loggers(directory: RunDirectory, console: Console) -> list[loggers.Logger]:
     if loggers.tensorboard_is_installed():
         chosen.append(loggers.TensorBoardLogger(directory.tensorboard))
     return chosen
-
-
-def _figures(parts: _Run) -> dict[str, float]:
-    """What the summary tells of the training: the last loss, the last evaluation, mean speeds."""
-    last = parts.trainer.last_record
-    loss = {} if last is None else {"loss": last.loss.item()}
-    return loss | parts.evaluation.latest | parts.timer.overall()
 
 
 def _gather(value: Any) -> list[Any]:

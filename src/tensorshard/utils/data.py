@@ -12,15 +12,16 @@ __all__ = ["DistributedGroupSampler"]
 class DistributedGroupSampler(DistributedSampler):
     """torch's ``DistributedSampler`` with one share of the data per model-parallel group.
 
-    The ranks of a group hold parts of one model and therefore need the same samples; different groups get different
-    ones. As with torch's, call ``set_epoch`` before each epoch, and hand it to a ``DataLoader`` as its ``sampler``.
+    The ranks of a group hold parts of one model and therefore need the same samples; different groups get
+    different ones. As with torch's, call ``set_epoch`` before each epoch, and hand it to a ``DataLoader`` as
+    its ``sampler``.
 
     Args:
         dataset: what is sampled.
         num_groups: how many shares; by default the number of model-parallel groups.
         group_index: whose share; by default that of this rank's group.
-        shuffle, seed, drop_last: as in ``DistributedSampler``. Without `drop_last`, samples are repeated where the
-            data does not divide.
+        shuffle, seed, drop_last: as in ``DistributedSampler``. Without `drop_last`, samples are repeated
+            where the data does not divide.
 
     Raises:
         RuntimeError: there are no groups, and `num_groups` and `group_index` are not both given.

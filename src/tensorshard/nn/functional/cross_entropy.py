@@ -1,9 +1,10 @@
 """Cross entropy of logits whose classes are split over a group.
 
-No rank ever holds all classes of a sample. Each computes the log-sum-exp of its own classes; one exchange of two or
-three numbers per sample and rank then gives everybody the whole loss (the idea of Megatron-LM's vocabulary-parallel
-cross entropy, with one exchange in place of three). Backward needs no communication. Nothing but the logits themselves
-and one number per sample is kept between forward and backward, and temporaries are of a fixed size.
+No rank ever holds all classes of a sample. Each computes the log-sum-exp of its own classes; one exchange of
+two or three numbers per sample and rank then gives everybody the whole loss (the idea of Megatron-LM's
+vocabulary-parallel cross entropy, with one exchange in place of three). Backward needs no communication.
+Nothing but the logits themselves and one number per sample is kept between forward and backward, and
+temporaries are of a fixed size.
 """
 
 from collections.abc import Iterator
@@ -14,20 +15,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from tensorshard.distributed import primitives
 from tensorshard.distributed.groups import Group, resolve_group
 from tensorshard.distributed.marks import get_mark
-from tensorshard.distributed.sharding import normalize_dim, shard_range
-from tensorshard.nn.functional.arguments import check_indices, check_same_ranks
+from tensorshard.distributed.sharding import normalize_dim
+from tensorshard.nn.functional.arguments import check_same_ranks
+from tensorshard.nn.functional.logits import check_targets, place, refuse_lost_mark
 
 # Elements of a temporary: on the CPU what stays in a core's cache, elsewhere enough to fill a GPU.
-_CPU_TILE = 1 << 16
+_CPU_TILE = 1 << 18
 _DEVICE_TILE = 1 << 24
-
-# How many operations back from unmarked logits to look for the layer that split them.
-_LOOK_BACK = 16
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class _Spec:
 class _CrossEntropy(Function):
     """loss_i = (1 - s) w[t] (lse - z_t) + s / C sum_j w_j (lse - z_j) + zeta lse^2, for sample i of target t.
 
-    C is the number of classes of all ranks, s the label smoothing, w the class weights, lse the log-sum-exp of the
-    logits z, and zeta the z-loss (Chowdhery et al. 2022).
+    C is the number of classes of all ranks, s the label smoothing, w the class weights, lse the log-sum-exp
+    of the logits z, and zeta the z-loss (Chowdhery et al. 2022).
     """
 
     @staticmethod
@@ -105,7 +104,8 @@ class _CrossEntropy(Function):
 
         grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for rows in _tiles(logits):
-            # exp(z - lse) is the softmax; written where it stays if the type allows, else into a tile of a wider type.
+            # exp(z - lse) is the softmax; written where it stays if the type allows, else into a tile of a
+            # wider type.
             tile = grad_logits[rows]
             if tile.dtype == ctx.wide:
                 torch.sub(logits[rows], lse[rows, None], out=tile)
@@ -140,15 +140,17 @@ def parallel_cross_entropy(
     :func:`tensorshard.register_parallel_dim` marks what comes of it by other operations.
 
     Args:
-        input: logits [N, C], [C], or [N, C, d1, ...]; if split, also [d1, ..., C] with the last dimension marked. Sums
-            are taken in fp32 where the logits are of a narrower type, and the loss of split logits is then fp32.
-        target: classes, numbered over all ranks, of the shape of `input` without the class dimension; the same on
-            every rank. For whole logits also class probabilities, as in ``F.cross_entropy``.
+        input: logits [N, C], [C], or [N, C, d1, ...]; if split, also [d1, ..., C] with the last dimension
+            marked. Sums are taken in fp32 where the logits are of a narrower type, and the loss of split
+            logits is then fp32.
+        target: classes, numbered over all ranks, of the shape of `input` without the class dimension; the
+            same on every rank. For whole logits also class probabilities, as in ``F.cross_entropy``.
         weight: [C]: of all classes, on every rank.
         size_average, reduce: deprecated, as in ``F.cross_entropy``.
-        ignore_index, reduction, label_smoothing: as in ``F.cross_entropy``. Smoothing counts the classes of all ranks.
-        z_loss: this times the squared log-sum-exp is added per target that is not ignored (Chowdhery et al. 2022); with
-            "mean", its mean over those.
+        ignore_index, reduction, label_smoothing: as in ``F.cross_entropy``. Smoothing counts the classes of
+            all ranks.
+        z_loss: this times the squared log-sum-exp is added per target that is not ignored (Chowdhery et al.
+            2022); with "mean", its mean over those.
         group: the ranks that hold the classes; by default those in the mark, else the model-parallel group.
 
     Returns:
@@ -156,7 +158,8 @@ def parallel_cross_entropy(
 
     Raises:
         IndexError: a target outside the classes.
-        ValueError: shapes that do not fit; split logits without a mark; a mark on whole ones; an unknown reduction.
+        ValueError: shapes that do not fit; split logits without a mark; a mark on whole ones; an unknown
+            reduction.
     """
     if size_average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
@@ -166,7 +169,7 @@ def parallel_cross_entropy(
         raise ValueError(f"label_smoothing={label_smoothing} was given: use a number from 0 to 1")
     mark = get_mark(input)
     if mark is None:
-        _refuse_lost_mark(input)
+        refuse_lost_mark(input)
         if z_loss == 0:
             return F.cross_entropy(
                 input,
@@ -182,74 +185,16 @@ def parallel_cross_entropy(
         class_dim = normalize_dim(mark.dim, input.ndim)
         process_group = mark.group or resolve_group(group)
         check_same_ranks(process_group, group, "input")
-        start, classes = _place(
+        start, classes = place(
             input, class_dim, mark.size or (None if weight is None else weight.numel()), process_group
         )
-    _check_targets(input, target, class_dim, classes, weight, ignore_index)
+    check_targets(input, target, class_dim, classes, weight, ignore_index)
     spec = _Spec(start, classes, ignore_index, label_smoothing, z_loss, reduction, process_group)
     logits = input.movedim(class_dim, -1)
-    loss = _CrossEntropy.apply(logits.reshape(target.numel(), logits.size(-1)), target.flatten(), weight, spec)
-    return loss.view(target.shape) if reduction == "none" else loss
-
-
-def _place(input: torch.Tensor, dim: int, classes: int | None, group: dist.ProcessGroup) -> tuple[int, int]:
-    """The first class of this rank, and the number of classes of all ranks, asked for if not known."""
-    if classes is None:
-        widths = primitives.exchange_sizes(input.size(dim), group, input.device)
-        return sum(widths[: group.rank()]), sum(widths)
-    start, width = shard_range(classes, group.size(), group.rank())
-    if input.size(dim) != width:
-        hint = ": it seems to be whole; take the mark off with register_parallel_dim(x, None)"
-        raise ValueError(
-            f"logits {list(input.shape)} are marked as split along dimension {dim}, of whose {classes} classes rank "
-            f"{group.rank()} of {group.size()} holds {width}{hint if input.size(dim) == classes else ''}"
-        )
-    return start, classes
-
-
-def _refuse_lost_mark(input: torch.Tensor) -> None:
-    """Finds out that unmarked logits are a shard, where they are a column layer's output with little done to it."""
-    node: Any = input.grad_fn
-    for _ in range(_LOOK_BACK):
-        if node is None:
-            return
-        if isinstance(node, BackwardCFunction):
-            if getattr(node, "split_features", None) in input.shape:
-                break
-            return  # such as a gather, after which they are whole
-        before = [following for following, _ in node.next_functions if following and following.next_functions]
-        node = before[0] if len(before) == 1 else None
-    else:
-        return
-    raise ValueError(
-        f"logits {list(input.shape)} come from a layer that splits its output features, but do not say so: a view, a "
-        f"cast or an arithmetic operation drops the mark. Put it back with "
-        f"tensorshard.register_parallel_dim(logits, -1), or gather them first"
+    loss = _CrossEntropy.apply(
+        logits.reshape(target.numel(), logits.size(-1)), target.flatten(), weight, spec
     )
-
-
-def _check_targets(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    dim: int,
-    classes: int,
-    weight: torch.Tensor | None,
-    ignore_index: int,
-) -> None:
-    expected = [size for axis, size in enumerate(input.shape) if axis != dim]
-    if target.is_floating_point():
-        raise ValueError(
-            f"targets of type {target.dtype} were given: class probabilities need whole logits and z_loss=0; for split "
-            f"logits give class numbers"
-        )
-    if list(target.shape) != expected:
-        raise ValueError(
-            f"targets {list(target.shape)} were given for logits {list(input.shape)}, whose classes are along dimension "
-            f"{dim}: expected {expected}"
-        )
-    if weight is not None and list(weight.shape) != [classes]:
-        raise ValueError(f"weight {list(weight.shape)} was given for {classes} classes: expected [{classes}]")
-    check_indices(target, classes, "target", "classes", ignore_index)
+    return loss.view(target.shape) if reduction == "none" else loss
 
 
 def _target_columns(targets: torch.Tensor, start: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +212,7 @@ def _statistics(
     spec: _Spec,
     wide: torch.dtype,
 ) -> torch.Tensor:
-    """[2 or 3, N]: of this rank's classes the log-sum-exp, the target's logit (0 if elsewhere), the weighted sum."""
+    """[2 or 3, N]: of this rank's classes the log-sum-exp, the target's logit or 0, the weighted sum."""
     statistics = logits.new_zeros((3 if spec.label_smoothing else 2, logits.size(0)), dtype=wide)
     statistics[0] = -torch.inf
     if logits.size(1) == 0:

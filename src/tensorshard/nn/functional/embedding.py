@@ -33,11 +33,8 @@ class _VocabularyEmbedding(Function):
         elsewhere = (rows < 0) | (rows >= weight.size(0))
         rows.masked_fill_(elsewhere, 0)
         ctx.save_for_backward(rows, elsewhere)
-        ctx.height, ctx.padding_index, ctx.scale_by_frequency = (
-            weight.size(0),
-            padding_index,
-            scale_by_frequency,
-        )
+        ctx.height, ctx.padding_index = weight.size(0), padding_index
+        ctx.scale_by_frequency = scale_by_frequency
         if weight.size(0):
             output = F.embedding(rows, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
         else:
@@ -79,8 +76,8 @@ def parallel_embedding(
     Args:
         input: indices into the whole vocabulary, the same on every rank of the group.
         weight: [num_embeddings, embedding_dim], as a DTensor, or this rank's part of it.
-        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in ``F.embedding``. `max_norm` changes `weight`
-            in place. `sparse` needs ``dim=None``.
+        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in ``F.embedding``. `max_norm`
+            changes `weight` in place. `sparse` needs ``dim=None``.
         num_embeddings: size of the whole vocabulary; needed with ``dim=0`` if `weight` is not a DTensor.
         dim: None: ``F.embedding``. 0: the vocabulary is split. 1 or -1: the features are split.
         group: the ranks that hold the parts; by default the weight's own, else the model-parallel group.
@@ -90,8 +87,8 @@ def parallel_embedding(
 
     Raises:
         IndexError: an index outside the vocabulary.
-        ValueError: `dim` is none of these; `sparse` with a split table; `num_embeddings` is needed and missing, or is
-            not what `weight` is a part of; `group` is not the weight's.
+        ValueError: `dim` is none of these; `sparse` with a split table; `num_embeddings` is needed and
+            missing, or is not what `weight` is a part of; `group` is not the weight's.
     """
     check_dim(dim, "parallel_embedding")
     if dim is None:
@@ -100,12 +97,12 @@ def parallel_embedding(
         raise ValueError(
             "sparse=True was given for a split embedding, whose gradients are dense: leave it out"
         )
-    held = weight.detach().to_local() if isinstance(weight, DTensor) else weight.detach()
+    process_group = parameter_group(weight, group, "weight")
+    embedding_dim = None
     if isinstance(weight, DTensor):
         num_embeddings, embedding_dim = weight.shape
-    else:
-        embedding_dim = None
-    process_group = parameter_group(weight, group, "weight")
+    with torch.no_grad():
+        held = to_local(weight)
     if dim == 0:
         start, height = _rows_held(num_embeddings, held.size(0), process_group)
         assert num_embeddings is not None  # else _rows_held raises
@@ -113,13 +110,13 @@ def parallel_embedding(
         padding = _positive(padding_idx, num_embeddings)
         if max_norm is not None:
             mine = input[(input >= start) & (input < start + height)] - start
-            torch.embedding_renorm_(held, mine, max_norm, norm_type)
+            torch.embedding_renorm_(held.detach(), mine, max_norm, norm_type)
         row = -1 if padding is None or not start <= padding < start + height else padding - start
         local = to_local(weight)
         return _VocabularyEmbedding.apply(local, input, start, row, scale_grad_by_freq, process_group)
     check_indices(input, held.size(0), "index", "embeddings")
     if max_norm is not None:
-        _renormalize_features(held, input, max_norm, norm_type, process_group)
+        _renormalize_features(held.detach(), input, max_norm, norm_type, process_group)
     output = F.embedding(input, to_local(weight), padding_idx, scale_grad_by_freq=scale_grad_by_freq)
     return gather(output, -1, process_group, size=embedding_dim)
 
@@ -131,8 +128,8 @@ def _rows_held(num_embeddings: int | None, height: int, group: dist.ProcessGroup
     start, expected = shard_range(num_embeddings, group.size(), group.rank())
     if height != expected:
         raise ValueError(
-            f"num_embeddings={num_embeddings} was given, of which rank {group.rank()} of {group.size()} holds "
-            f"{expected} rows; its weight has {height}"
+            f"num_embeddings={num_embeddings} was given, of which rank {group.rank()} of {group.size()} "
+            f"holds {expected} rows; its weight has {height}"
         )
     return start, height
 
@@ -148,7 +145,7 @@ def _positive(padding_idx: int | None, num_embeddings: int) -> int | None:
 def _renormalize_features(
     weight: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float, group: dist.ProcessGroup
 ) -> None:
-    """``embedding_renorm_`` for rows of which each rank holds some features: the norms are those of whole rows."""
+    """``embedding_renorm_`` of rows of which each rank holds some features: by the norms of whole rows."""
     rows = indices.unique()
     parts = primitives.gather_flat(torch.linalg.vector_norm(weight[rows], norm_type, dim=1), group)
     norms = torch.linalg.vector_norm(parts, norm_type, dim=0)

@@ -54,7 +54,7 @@ class _ColumnLinear(Function):
 
 
 class _RowLinear(Function):
-    """This rank's columns of the input and of the weight (input features): the whole output, on every rank."""
+    """This rank's columns of the input and of the weight (input features): the whole output."""
 
     @staticmethod
     def forward(
@@ -93,14 +93,14 @@ def parallel_linear(
         input: [*, in_features], whole; with ``dim=0`` it may also be this rank's part of the input features.
         weight: [out_features, in_features], as a DTensor, or this rank's part of it.
         bias: [out_features]: split as the weight's rows with ``dim=1``, whole with ``dim=0``.
-        dim: None: ``F.linear``. 1 or -1: the output features are split (a column layer); the output is this rank's
-            part, [*, part of out_features], and marked as such. 0: the input features are split (a row layer); the
-            output is whole.
+        dim: None: ``F.linear``. 1 or -1: the output features are split (a column layer); the output is this
+            rank's part, [*, part of out_features], and marked as such. 0: the input features are split (a row
+            layer); the output is whole.
         group: the ranks that hold the parts; by default the weight's own, else the model-parallel group.
 
     Raises:
-        ValueError: `dim` is none of these; a part was given where a whole input is needed, or the reverse; `group` is
-            not the weight's.
+        ValueError: `dim` is none of these; a part was given where a whole input is needed, or the reverse;
+            `group` is not the weight's.
     """
     check_dim(dim, "parallel_linear")
     if dim is None:
@@ -116,8 +116,8 @@ def parallel_linear(
     _check_whole(input, "a layer that splits its output features")
     if input.size(-1) != local_weight.size(1):
         raise ValueError(
-            f"an input of shape {list(input.shape)} was given to a layer of {local_weight.size(1)} input features: a "
-            f"layer that splits its output features needs its input whole"
+            f"an input of shape {list(input.shape)} was given to a layer of {local_weight.size(1)} input "
+            "features: a layer that splits its output features needs its input whole"
         )
     input, local_weight, local_bias = autocast(input, local_weight, local_bias)  # type: ignore[assignment]
     output = _ColumnLinear.apply(input, local_weight, local_bias, process_group)
@@ -139,8 +139,9 @@ def _check_whole(input: torch.Tensor, what: str) -> None:
     mark = get_mark(input)
     if mark is not None and normalize_dim(mark.dim, input.ndim) == input.ndim - 1 and _is_split(mark):
         raise ValueError(
-            f"a tensor {list(input.shape)} marked as split along its last dimension was given to {what}, which needs it "
-            f"whole: put it together with tensorshard.distributed.gather(x, dim=-1), or use a layer with dim=0"
+            f"a tensor {list(input.shape)} marked as split along its last dimension was given to {what}, "
+            "which needs it whole: put it together with tensorshard.distributed.gather(x, dim=-1), or use "
+            "a layer with dim=0"
         )
 
 
@@ -165,6 +166,7 @@ def _as_row_input(
             return input
     needed = f"its part of {part}" if whole is None else f"all {whole} input features, or its part of {part}"
     raise ValueError(
-        f"an input of shape {list(input.shape)}{' marked as split along its last dimension' if is_part else ''} was "
-        f"given to rank {group.rank()} of {group.size()} of a layer that splits its input features: it needs {needed}"
+        "an input of shape "
+        f"{list(input.shape)}{' marked as split along its last dimension' if is_part else ''} was given to "
+        f"rank {group.rank()} of {group.size()} of a layer that splits its input features: it needs {needed}"
     )

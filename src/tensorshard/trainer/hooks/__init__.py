@@ -5,6 +5,7 @@ from tensorshard.trainer.hooks.checkpoint import CheckpointHook
 from tensorshard.trainer.hooks.evaluation import EvaluationHook
 from tensorshard.trainer.hooks.logging import LoggingHook
 from tensorshard.trainer.hooks.memory import MemoryHook
+from tensorshard.trainer.hooks.options import OptimizerOptionsHook
 from tensorshard.trainer.hooks.schedule import ScheduleHook
 from tensorshard.trainer.hooks.timer import TimerHook
 
@@ -14,6 +15,7 @@ __all__ = [
     "Hook",
     "LoggingHook",
     "MemoryHook",
+    "OptimizerOptionsHook",
     "ScheduleHook",
     "TimerHook",
 ]
