@@ -337,8 +337,10 @@ def test_uninitialised_memory_is_zero() -> None:
         self.partly = nn.Parameter(torch.empty(4))
         with torch.no_grad():
             self.partly[::2] = 1
+        self.none = nn.Parameter(torch.randn(0, 3))
 
     source = recorded(fill)
+    assert source.tensor("none").shape == (0, 3)
     assert source.tensor("bare").tolist() == [0, 0, 0]
     assert source.tensor("partly").tolist() == [1, 0, 1, 0]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rank_pool import RankPool
 from torch import nn
 
+from rank_pool import RankPool
 from tensorshard.materialize import HeldTensors, Recording, from_meta, from_module, record
 from tensorshard.materialize.replay import draw_seed
 
@@ -93,7 +93,7 @@ def test_the_constructors_own_errors_surface() -> None:
     with pytest.raises(LookupError, match="no such layer") as caught:
         record(broken, seed=0)
     assert caught.value.__context__ is None  # the user sees one traceback, of the real run
-    with pytest.raises(TypeError, match="returned a dict, where an nn.Module was expected"):
+    with pytest.raises(TypeError, match=r"returned a dict, where an nn.Module was expected"):
         record(dict, seed=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'weight' has no shape yet.*run one batch"):
         record(lambda: nn.LazyLinear(3), seed=0)
@@ -121,7 +121,7 @@ def test_a_built_module_is_held() -> None:
     assert model[1]._flat_weights[0] is model[1].weight_ih_l0  # no copy of the real weights stays behind
     assert torch.equal(source.tensor("2.weight"), weight)
     assert source.tensor("0.weight").data_ptr() == original.data_ptr()  # handed out, not copied
-    with pytest.raises(ValueError, match="'0.weight' is on the meta device and has no values"):
+    with pytest.raises(ValueError, match=r"'0.weight' is on the meta device and has no values"):
         from_module(model)
 
 

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankError
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import tensorshard.distributed as tsd
+from rank_pool import RankError
 from tensorshard.nn import ParallelCrossEntropyLoss, ParallelLinear
 from tensorshard.state import collect_state_dict, register_ddp_parameters_to_ignore
 

@@ -6,13 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import tensorshard.distributed as tsd
 from rank_pool import RankError
 from tensorshard.nn import ParallelLinear, RegisterParallelDim, init
 from tensorshard.nn.functional import parallel_linear
-from tensorshard.state import get_parallel_dim, register_parallel_dim
+from tensorshard.state import (
+    collect_state_dict,
+    get_parallel_dim,
+    register_parallel_dim,
+    relocate_state_dict,
+)
 
 WORLDS = [
     pytest.param(2, 2, id="2 ranks"),
@@ -270,3 +276,32 @@ def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(ranks)
     names = ranks(2, _watch_backward)[0]
     sent = next(i for i, name in enumerate(names) if "gloo" in name)
     assert names[:sent] == ["aten::mm"] and "aten::mm" in names[sent:]
+
+
+def _under_fsdp() -> None:
+    tsd.init_process_group(2)
+    model = nn.Sequential(nn.LayerNorm(6), *_build_mlp((1, 0)))
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 10), nn.GELU(), nn.Identity(), nn.Linear(10, 6))
+    fully_shard(model, mesh=tsd.get_mesh()["dp"])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(2, 3, 6)
+        mine = x[tsd.get_data_parallel_rank()]
+        for network, optimizer, batch in zip((model, reference), optimizers, (mine, x), strict=True):
+            optimizer.zero_grad()
+            network(batch).square().mean().backward()
+            optimizer.step()
+    state = collect_state_dict(model, rank0_only=False)
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+    fresh = {name: torch.randn_like(value) for name, value in reference.state_dict().items()}
+    dist.broadcast_object_list(sent := [fresh], src=0)
+    model.load_state_dict(relocate_state_dict(model, sent[0]))
+    for name, value in collect_state_dict(model, rank0_only=False).items():
+        torch.testing.assert_close(value, sent[0][name])
+
+
+def test_under_fsdp2(ranks):
+    ranks(4, _under_fsdp)

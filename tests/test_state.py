@@ -176,6 +176,7 @@ def _ties() -> None:
     ParallelLinear.convert_parallel_linear(model, dim=1)
     state = collect_state_dict(model, rank0_only=False)
     assert state["a.weight"] is state["b.weight"] and state["a.bias"] is not state["b.bias"]
+    assert bool(collect_state_dict(model)) == (dist.get_rank() == 0)
 
 
 def test_ties_survive(ranks):

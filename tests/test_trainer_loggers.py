@@ -136,11 +136,11 @@ def test_tensorboard_gets_every_measurement(tmp_path: Path) -> None:
 def test_each_rank_logs_to_its_own_file_and_leaves_the_logger_as_it_was(tmp_path: Path) -> None:
     logger = logging.getLogger("tensorshard")
     before = (logger.level, logger.propagate, list(logger.handlers))
-    with RankLog(tmp_path, rank=3) as log:
+    with RankLog(tmp_path / "run", rank=3) as log:
         logging.getLogger("tensorshard.anything").info("here is %s", "a line")
     logger.info("not this one")
-    text = (tmp_path / "rank3.log").read_text()
-    assert log.path == tmp_path / "rank3.log"
+    text = (tmp_path / "run" / "rank3.log").read_text()
+    assert log.path == tmp_path / "run" / "rank3.log"
     assert "INFO" in text and "here is a line" in text and "not this one" not in text
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
 

@@ -32,7 +32,7 @@ from torchmetrics import MeanSquaredError
 
 from tensorshard.config import LazyCall, get_config
 from tensorshard.trainer.schedulers import warmup_cosine
-from test_trainer_run import Sums, TwoLayers
+from test_trainer_run import Sums, SmallNet
 
 train = get_config("common/train.py").train
 train.steps = 10
@@ -41,7 +41,7 @@ train.eval_every = 4
 train.save_every = 4
 train.keep_checkpoints = 0
 train.log_every = 1
-model = LazyCall(TwoLayers)(dropout=0.0)
+model = LazyCall(SmallNet)(dropout=0.0)
 optimizer = LazyCall(AdamW, partial=True)(lr=0.05)
 scheduler = LazyCall(warmup_cosine, partial=True)(warmup_steps=3, total_steps="${train.steps}")
 loss = LazyCall(mse_loss, partial=True)()
@@ -50,14 +50,21 @@ data = {"train": LazyCall(Sums)(count=100, seed=0), "validation": LazyCall(Sums)
 """
 
 
-class TwoLayers(nn.Module):
+class SmallNet(nn.Module):
+    """Blocks, and layers outside of them, which belong to the root's unit."""
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 16), nn.Linear(16, 1)])
+        self.inlet = nn.Linear(4, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.dropout = nn.Dropout(dropout)
+        self.outlet = nn.Linear(16, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[1](self.dropout(torch.relu(self.blocks[0](x))))
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = x + self.dropout(torch.relu(block(x)))
+        return self.outlet(x)
 
 
 class Sums(Dataset[tuple[Tensor, Tensor]]):
@@ -192,7 +199,7 @@ def test_a_finished_run_has_nothing_left_to_train(ranks: RankPool, config: Path,
 
 def _engine(zero: int = 3) -> Engine:
     return parallelize(
-        TwoLayers, Plan(zero=zero), optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=mse_loss, device="cpu"
+        SmallNet, Plan(zero=zero), optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=mse_loss, device="cpu"
     )
 
 
@@ -201,7 +208,7 @@ def _validation_loss(count: int, batch: int) -> tuple[float, float]:
     dataset = Sums(count, seed=3)
     loader = evaluation_loader(dataset, engine.mesh, global_batch_size=batch, shuffle=False)
     measured = LossEvaluator(loader).evaluate(engine)["val_loss"]
-    single = TwoLayers()
+    single = SmallNet()
     state = [engine.full_state_dict()]
     dist.broadcast_object_list(state, src=0)
     single.load_state_dict(state[0])

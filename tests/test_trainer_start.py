@@ -154,8 +154,10 @@ def test_missing_sections_and_settings_are_named() -> None:
     ):
         TrainSettings.from_config(config)
     del config.loss
+    config.scheduler = None
     with pytest.raises(
-        ConfigError, match="the config has no loss; one that can be run has the sections model"
+        ConfigError,
+        match="the config has no scheduler and no loss; one that can be run has the sections model",
     ):
         TrainSettings.from_config(config)
 

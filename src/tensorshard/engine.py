@@ -13,7 +13,7 @@ from torch._guards import detect_fake_mode
 
 from tensorshard.batch import batch_size, call_model, split_batch, to_device
 from tensorshard.distributed.collectives import all_reduce_
-from tensorshard.distributed.world import default_device, join_world
+from tensorshard.distributed.world import default_device, join_world, world_size
 from tensorshard.materialize import TensorSource, from_meta, from_module, record
 from tensorshard.mesh import Mesh
 from tensorshard.optim.gradients import clip_factor, global_norm, scale_gradients
@@ -21,8 +21,10 @@ from tensorshard.optim.loss_scaler import LossScaler
 from tensorshard.plan import Plan
 from tensorshard.summary import Summary, summarize
 from tensorshard.transforms.apply import apply_plan
+from tensorshard.transforms.batch_norm import running_statistics
+from tensorshard.transforms.checks import check_model
 from tensorshard.transforms.precision import autocast, check_supported, widen_output
-from tensorshard.transforms.shard import ShardedModel
+from tensorshard.transforms.shard import ShardedModel, shard_units
 
 logger = logging.getLogger("tensorshard")
 
@@ -67,14 +69,14 @@ def parallelize(
     """
     _check_arguments(model, plan, optimizer, loss_fn)
     device = torch.device(device) if device is not None else default_device()
-    world_size = dist.get_world_size() if dist.is_initialized() else None
-    if world_size is not None:
-        plan = plan.resolve(world_size)
+    plan = plan.resolve(world_size())
     check_supported(plan.precision, device)
+    if isinstance(model, nn.Module):
+        check_model(model, plan)
     join_world(device)
-    plan = plan.resolve(dist.get_world_size())
-    mesh = Mesh(plan, device.type)
     source, agreed = _weights_of(model, seed)
+    check_model(source.module, plan)
+    mesh = Mesh(plan, device.type)
     sharded = apply_plan(source, plan, mesh, device, broadcast=not agreed and mesh.world_size > 1)
     torch.manual_seed(seed * 1_000_003 + mesh.dp_rank)  # dropout differs between data ranks, and is repeatable
     return Engine(sharded, plan, mesh, optimizer=optimizer, loss_fn=loss_fn, device=device)
@@ -115,8 +117,7 @@ class Engine:
         self.grad_norm: torch.Tensor | None = None
         self.scaler = LossScaler() if plan.precision == "fp16" else None
         self._trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
-        if not self._trained:
-            raise ValueError("no parameter of the model requires a gradient, so there is nothing to train")
+        self._running_statistics = running_statistics(sharded.model)
         self.optimizer = _build_optimizer(optimizer, self._trained)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
         self.optimizer.register_step_post_hook(lambda *_: sharded.publish_update())
@@ -135,8 +136,19 @@ class Engine:
 
         Raises:
             ValueError: the batch does not split into ``plan.micro_batches``.
-            NonFiniteLossError: the loss is NaN or infinite. Weights and optimizer are as before the step.
+            NonFiniteLossError: the loss is NaN or infinite. Weights, optimizer and the running statistics of batch
+                normalizations are as before the step.
         """
+        kept = [buffer.clone() for buffer in self._running_statistics]
+        try:
+            return self._step(inputs, targets)
+        except NonFiniteLossError:
+            self.optimizer.zero_grad(set_to_none=True)
+            for buffer, value in zip(self._running_statistics, kept, strict=True):
+                buffer.copy_(value)
+            raise
+
+    def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
         parts = split_batch(inputs, targets, self.plan.micro_batches)
         tally = _LossTally(self)
         for index, (part_inputs, part_targets) in enumerate(parts):
@@ -159,7 +171,7 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
-        was_training = self.model.training
+        training = [module for module in self.model.modules() if module.training]  # some may be frozen in eval mode
         self.model.eval()
         try:
             tally = _LossTally(self)
@@ -167,7 +179,8 @@ class Engine:
             tally.start_total()
             return tally.mean()
         finally:
-            self.model.train(was_training)
+            for module in training:
+                module.training = True
 
     def _loss(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a (micro-)batch as a sum and the count that it is a sum over."""
@@ -175,18 +188,20 @@ class Engine:
         with autocast(self.plan.precision, self.device):
             output = call_model(self.model, inputs)
         result = self.loss_fn(widen_output(output) if self.plan.precision != "fp32" else output, targets)
-        if isinstance(result, tuple):
+        if isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0]):
             total, count = result
             return total, torch.as_tensor(count, dtype=torch.float32, device=self.device).detach()
-        if not isinstance(result, torch.Tensor) or result.dim() != 0:
-            shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
-            raise TypeError(f"loss_fn returned {shape}; it must return a scalar mean, or a tuple (sum, count)")
+        if not _is_scalar(result):
+            raise TypeError(
+                f"loss_fn returned {_described(result)}; it must return a scalar tensor, the mean over the samples, or "
+                f"a tuple (sum, count) whose sum is a scalar tensor"
+            )
         samples = batch_size(inputs)
         return result * samples, torch.tensor(float(samples), device=self.device)
 
     def _backward_scale(self, tally: "_LossTally") -> torch.Tensor:
-        """Gradients are averaged over the data ranks, but the loss is a sum over them divided by a global count."""
-        scale = self.mesh.dp_size * (self.scaler.scale if self.scaler else 1.0)
+        """The loss is a sum over the data ranks divided by a global count, and so must the gradient be."""
+        scale = self.sharded.gradient_divisor * (self.scaler.scale if self.scaler else 1.0)
         assert tally.normalizer is not None
         return scale / tally.normalizer
 
@@ -202,8 +217,9 @@ class Engine:
             self.grad_norm = norm if factor is None else norm * factor
             if self.scaler is not None:
                 overflowed = not _is_finite(self.grad_norm)
+                exhausted = overflowed and self.scaler.is_smallest
                 self.scaler.update(overflowed)
-                if overflowed:
+                if overflowed and not exhausted:
                     return False
             self._check_finite(self.grad_norm, "norm of the gradient")
             if clip is not None:
@@ -216,7 +232,6 @@ class Engine:
     def _check_finite(self, value: torch.Tensor, what: str) -> None:
         if _is_finite(value):
             return
-        self.optimizer.zero_grad(set_to_none=True)
         raise NonFiniteLossError(
             f"the {what} of step {self.step_count + 1} is {value.item()}; the step was not taken, so weights and "
             f"optimizer are those after step {self.step_count}. A lower learning rate, clip_grad_norm, or "
@@ -279,7 +294,7 @@ class _LossTally:
             first = count.clone()
             if self._group is not None:
                 all_reduce_(first, self._group)
-            self.normalizer = (first * micro_batches).clamp(min=1.0)
+            self.normalizer = _nonzero(first) * micro_batches
         else:
             self._sum, self._count = self._sum + loss_sum.detach(), self._count + count
         self._parts += 1
@@ -302,14 +317,14 @@ class _LossTally:
         """The global mean loss."""
         loss_sum, count = self._finished_total()
         assert self._sum is not None
-        return (loss_sum / count.clamp(min=1.0)).to(self._sum.dtype)
+        return (loss_sum / _nonzero(count)).to(self._sum.dtype)
 
     def correction(self) -> torch.Tensor | None:
         """What gradients still have to be multiplied by, once every micro-batch was counted; None for nothing."""
         if self._parts == 1:
             return None
         assert self.normalizer is not None
-        return self.normalizer.double() / self._finished_total()[1].clamp(min=1.0)
+        return self.normalizer.double() / _nonzero(self._finished_total()[1])
 
 
 def _weights_of(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[TensorSource, bool]:
@@ -349,9 +364,27 @@ def _build_optimizer(factory: OptimizerFactory, masters: dict[str, nn.Parameter]
                     f"from the parameters that the callable receives"
                 )
         # The for-loop that torch chooses on CPUs is 7 times slower; the fused kernel computes the same.
-        if "fused" in group and not any(group.get(option) for option in ("fused", "foreach", "differentiable")):
-            group["fused"] = all(p.is_floating_point() for p in group["params"])
+        is_open = "fused" in group and group["fused"] is None and group.get("foreach") is None
+        if is_open and not group.get("differentiable"):
+            group["fused"] = True
     return built
+
+
+def _nonzero(count: torch.Tensor) -> torch.Tensor:
+    """`count`, or one where nothing was counted: the loss is then zero, and so are the gradients."""
+    return torch.where(count == 0, 1.0, count)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {' and '.join(map(_described, value)) or 'nothing'}"
+    return repr(value)
 
 
 def _wants_names(factory: Any) -> bool:

@@ -69,7 +69,7 @@ def load(engine: "Engine", path: str | os.PathLike[str]) -> dict[str, Any]:
     tensors.update(generators)
     dcp.load(tensors, storage_reader=SafeReader(source))
     _restore_optimizer(engine, states, document)
-    engine.sharded.publish_update()
+    engine.sharded.publish_load()
     engine.step_count = document["step_count"]
     if engine.scaler is not None and document["scaler"] is not None:
         engine.scaler.load_state_dict(document["scaler"])

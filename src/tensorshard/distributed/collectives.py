@@ -6,34 +6,51 @@ loopback). So on Gloo these are built from sends and receives here. Sums are the
 them, in the order of the ranks, so that they do not depend on timing.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# Below this many bytes an all-reduce sends every rank's tensor to every other: one hop instead of a ring.
+# Below this many bytes an all-reduce sends every rank's tensor to every other: one hop instead of two.
 _SMALL_BYTES = 1 << 16
+
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
 class _Pending(dist.distributed_c10d.Work):
-    """Several point-to-point transfers under way, and what is to be done once they are over."""
+    """Point-to-point transfers under way, and what follows once they have arrived.
 
-    def __init__(self, transfers: Sequence[Any], finish: Callable[[], None] | None = None, keep: Any = None):
+    A stage is called when the transfers before it are over; it returns the transfers that it starts in turn.
+    """
+
+    def __init__(self, transfers: list[Any], stages: Sequence[Callable[[], list[Any]]] = (), keep: Any = None):
         super().__init__()
         self._transfers = transfers
-        self._finish = finish
+        self._stages = deque(stages)
         self._keep = keep  # buffers must outlive their transfers
 
-    def wait(self, timeout: Any = None) -> bool:
-        transfers, self._transfers = self._transfers, ()
+    def advance(self) -> None:
+        """Waits for what is under way and starts what follows."""
+        transfers, self._transfers = self._transfers, []
         for transfer in transfers:
             transfer.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        self._keep = None
+        if self._stages:
+            self._transfers = self._stages.popleft()()
+        if not self._transfers:
+            self._keep = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        while self._transfers or self._stages:
+            self.advance()
         return True
+
+
+def advance(work: dist.Work | None) -> None:
+    """Gives a collective that goes in several stages the chance to start its next; others advance by themselves."""
+    if isinstance(work, _Pending):
+        work.advance()
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -53,13 +70,12 @@ def all_gather_into(
     if not is_gloo(group, output.device):
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
     rank, size = group.rank(), group.size()
-    parts = output.view(-1).chunk(size)
+    parts = list(output.view(-1).chunk(size))
     source = input.view(-1)
     if parts[rank].data_ptr() != source.data_ptr():
         parts[rank].copy_(source)
-    transfers = [group.recv([parts[r]], r, 0) for r in _others(rank, size)]
-    transfers += [group.send([source], r, 0) for r in _others(rank, size)]
-    return _done_or_pending(_Pending(transfers, keep=(output, source)), async_op)
+    pending = _Pending(_exchange_parts(parts, rank, group), keep=output)
+    return _done_or_pending(pending, async_op)
 
 
 def reduce_scatter_into(
@@ -69,61 +85,85 @@ def reduce_scatter_into(
     op: Any = dist.ReduceOp.SUM,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Sums (or averages) `input` over the ranks and leaves this rank's part in `output`.
-
-    `input` and `output` are contiguous; `output` holds 1/size of the elements and may be of a wider type than `input`
-    on Gloo: the parts travel in the type of `input` and are summed in the type of `output`.
-    """
+    """Sums (or averages) `input` over the ranks and leaves this rank's part in `output`; both contiguous."""
     if not is_gloo(group, output.device):
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
     _check_sum_or_average(op)
     rank, size = group.rank(), group.size()
-    parts = input.view(-1).chunk(size)
-    received = torch.empty((size - 1, output.numel()), dtype=input.dtype, device=input.device)
-    others = _others(rank, size)
-    transfers = [group.recv([received[i]], r, 0) for i, r in enumerate(others)]
-    transfers += [group.send([parts[r]], r, 0) for r in others]
+    parts = list(input.view(-1).chunk(size))
+    transfers, received = _collect_part(parts, rank, group)
 
-    def finish() -> None:
-        flat = output.view(-1)
-        arrived = dict(zip(others, received, strict=True))
-        arrived[rank] = parts[rank]
-        wide = flat if flat.dtype in (torch.float32, torch.float64) else torch.empty_like(flat, dtype=torch.float32)
-        wide.copy_(arrived[0])
-        for r in range(1, size):
-            wide.add_(arrived[r])
-        if op == dist.ReduceOp.AVG:
-            wide.div_(size)
-        if wide is not flat:
-            flat.copy_(wide)
+    def finish() -> list[Any]:
+        _sum_into(output.view(-1), received, op)
+        return []
 
-    return _done_or_pending(_Pending(transfers, finish, keep=(input, received)), async_op)
+    return _done_or_pending(_Pending(transfers, [finish], keep=(input, received)), async_op)
 
 
 def all_reduce_(
     tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, async_op: bool = False
 ) -> dist.Work | None:
     """Reduces `tensor` over the ranks, in place."""
-    exchange = (
-        op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
-        and tensor.numel() * tensor.element_size() <= _SMALL_BYTES
-        and is_gloo(group, tensor.device)
-    )
-    if not exchange:
+    small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+    ours = op in _SUMS or (op == dist.ReduceOp.MAX and small)
+    if not ours or not tensor.is_contiguous() or not is_gloo(group, tensor.device):
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
     rank, size = group.rank(), group.size()
-    mine = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-    received = mine.new_empty((size, mine.numel()))
-    received[rank] = mine
-    others = _others(rank, size)
+    flat = tensor.detach().view(-1)
+    if small:
+        copies = [flat.clone() if r == rank else torch.empty_like(flat) for r in range(size)]
+
+        def finish() -> list[Any]:
+            if op == dist.ReduceOp.MAX:
+                flat.copy_(torch.stack(copies).amax(0))
+            else:
+                _sum_into(flat, copies, op)
+            return []
+
+        return _done_or_pending(_Pending(_exchange_parts(copies, rank, group), [finish], keep=copies), async_op)
+
+    parts = list(flat.tensor_split(size))
+    transfers, received = _collect_part(parts, rank, group)
+
+    def reduce_own() -> list[Any]:
+        _sum_into(parts[rank], received, op)
+        return _exchange_parts(parts, rank, group)
+
+    return _done_or_pending(_Pending(transfers, [reduce_own], keep=(tensor, received)), async_op)
+
+
+def _collect_part(
+    parts: list[torch.Tensor], rank: int, group: dist.ProcessGroup
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """Sends part r to rank r; returns the transfers and every rank's version of this rank's part, in their order."""
+    others = _others(rank, group.size())
+    received = [part if r == rank else torch.empty_like(parts[rank]) for r, part in enumerate(parts)]
     transfers = [group.recv([received[r]], r, 0) for r in others]
-    transfers += [group.send([mine], r, 0) for r in others]
+    transfers += [group.send([parts[r]], r, 0) for r in others]
+    return transfers, received
 
-    def finish() -> None:
-        total = received.sum(0) if op == dist.ReduceOp.SUM else received.amax(0)
-        tensor.copy_(total.view(tensor.shape))
 
-    return _done_or_pending(_Pending(transfers, finish, keep=(mine, received)), async_op)
+def _exchange_parts(parts: list[torch.Tensor], rank: int, group: dist.ProcessGroup) -> list[Any]:
+    """Sends this rank's part to all and fills the others with theirs."""
+    others = _others(rank, len(parts))
+    transfers = [group.recv([parts[r]], r, 0) for r in others]
+    return transfers + [group.send([parts[rank]], r, 0) for r in others]
+
+
+def _sum_into(output: torch.Tensor, terms: list[torch.Tensor], op: Any) -> None:
+    """The sum of `terms` in their order (one of them may be `output` itself), in fp32 or wider if floating."""
+    narrow = output.dtype in (torch.float16, torch.bfloat16)
+    if len(terms) == 2 and not narrow:  # in one pass over memory
+        torch.add(terms[0], terms[1], out=output)
+        total = output
+    else:
+        total = terms[0].float() if narrow else terms[0].clone()
+        for term in terms[1:]:
+            total.add_(term)
+    if op == dist.ReduceOp.AVG:
+        total.div_(len(terms))
+    if total is not output:
+        output.copy_(total)
 
 
 def _others(rank: int, size: int) -> list[int]:
@@ -139,5 +179,5 @@ def _done_or_pending(pending: _Pending, async_op: bool) -> dist.Work | None:
 
 
 def _check_sum_or_average(op: Any) -> None:
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+    if op not in _SUMS:
         raise ValueError(f"reduce_scatter_into was given {op}; it sums (ReduceOp.SUM) or averages (ReduceOp.AVG)")

@@ -40,9 +40,9 @@ class CollectiveMonitor:
         self._calls += 1
         text = call.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        everyone = torch.empty(len(self._ranks) * _MESSAGE_BYTES, dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in self._ranks]
         try:
-            dist.all_gather_into_tensor(everyone, mine, group=self._side_group)
+            dist.all_gather(everyone, mine, group=self._side_group)
         except RuntimeError as error:
             patience = f" within {self._timeout.total_seconds():.0f} s" if self._timeout else ""
             raise CollectiveMismatchError(
@@ -50,7 +50,7 @@ class CollectiveMonitor:
                 f"group{patience}; rank {dist.get_rank()} was about to call {call}. A rank has failed, has "
                 "left the loop early, or took a branch without this call."
             ) from error
-        calls = [bytes(part.tolist()).decode().rstrip() for part in everyone.chunk(len(self._ranks))]
+        calls = [bytes(part.tolist()).decode().rstrip() for part in everyone]
         if len(set(calls)) > 1:
             listing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self._ranks, calls, strict=True))
             raise CollectiveMismatchError(

@@ -69,7 +69,8 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
     generator, loads a file, ...) is built whole, from the same seed in every process, with a warning that
     says why. In that case it runs twice.
 
-    Tensors held as plain attributes of modules are computed at once. The global random state (torch's,
+    Tensors held as plain attributes of modules are computed at once. Real tensors from outside are copied
+    when an operation of the constructor meets them, and not changed by it. The global random state (torch's,
     numpy's, Python's) is as it was on return.
 
     Args:
@@ -143,9 +144,8 @@ def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -
                 "model on the CPU, without torch.device('meta'): recording it allocates nothing"
             )
     origins = {name: recorder.origin(tensor) for name, tensor in named_tensors(module)}
-    computed: dict[
-        int, tuple[torch.Tensor, torch.Tensor]
-    ] = {}  # by id; the first of each pair keeps it unique
+    # By the id of a fake tensor, which is kept in the first place so that no other gets its id.
+    computed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attribute(tensor: torch.Tensor) -> torch.Tensor:
         origin = recorder.origin(tensor)
@@ -154,7 +154,9 @@ def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -
         if id(tensor) not in computed:
             with unset_fake_temporarily() as outer:
                 value = replay(recorder.log, origin, seed=seed)
-            computed[id(tensor)] = tensor, value if outer is None else outer.from_tensor(value)
+            if isinstance(outer, FakeTensorMode):
+                value = outer.from_tensor(value)
+            computed[id(tensor)] = tensor, value
         return computed[id(tensor)][1]
 
     move_to_meta(module, hidden=internal, attribute=attribute)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+_SMALLEST = 1.0
+
 
 @dataclass
 class LossScaler:
@@ -15,10 +17,15 @@ class LossScaler:
     growth_interval: int = 2000
     steps_since_overflow: int = 0
 
+    @property
+    def is_smallest(self) -> bool:
+        """Whether a smaller scale would not help: what overflows without any scaling is not the scale's fault."""
+        return self.scale <= _SMALLEST
+
     def update(self, overflowed: bool) -> None:
         """Takes note of how a step went."""
         if overflowed:
-            self.scale = max(1.0, self.scale / 2)
+            self.scale = max(_SMALLEST, self.scale / 2)
             self.steps_since_overflow = 0
             return
         self.steps_since_overflow += 1

@@ -60,16 +60,19 @@ def print_summary(
         words = [f"{format_count(figures[name])} {name.removesuffix('_per_second')}/s" for name in speeds]
         table.add_row("speed", f"{', '.join(words)}, {figures['step_seconds']:.3f} s a step")
     table.add_row("peak memory", _by_rank(peak_bytes, format_bytes))
-    places = {
+    places: dict[str, Path | None] = {
         "checkpoint": directory.newest_checkpoint(),
         "metrics": directory.metrics,
         "config": directory.config,
+        "tensorboard": directory.tensorboard if directory.tensorboard.is_dir() else None,
+        "logs": directory.path / "rank*.log",
     }
     console.rule("summary", align="left", characters="-")
     console.print(table)
     for name, place in places.items():
         # Outside of the table, which would break long paths.
-        console.print(f"{name:<11} {place}", soft_wrap=True, highlight=False, markup=False)
+        if place is not None:
+            console.print(f"{name:<11} {place}", soft_wrap=True, highlight=False, markup=False)
 
 
 def resume_command(config: Path) -> str:

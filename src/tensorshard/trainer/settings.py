@@ -71,7 +71,7 @@ class TrainSettings:
         Raises:
             ConfigError: a section or a setting that is missing or unknown, or out of range.
         """
-        missing = [section for section in SECTIONS if section not in config]
+        missing = [section for section in SECTIONS if config.get(section) is None]
         if missing:
             raise ConfigError(
                 f"the config has no {' and no '.join(missing)}; one that can be run has the sections "

@@ -23,18 +23,19 @@ def apply_plan(
     """The source's model, laid out over `mesh` as `plan` says, its values on `device`.
 
     Args:
-        broadcast: whether the values of rank 0 count, because the ranks' own may differ.
+        broadcast: whether the values of the mesh's first rank count, because the ranks' own may differ.
     """
     model = source.module
     blocks = find_blocks(model)
     units = shard_units(model, plan.shard_units)
-    if mesh.dp_size > 1:
-        synchronize_batch_norm(model, mesh.dp_group)
     if plan.precision != "fp32":
         keep_norms_fp32(model)
-    apply_recompute(blocks.values(), plan.recompute)
+    if mesh.dp_size > 1:
+        synchronize_batch_norm(model, mesh.dp_group)
+    repeated = list(blocks.values()) or [model]  # a model without blocks is one
+    apply_recompute(repeated, plan.recompute)
     if plan.compile:
-        compile_blocks(blocks, model)
+        compile_blocks(repeated)
     reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
     names = [name for name, _ in model.named_parameters()]
 
@@ -42,7 +43,7 @@ def apply_plan(
         value = source.tensor(name).to(device)
         if broadcast:
             value = value.contiguous()
-            dist.broadcast(value, src=0)
+            dist.broadcast(value, group=mesh.world_group, group_src=0)
         return value
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
@@ -63,7 +64,7 @@ def apply_plan(
     )
 
 
-def compile_blocks(blocks: dict[str, nn.Module], model: nn.Module) -> None:
-    """Compiles each block's forward; a model without blocks as a whole. Hooks stay outside of what is compiled."""
-    for module in blocks.values() or [model]:
-        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+def compile_blocks(blocks: list[nn.Module]) -> None:
+    """Compiles each block's forward. Hooks stay outside of what is compiled."""
+    for block in blocks:
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]

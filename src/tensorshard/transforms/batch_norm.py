@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from tensorshard.distributed.collectives import all_reduce_
 
@@ -21,6 +21,11 @@ def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.forward = partial(_forward, module, module.forward, group)  # type: ignore[method-assign]
+
+
+def running_statistics(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers that a training forward of `model`'s batch and instance normalizations changes."""
+    return [buffer for module in model.modules() if isinstance(module, _NormBase) for buffer in module.buffers()]
 
 
 def _forward(

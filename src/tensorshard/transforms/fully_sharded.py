@@ -63,7 +63,10 @@ class FullyShardedModel(ShardedModel):
                 fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=True, **options)
         self._fill([model])
         fully_shard(model, reshard_after_forward=False, **options)
+        # Kept, because between a forward and its backward the modules show whole parameters.
+        self._masters = dict(model.named_parameters())
         self._last = True
+        model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
         if is_gloo(mesh.group("dp_shard"), torch.device(mesh.device_mesh.device_type)):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -71,10 +74,19 @@ class FullyShardedModel(ShardedModel):
                     module.set_custom_reduce_scatter(_ReduceScatter())
 
     def masters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
+        return self._masters
+
+    def _forward_over(self) -> None:
+        if not torch.is_grad_enabled():  # no backward will come and shard the root's parameters again
+            assert isinstance(self.model, FSDPModule)
+            self.model.reshard()
 
     def held_numel(self) -> int:
-        return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in self.model.parameters())
+        return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in self._masters.values())
+
+    @property
+    def gradient_divisor(self) -> int:
+        return self._dp_size
 
     def begin_micro_batch(self, last: bool) -> None:
         self._last = last

@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tensorshard.distributed.collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from tensorshard.distributed.collectives import advance, all_gather_into, all_reduce_, reduce_scatter_into
 from tensorshard.mesh import Mesh
 from tensorshard.transforms.assign import ParameterPlaces, like
 from tensorshard.transforms.precision import compute_dtype, master_dtype
@@ -70,9 +70,9 @@ class _Parameter:
             shard: Any = DTensor.from_local(
                 local, shard_mesh, [Shard(0)], run_check=False, shape=value.shape, stride=whole.stride()
             )
-            self.master = nn.Parameter(shard)
+            self.master = like(template, shard)
         else:
-            self.master = nn.Parameter(local)
+            self.master = like(template, local)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a master or of its gradient."""
@@ -83,6 +83,8 @@ class _Parameter:
         flat = gradient.reshape(-1)
         if self.parts == 1:  # a parameter that is not sharded: every row is the whole
             message.copy_(flat.view(1, -1).expand_as(message))
+            return
+        if not self.chunk:
             return
         rows = flat.numel() // self.chunk
         message[:rows].copy_(flat[: rows * self.chunk].view(rows, self.chunk))
@@ -163,7 +165,10 @@ class ReplicatedModel(ShardedModel):
         self._level = level
         self._reduce_dtype = reduce_dtype
         self._shard_mesh, self._groups = _layout(mesh, level)
-        self._parameters, self._frozen = self._materialize(values, precision)
+        everything = self._materialize(values, precision)
+        self._parameters = {name: p for name, p in everything.items() if p.compute.requires_grad}
+        self._frozen = _Bucket([p for p in everything.values() if not p.compute.requires_grad])
+        self._masters = {name: p.master for name, p in everything.items()}
         self._buckets = self._fill_buckets(units)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         # Backward meets the units last to first.
@@ -172,6 +177,7 @@ class ReplicatedModel(ShardedModel):
         self._in_flight: deque[_Reduction] = deque()
         self._accumulated: dict[_Parameter, torch.Tensor] = {}
         self._in_backward = False
+        self._in_step = False  # of the Engine, which weighs losses so that gradients need only be summed
         self._complete = True  # the gradients of the last backward have been averaged
         self._last = True
         for parameter in self._parameters.values():
@@ -185,52 +191,47 @@ class ReplicatedModel(ShardedModel):
             self._wait_before_forward(units)
 
     def held_numel(self) -> int:
-        trained = sum(p.storage.numel() for p in self._parameters.values())
-        return trained + sum(p.numel() for p in self._frozen.values())
+        return sum(p.storage.numel() for p in [*self._parameters.values(), *self._frozen.parameters])
 
     def masters(self) -> dict[str, nn.Parameter]:
-        return {name: p.master for name, p in self._parameters.items()} | self._frozen
+        return self._masters
+
+    @property
+    def gradient_divisor(self) -> int:
+        return 1
 
     def begin_micro_batch(self, last: bool) -> None:
         self._last = last or self._level == 2
         self._complete = False
+        self._in_step = True
 
     def finish_backward(self) -> None:
         if not self._complete:
             self._finish()
+        self._in_step = False
 
-    @torch.no_grad()
     def publish_update(self) -> None:
         for bucket in self._buckets:
-            self._wait(bucket)
-            for p in bucket.parameters:
-                if p.master is not p.compute and p.storage.dtype != p.master.dtype:
-                    local = p.local(p.master)
-                    p.storage[p.own][: local.numel()].copy_(local.reshape(-1))
-            if self._groups.shard is not None:
-                self._gather(bucket, self._groups.shard)
+            self._publish(bucket)
+
+    def publish_load(self) -> None:
+        self.publish_update()
+        self._publish(self._frozen)
 
     # -- parameters --
 
     @torch.no_grad()
     def _materialize(
         self, values: Iterable[tuple[str, torch.Tensor]], precision: str
-    ) -> tuple[dict[str, _Parameter], dict[str, nn.Parameter]]:
+    ) -> dict[str, _Parameter]:
         """Puts real parameters in the place of the meta ones, ties kept."""
-        trained: dict[str, _Parameter] = {}
-        frozen: dict[str, nn.Parameter] = {}
+        made: dict[str, _Parameter] = {}
         templates = dict(self.model.named_parameters())
         places = ParameterPlaces(self.model)
         for name, value in values:
-            template = templates[name]
-            if template.requires_grad:
-                trained[name] = _Parameter(name, value, template, precision, self._shard_mesh)
-                real = trained[name].compute
-            else:
-                real = like(template, value.to(compute_dtype(value.dtype, precision)))
-                frozen[name] = real
-            places.replace(template, real)
-        return trained, frozen
+            made[name] = _Parameter(name, value, templates[name], precision, self._shard_mesh)
+            places.replace(templates[name], made[name].compute)
+        return made
 
     def _fill_buckets(self, units: list[list[nn.Module]]) -> list[_Bucket]:
         """One bucket a unit; what stands before the first unit and what stands after it are two more."""
@@ -250,7 +251,8 @@ class ReplicatedModel(ShardedModel):
 
     def _registrations(self) -> list[tuple[nn.Module, str, _Parameter]]:
         """Where what is computed with and what is updated take turns."""
-        by_compute = {p.compute: p for p in self._parameters.values() if p.master is not p.compute}
+        everything = [*self._parameters.values(), *self._frozen.parameters]
+        by_compute = {p.compute: p for p in everything if p.master is not p.compute}
         return [
             (module, name, by_compute[compute])
             for module in self.model.modules()
@@ -272,6 +274,11 @@ class ReplicatedModel(ShardedModel):
         parameter.compute.register_post_accumulate_grad_hook(lambda _: self._gradient_ready(parameter))
 
     def _gradient_ready(self, parameter: _Parameter) -> None:
+        if self._bucket_of[parameter].gathering:
+            raise RuntimeError(
+                f"parameter {parameter.name!r} was used before its update had arrived from the other ranks, because the "
+                f"module that stands for its unit was never called itself; name the modules that are in shard_units"
+            )
         if not self._in_backward:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._end_of_backward)
@@ -337,12 +344,25 @@ class ReplicatedModel(ShardedModel):
     def _reduce(self, bucket: _Bucket) -> None:
         while len(self._in_flight) >= _IN_FLIGHT:
             self._in_flight.popleft().finish()
+        for reduction in self._in_flight:
+            reduction.advance()
         gradients = {p: self._take(p) for p in bucket.parameters}
+        scale = 1.0 if self._in_step else 1.0 / self._groups.data_ranks
         bucket.ready.clear()
         self._launched += 1
-        self._in_flight.append(_Reduction(bucket, gradients, self._groups, self._reduce_dtype))
+        self._in_flight.append(_Reduction(bucket, gradients, self._groups, self._reduce_dtype, scale))
 
     # -- parameters after an update --
+
+    @torch.no_grad()
+    def _publish(self, bucket: _Bucket) -> None:
+        self._wait(bucket)
+        for p in bucket.parameters:
+            if p.master is not p.compute and p.storage.dtype != p.master.dtype:
+                local = p.local(p.master)
+                p.storage[p.own][: local.numel()].copy_(local.reshape(-1))
+        if self._groups.shard is not None:
+            self._gather(bucket, self._groups.shard)
 
     def _gather(self, bucket: _Bucket, group: dist.ProcessGroup) -> None:
         for p in bucket.alone:
@@ -379,7 +399,8 @@ class ReplicatedModel(ShardedModel):
                 buckets = {id(bucket_of[m]): bucket_of[m] for m in module.parameters() if m in bucket_of}
                 in_units.update(buckets)
                 self._hook(module, list(buckets.values()))
-        self._hook(self.model, [bucket for bucket in self._buckets if id(bucket) not in in_units])
+        rest = [bucket for bucket in self._buckets if id(bucket) not in in_units]
+        self._hook(self.model, [*rest, self._frozen])
         self.model.register_state_dict_pre_hook(lambda *_: self.finish_gather())
 
     def _hook(self, module: nn.Module, buckets: list[_Bucket]) -> None:
@@ -391,7 +412,7 @@ class ReplicatedModel(ShardedModel):
         module.register_forward_pre_hook(wait)
 
     def finish_gather(self) -> None:
-        for bucket in self._buckets:
+        for bucket in [*self._buckets, self._frozen]:
             self._wait(bucket)
 
 
@@ -404,17 +425,23 @@ class _Reduction:
     """
 
     def __init__(
-        self, bucket: _Bucket, gradients: dict[_Parameter, torch.Tensor | None], groups: _Groups, dtype: torch.dtype
+        self,
+        bucket: _Bucket,
+        gradients: dict[_Parameter, torch.Tensor | None],
+        groups: _Groups,
+        dtype: torch.dtype,
+        scale: float,
     ) -> None:
         self._groups = groups
+        self._scale = scale
         self._bucket = bucket
         self._missing = any(gradient is None for gradient in gradients.values())
         self._alone: list[tuple[_Parameter, Any, torch.Tensor]] = []
         for p in bucket.alone:
             gradient = gradients[p]
             if gradient is None:
-                gradient = torch.zeroslike(p.compute)
-            message = gradient.to(torch.promote_types(dtype, gradient.dtype)).contiguous()
+                gradient = torch.zeros_like(p.compute)
+            message = gradient.to(_travelling(gradient.dtype, dtype)).contiguous()
             self._alone.append((p, *self._start(message.view(-1))))
         self._packed = self._start(self._pack(gradients, dtype))
 
@@ -422,7 +449,7 @@ class _Reduction:
         """[ranks of the shard group, parts of the packed parameters and the counts], flattened."""
         bucket, parts = self._bucket, self._groups.parts
         for p in bucket.packed:
-            dtype = torch.promote_types(dtype, p.compute.dtype)
+            dtype = _travelling(p.compute.dtype, dtype)
         chunk = sum(p.chunk for p in bucket.packed)
         message = torch.zeros(
             (parts, chunk + len(bucket.parameters)), dtype=dtype, device=bucket.parameters[0].storage.device
@@ -452,16 +479,24 @@ class _Reduction:
         return work, part
 
     @torch.no_grad()
+    def advance(self) -> None:
+        """Starts the second half of transfers that go in two."""
+        for _, work, _ in self._alone:
+            advance(work)
+        advance(self._packed[0])
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Waits, and hands each master its gradient."""
-        bucket, scale = self._bucket, 1.0 / self._groups.data_ranks
+        bucket = self._bucket
         work, packed = self._packed
         work.wait()
         absent: set[_Parameter] = set()
         if self._missing:
             counts = packed[packed.numel() - len(bucket.parameters) :].tolist()
             absent = {p for p, count in zip(bucket.parameters, counts, strict=True) if count < 0.5}
-        packed.mul_(scale)
+        if self._scale != 1.0:
+            packed.mul_(self._scale)
         offset = 0
         for p in bucket.packed:
             if p not in absent:
@@ -469,8 +504,15 @@ class _Reduction:
             offset += p.chunk
         for p, work, part in self._alone:
             work.wait()
+            if self._scale != 1.0:
+                part.mul_(self._scale)
             if p not in absent:
-                p.set_gradient(part.mul_(scale).to(p.master.dtype))
+                p.set_gradient(part.to(p.master.dtype))
+
+
+def _travelling(dtype: torch.dtype, requested: torch.dtype) -> torch.dtype:
+    """The type that gradients of `dtype` are summed in: the requested one, unless the model is fp64."""
+    return dtype if dtype == torch.float64 else requested
 
 
 def _layout(mesh: Mesh, level: int) -> tuple[DeviceMesh | None, _Groups]:

@@ -33,6 +33,11 @@ class ShardedModel(ABC):
     def held_numel(self) -> int:
         """Elements of the parameters that this rank holds between steps, padding included."""
 
+    @property
+    @abstractmethod
+    def gradient_divisor(self) -> int:
+        """What the sum of the ranks' gradients is divided by within a step; outside of one, by the data ranks."""
+
     @abstractmethod
     def begin_micro_batch(self, last: bool) -> None:
         """Called before each forward of a step; `last` when the step's gradients are complete after its backward."""
@@ -44,6 +49,10 @@ class ShardedModel(ABC):
     @abstractmethod
     def publish_update(self) -> None:
         """Called after the masters were changed: what forward computes with follows them."""
+
+    def publish_load(self) -> None:
+        """Called after the masters were overwritten, frozen ones included, which no update changes."""
+        self.publish_update()
 
     def finish_gather(self) -> None:
         """Waits for what :meth:`publish_update` started."""

@@ -188,7 +188,7 @@ def parallel_cross_entropy(
         start, classes = place(
             input, class_dim, mark.size or (None if weight is None else weight.numel()), process_group
         )
-    check_targets(input, target, class_dim, classes, weight, ignore_index)
+    check_targets(input, target, class_dim, classes, weight=weight, ignore_index=ignore_index)
     spec = _Spec(start, classes, ignore_index, label_smoothing, z_loss, reduction, process_group)
     logits = input.movedim(class_dim, -1)
     loss = _CrossEntropy.apply(

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from tensorshard.distributed import primitives
+from tensorshard.distributed.collectives import advance
 from tensorshard.distributed.functional import scatter
 from tensorshard.distributed.groups import Group
 from tensorshard.distributed.marks import ParallelMark, get_mark, set_mark
@@ -46,6 +47,7 @@ class _ColumnLinear(Function):
             reduction = primitives.all_reduce(grad_input, ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
             grad_weight = _weight_gradient(grad, input)
+        advance(reduction)
         if ctx.needs_input_grad[2]:
             grad_bias = _rows(grad).sum(0)
         if reduction is not None:

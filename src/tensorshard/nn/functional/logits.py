@@ -1,4 +1,4 @@
-"""What a loss has to find out about its logits: whether they are split, where, and whether targets fit them."""
+"""What a loss has to find out about its logits: whether they are split, where, whether targets fit them."""
 
 from typing import Any
 
@@ -67,6 +67,7 @@ def check_targets(
     target: torch.Tensor,
     dim: int,
     classes: int,
+    *,
     weight: torch.Tensor | None,
     ignore_index: int,
 ) -> None:
@@ -90,5 +91,3 @@ def check_targets(
     if weight is not None and list(weight.shape) != [classes]:
         raise ValueError(f"weight {list(weight.shape)} was given for {classes} classes: expected [{classes}]")
     check_indices(target, classes, "target", "classes", ignore_index)
-
-

@@ -11,7 +11,7 @@ class RankLog:
     """While open, what the logger "tensorshard" is told goes to this rank's file. A context manager.
 
     Args:
-        directory: the run's directory, which exists.
+        directory: the run's directory; made where it is not there, as on a machine with disks of its own.
         rank: this process's global rank.
         console: a further handler, for what a person should see at once; rank 0 alone has one.
     """
@@ -21,6 +21,7 @@ class RankLog:
         self._handlers: list[logging.Handler] = [] if console is None else [console]
 
     def __enter__(self) -> "RankLog":
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         to_file = logging.FileHandler(self.path, encoding="utf-8")
         to_file.setFormatter(logging.Formatter(_FORMAT))
         self._handlers.append(to_file)

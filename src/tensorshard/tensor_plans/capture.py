@@ -1,0 +1,128 @@
+"""What a model's blocks are called with, found by running it on fake tensors."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from tensorshard.tensor_plans.copies import blank, copy_with
+
+
+@dataclass
+class BlockCall:
+    """The first call of a block.
+
+    Args:
+        args, kwargs: as it was called, tensors on the meta device.
+        providers: for each tensor leaf of (args, kwargs) that came out of another block: that block's name and the
+            index among its output's leaves.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    providers: dict[int, tuple[str, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Capture:
+    """What one run of a model showed.
+
+    Args:
+        calls: first calls of blocks, by name, in the order of the run.
+        used_outside: parameters that an operation read outside of the forward of a module that holds them.
+    """
+
+    calls: dict[str, BlockCall]
+    used_outside: set[str]
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Calls `model` as the Engine does: a tuple's members as arguments, a dict's as keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Capture:
+    """Runs a fake copy of `model` on `inputs` and notes how the modules named in `blocks` are called.
+
+    Args:
+        inputs: as for ``Engine.step``; only their shapes and types matter.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        twin = copy_with(model, blank).eval()
+        recorder = _Recorder(twin)
+        for name in blocks:
+            recorder.watch(name, twin.get_submodule(name))
+        fakes = tree_map_only(torch.Tensor, fake.from_tensor, inputs)
+        with torch.no_grad(), recorder:
+            call_model(twin, fakes)
+    return Capture(recorder.calls, recorder.used_outside)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.calls: dict[str, BlockCall] = {}
+        self.used_outside: set[str] = set()
+        self._kept: list[torch.Tensor] = []  # so that ids are not used again
+        self._made_by: dict[int, tuple[str, int]] = {}
+        self._names = {storage_key(p): name for name, p in model.named_parameters()}
+        self._running: list[set[int]] = []
+        for module in model.modules():
+            own = {storage_key(p) for p in module._parameters.values() if p is not None}
+            if own:
+                module.register_forward_pre_hook(lambda *_, own=own: self._running.append(own))
+                module.register_forward_hook(lambda *_: self._running.pop() and None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                key = storage_key(leaf)
+                if key in self._names and not any(key in own for own in self._running):
+                    self.used_outside.add(self._names[key])
+        return func(*args, **(kwargs or {}))
+
+    def watch(self, name: str, block: nn.Module) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if name in self.calls:
+                return
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            providers = {i: self._made_by[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._made_by}
+            call_args, call_kwargs = tree_map_only(torch.Tensor, _Metas(), (args, kwargs))
+            self.calls[name] = BlockCall(call_args, call_kwargs, providers)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            self._kept += leaves
+            self._made_by.update({id(leaf): (name, index) for index, leaf in enumerate(leaves)})
+
+        block.register_forward_pre_hook(before, with_kwargs=True)
+        block.register_forward_hook(after, with_kwargs=True)
+
+
+class _Metas:
+    """Turns tensors into meta tensors, a repeated one into one."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return self._made[id(tensor)]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for a tensor and its views."""
+    return tensor.untyped_storage()._cdata
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, in order."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,172 @@
+"""Which layers of a block could be split together, by following the data through it.
+
+Each linear layer's output gets a label, which operations carry on. A linear layer whose input carries labels could be a
+row layer; those labels are its columns. What a row layer puts out is whole again and carries none.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from tensorshard.tensor_plans.capture import BlockCall, storage_key, tensor_leaves
+from tensorshard.tensor_plans.copies import blank, copy_with
+from tensorshard.tensor_plans.layers import as_splittable
+
+
+@dataclass(frozen=True)
+class Region:
+    """Layers of a block that would be split together; names are relative to the block.
+
+    Args:
+        columns: linear layers and per-head embeddings at its start, whose output features would be split.
+        rows: the linear layers at its end, whose input features would be.
+        between: parameters that are applied in between, to what each rank has of its own.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    between: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.columns)} -> {', '.join(self.rows)}"
+
+
+@dataclass
+class Dataflow:
+    """What one run of a block showed.
+
+    Args:
+        regions: what could be split together.
+        numbers: for each module, the whole-number attributes that its forward reads (``config.name`` for its config's).
+    """
+
+    regions: list[Region]
+    numbers: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+def follow(block: nn.Module, call: BlockCall, whole: set[str]) -> Dataflow:
+    """Runs a fake copy of `block` as `call` says and proposes what to split.
+
+    Args:
+        whole: layers that are not to begin a region.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        twin = copy_with(block, blank).eval()
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: blank("", t), (call.args, call.kwargs))
+        labels = _Labels(twin, whole)
+        with torch.no_grad(), fake, _reads(twin) as numbers, labels:
+            twin(*args, **kwargs)
+    return Dataflow(labels.regions(), numbers)
+
+
+class _Labels(TorchDispatchMode):
+    def __init__(self, block: nn.Module, whole: set[str]) -> None:
+        super().__init__()
+        self._labels: dict[int, frozenset[str]] = {}  # by storage: views carry their base's labels
+        self._kept: list[torch.Tensor] = []  # so that storages are not used again
+        self._parameters = {storage_key(p): name for name, p in block.named_parameters()}
+        self._met: dict[str, frozenset[str]] = {}
+        self._consumers: dict[str, frozenset[str]] = {}
+        self._inside: list[str] = []
+        for name, module in block.named_modules():
+            layer = as_splittable(module)
+            if layer is not None:
+                module.register_forward_pre_hook(self._entered(name, layer.kind))
+                module.register_forward_hook(self._left(name, name not in whole))
+
+    def _entered(self, name: str, kind: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._inside.append(name)
+            found = self._of(tensor_leaves(args))
+            if found and kind == "linear":
+                self._consumers[name] = self._consumers.get(name, frozenset()) | found
+
+        return hook
+
+    def _left(self, name: str, may_start: bool) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+            self._inside.pop()
+            starts = may_start and name not in self._consumers
+            self._set(output, frozenset([name]) if starts else frozenset())
+
+        return hook
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self._inside:
+            return output
+        inputs = tensor_leaves((args, kwargs))
+        found = self._of(inputs)
+        if found:
+            for tensor in inputs:
+                name = self._parameters.get(storage_key(tensor))
+                if name is not None:
+                    self._met[name] = self._met.get(name, frozenset()) | found
+            for tensor in tensor_leaves(output):
+                self._set(tensor, self._of([tensor]) | found)
+        return output
+
+    def _of(self, tensors: list[torch.Tensor]) -> frozenset[str]:
+        return frozenset().union(*(self._labels.get(storage_key(tensor), frozenset()) for tensor in tensors))
+
+    def _set(self, tensor: torch.Tensor, labels: frozenset[str]) -> None:
+        self._kept.append(tensor)
+        self._labels[storage_key(tensor)] = labels
+
+    def regions(self) -> list[Region]:
+        """Rows that share a column belong together."""
+        merged: list[tuple[set[str], list[str]]] = []
+        for row, columns in self._consumers.items():
+            together = [entry for entry in merged if entry[0] & columns]
+            merged = [entry for entry in merged if not entry[0] & columns]
+            merged.append(
+                (set(columns).union(*(entry[0] for entry in together)), [r for entry in together for r in entry[1]] + [row])
+            )
+        return [
+            Region(
+                tuple(sorted(columns)),
+                tuple(rows),
+                tuple(name for name, met in self._met.items() if met & columns),
+            )
+            for columns, rows in merged
+        ]
+
+
+@contextmanager
+def _reads(block: nn.Module) -> Iterator[dict[str, dict[str, int]]]:
+    """Collects the whole numbers that modules of `block` read from themselves and from their config."""
+    found: dict[str, dict[str, int]] = {}
+    for name, module in block.named_modules():
+        numbers: dict[str, int] = {}
+        found[name] = numbers
+        _watch(module, numbers, "")
+        config = vars(module).get("config")
+        if config is not None:
+            module.config = _watched_copy(config, numbers)
+    yield found
+
+
+def _watch(owner: Any, numbers: dict[str, int], prefix: str) -> None:
+    base = type(owner)
+
+    def read(self: Any, name: str) -> Any:
+        value = base.__getattribute__(self, name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 1 and (prefix or name in vars(owner)):
+            numbers[prefix + name] = value
+        return value
+
+    owner.__class__ = type(base.__name__, (base,), {"__getattribute__": read})
+
+
+def _watched_copy(config: Any, numbers: dict[str, int]) -> Any:
+    twin = copy.copy(config)
+    _watch(twin, numbers, "config.")
+    return twin

@@ -1,0 +1,63 @@
+"""Small inputs to run a model with once, where nobody gave any."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+_SAMPLES = 2
+_TOKENS = 6
+
+
+def example_inputs(model: nn.Module) -> list[Any]:
+    """Candidates for inputs that `model` takes, the likeliest first; only shapes and types are meant.
+
+    Hugging Face's models say themselves what they take. Of others, the first layer with parameters tells: an embedding
+    wants indices, a convolution images, a linear layer features.
+    """
+    published = _hugging_face_inputs(model)
+    if published is not None:
+        return [published]
+    tokens = torch.zeros(_SAMPLES, _TOKENS, dtype=torch.long)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return [tokens, (tokens, tokens)]
+        if isinstance(module, nn.Conv2d):
+            sizes = [*_image_sizes(model), (224, 224), (32, 32)]
+            return [torch.zeros(_SAMPLES, module.in_channels, *size) for size in sizes]
+        if isinstance(module, nn.Linear):
+            features = module.in_features
+            return [torch.zeros(_SAMPLES, features), torch.zeros(_SAMPLES, _TOKENS, features)]
+    return []
+
+
+def _hugging_face_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """By the documented attributes of ``transformers.PreTrainedModel``: its config and its main input's name."""
+    config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    if config is None or not isinstance(name, str):
+        return None
+    tokens = torch.zeros(_SAMPLES, _TOKENS, dtype=torch.long)
+    inputs: dict[str, Any] = {name: tokens}
+    if name == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else size
+        inputs[name] = torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width)
+    accepted = inspect.signature(type(model).forward).parameters
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+        inputs["decoder_input_ids"] = tokens[:, :-1]
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    return inputs
+
+
+def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
+    """Image sizes that the model's attributes speak of."""
+    found = []
+    for name in ("image_size", "img_size", "image_shape", "input_size"):
+        value = getattr(model, name, None)
+        if isinstance(value, int):
+            found.append((value, value))
+        elif isinstance(value, tuple | list) and len(value) >= 2:
+            found.append((value[-2], value[-1]))
+    return found

@@ -1,0 +1,48 @@
+"""The layers that tensor parallelism can split, whatever their class calls its sizes."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class SplittableLayer:
+    """What splitting has to know of a layer.
+
+    Args:
+        kind: "linear" or "embedding".
+        inputs, outputs: input features (rows of an embedding's table) and output features.
+        input_dim, output_dim: the dimensions of the weight that these run along.
+    """
+
+    kind: str
+    inputs: int
+    outputs: int
+    input_dim: int
+    output_dim: int
+
+
+def as_splittable(module: nn.Module) -> SplittableLayer | None:
+    """How `module` could be split, or None if it is no layer that could.
+
+    A subclass that computes something else than its base class (scaled embeddings, say) could not: its forward would
+    be lost.
+    """
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return SplittableLayer("linear", module.weight.shape[1], module.weight.shape[0], 1, 0)
+    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        return SplittableLayer("embedding", module.weight.shape[0], module.weight.shape[1], 0, 1)
+    if is_transposed(module):
+        weight = module.weight
+        return SplittableLayer("linear", weight.shape[0], weight.shape[1], 0, 1)  # type: ignore[index]
+    return None
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether `module` is GPT-2's ``Conv1D``: a linear layer whose weight is [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
+
+
+def is_fused_attention(module: nn.Module) -> bool:
+    """Whether `module` hands its children's weights to a function of its own, past their forward."""
+    return isinstance(module, nn.MultiheadAttention)

@@ -1,0 +1,122 @@
+"""The search of one block: what can be split, each way checked by numbers, and what stays whole and why."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from tensorshard.tensor_plans.capture import BlockCall
+from tensorshard.tensor_plans.dataflow import Dataflow, Region, follow
+from tensorshard.tensor_plans.layers import as_splittable
+from tensorshard.tensor_plans.proposals import Proposal, proposals
+from tensorshard.tensor_plans.styles import SUM_GRADIENTS, Style
+from tensorshard.tensor_plans.verify import BlockCheck, MismatchError
+
+
+@dataclass
+class SplitRegion:
+    """A region that can be split, and how.
+
+    Args:
+        tries: how many ways were checked until this one agreed.
+        sharded_outputs: tensor outputs of the block that are then split too, and along which dimension.
+    """
+
+    region: Region
+    proposal: Proposal
+    tries: int
+    sharded_outputs: dict[int, int]
+
+
+@dataclass
+class BlockSearch:
+    """What the search of a block found; names are relative to the block.
+
+    Args:
+        split: what can be split.
+        whole: why the other linear layers stay whole.
+    """
+
+    split: list[SplitRegion] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+
+    def styles(self) -> dict[str, Style]:
+        """The styles of everything that is split, together."""
+        return merge_styles([found.proposal.styles for found in self.split])
+
+
+def search_block(
+    block: nn.Module, call: BlockCall, size: int, published: Mapping[str, Style] | None = None
+) -> BlockSearch:
+    """Finds what of `block` can be split over `size` ranks.
+
+    Args:
+        published: a table from elsewhere, by names in the block; checked like every other proposal.
+    """
+    check = BlockCheck(block, call, size)
+    found = BlockSearch()
+    refused: dict[str, str] = {}
+    while True:
+        # Where a region is refused, its layers stay whole, and may be rows' and columns' neighbours in another way.
+        flow = follow(block, call, set(refused))
+        done = {layer for split in found.split for layer in split.region.columns}
+        regions = [region for region in flow.regions if not done & set(region.columns)]
+        if not regions:
+            break
+        for region in regions:
+            outcome = _split(block, check, region, flow, published or {})
+            if isinstance(outcome, SplitRegion):
+                found.split.append(outcome)
+            else:
+                refused.update(dict.fromkeys(region.columns, f"{region}: {outcome}"))
+    used = {layer for split in found.split for layer in (*split.region.columns, *split.region.rows)}
+    for name, module in block.named_modules():
+        layer = as_splittable(module)
+        if name not in used and layer is not None and layer.kind == "linear":
+            found.whole[name] = refused.get(name, "no other layer takes its output features as input")
+    return found
+
+
+def _split(
+    block: nn.Module, check: BlockCheck, region: Region, flow: Dataflow, published: Mapping[str, Style]
+) -> SplitRegion | str:
+    """How `region` can be split, or why it cannot."""
+    reason = "there is no way to try"
+    own = proposals(block, region, flow, check.inputs, check.size)
+    for tries, proposal in enumerate(_all_proposals(region, own, published), start=1):
+        try:
+            agreement = check.check(proposal.styles, proposal.sliced_inputs)
+        except MismatchError as error:
+            if tries == 1:
+                reason = f"split over {check.size} ranks, {error}"
+            continue
+        return SplitRegion(region, proposal, tries, agreement.sharded_outputs)
+    return reason
+
+
+def _all_proposals(
+    region: Region, own: Iterator[Proposal], published: Mapping[str, Style]
+) -> Iterator[Proposal]:
+    """What is published comes first where it splits the region outright, and last where it gathers in between."""
+    layers = (*region.columns, *region.rows)
+    given = {name: published[name] for name in layers if name in published}
+    proposal = Proposal({**given, **dict.fromkeys(region.between, SUM_GRADIENTS)}, {})
+    complete = len(given) == len(layers)
+    gathers = any(style.kind == "colwise_gather" for style in given.values())
+    if complete and not gathers:
+        yield proposal
+    yield from own
+    if complete and gathers:
+        yield Proposal(given, {})
+
+
+def merge_styles(tables: list[dict[str, Style]]) -> dict[str, Style]:
+    """Several regions' styles in one table: attributes of one module that they divide are divided once."""
+    merged: dict[str, Style] = {}
+    for table in tables:
+        for name, style in table.items():
+            if name in merged and style.kind == "divide":
+                names = dict.fromkeys((*merged[name].names, *style.names))
+                style = Style("divide", names=tuple(names))
+            merged[name] = style
+    return merged

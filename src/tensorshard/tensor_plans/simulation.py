@@ -1,0 +1,98 @@
+"""Ranks as threads of one process: what verifies a table without starting anything.
+
+The code that runs is the code that trains; only the group under it differs. (torch's own tests have a threaded process
+group, which installs itself for the whole process; this one is an object like any other.)
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+_TIMEOUT_SECONDS = 120.0
+_Result = TypeVar("_Result")
+
+
+class _Done(dist.distributed_c10d.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class _Backend:
+    def name(self) -> str:
+        return "threads"
+
+
+class _Board:
+    """Where the ranks put what they send."""
+
+    def __init__(self, size: int) -> None:
+        self.slots: list[torch.Tensor | None] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
+
+
+class ThreadGroup(dist.ProcessGroup):
+    """A process group whose ranks are threads: sums and gathers, which is all that tensor parallelism needs."""
+
+    def __init__(self, board: _Board, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._board = board
+        self._rank = rank
+
+    def getBackendName(self) -> str:
+        return "threads"
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return _Backend()
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        (tensor,) = tensors
+        total = sum(self._exchange(tensor))
+        self._board.barrier.wait()  # all have read before anybody writes
+        tensor.copy_(total)
+        return _Done()
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        output.copy_(torch.cat([part.flatten() for part in self._exchange(input)]).view_as(output))
+        self._board.barrier.wait()
+        return _Done()
+
+    all_gather_single = _allgather_base  # what torch 2.13 calls it
+
+    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._board.slots[self._rank] = tensor.detach()
+        self._board.barrier.wait()
+        return [part for part in self._board.slots if part is not None]
+
+
+def run_as_ranks(size: int, function: Callable[[ThreadGroup], _Result]) -> list[_Result]:
+    """What `function(group)` returns on each of `size` simulated ranks.
+
+    Raises:
+        Whatever the first rank to fail raised; the others are released.
+    """
+    board = _Board(size)
+    results: dict[int, _Result] = {}
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadGroup(board, rank, size))
+        except threading.BrokenBarrierError:
+            pass  # another rank failed, and its reason is the one to tell
+        except BaseException as error:
+            failures.append(error)
+            board.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    if len(results) < size:
+        raise RuntimeError(f"the ranks waited for each other longer than {_TIMEOUT_SECONDS:.0f} s")
+    return [results[rank] for rank in range(size)]

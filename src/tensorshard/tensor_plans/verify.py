@@ -1,0 +1,228 @@
+"""Whether a block, split as a table says, still computes what it did: by numbers, forward and backward.
+
+The split block runs on as many simulated ranks as there will be, through the same code as in training, on random
+weights. A right table agrees to rounding; a wrong one is off by as much as the values themselves.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tensorshard.tensor_plans.capture import BlockCall, tensor_leaves
+from tensorshard.tensor_plans.copies import copy_with, random_values
+from tensorshard.tensor_plans.layout import Layout, join_parts, local_part
+from tensorshard.tensor_plans.simulation import ThreadGroup, run_as_ranks
+from tensorshard.tensor_plans.styles import Style
+from tensorshard.tensor_plans.table import TensorPlan
+from tensorshard.transforms.tensor import apply_tensor_parallel, find_layouts
+
+TOLERANCE = 1e-3
+"""Largest difference that passes, in units of the largest value: well above fp32's rounding, well below a mistake."""
+
+# Gradients are compared for parameters up to this many elements: those of large matrices follow from the activations'.
+_LARGEST_GRADIENT = 1 << 18
+# A gradient that is zero but for rounding (that of an attention's key bias) is measured by this share of the largest.
+_LEAST_SCALE = 1e-2
+
+
+class MismatchError(ValueError):
+    """A split block does not compute what the whole one does, or cannot run."""
+
+
+@dataclass
+class Agreement:
+    """What a successful check found.
+
+    Args:
+        sharded_outputs: tensor leaves of the block's output that are this rank's part alone, and along which dimension.
+    """
+
+    sharded_outputs: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Run:
+    outputs: list[torch.Tensor]
+    input_gradients: list[torch.Tensor | None]
+    gradients: dict[str, torch.Tensor]
+
+
+class BlockCheck:
+    """One block with random weights and inputs, and what it computes on one device.
+
+    Args:
+        block: the block; only shapes, types and the values of its buffers are used.
+        call: how it is called.
+        size: number of ranks to split it over.
+    """
+
+    def __init__(self, block: nn.Module, call: BlockCall, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        values = random_values(generator)
+        self.size = size
+        self._block = copy_with(block, values).eval()
+        for parameter in self._block.parameters():
+            parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() <= _LARGEST_GRADIENT)
+        leaves, self._tree = tree_flatten((call.args, call.kwargs))
+        made: dict[int, torch.Tensor] = {}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
+                made[id(leaf)] = _random_input(leaf, generator)
+        self._leaves = [made.get(id(leaf), leaf) for leaf in leaves]
+        self._cotangents: list[torch.Tensor] = []
+        self._generator = generator
+        self.expected = self._run(self._block, self._leaves, None)
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors among the block's inputs, in order."""
+        return tensor_leaves(self._leaves)
+
+    def check(self, styles: Mapping[str, Style], sliced_inputs: Mapping[int, int] | None = None) -> Agreement:
+        """Compares the block, split as `styles` say, with the whole one.
+
+        Args:
+            styles: of modules and parameters of the block, by their names in it.
+            sliced_inputs: tensor inputs of which each rank gets its part alone, and along which dimension.
+
+        Raises:
+            MismatchError: they differ, or the split block does not run; says what was seen.
+        """
+        sliced = {index: Layout(dim, (self.inputs[index].shape[dim],)) for index, dim in (sliced_inputs or {}).items()}
+        try:
+            layouts = find_layouts(self._block, styles, self.size)
+            runs = run_as_ranks(self.size, lambda group: self._split_run(group, styles, layouts, sliced))
+        except (MismatchError, NotImplementedError):
+            raise
+        except Exception as error:  # whatever a model's forward makes of parts that do not fit
+            raise MismatchError(f"it does not run: {type(error).__name__}: {_first_line(error)}") from error
+        agreement = self._compare_outputs(runs)
+        self._compare_gradients(runs, layouts, sliced)
+        return agreement
+
+    def _split_run(
+        self, group: ThreadGroup, styles: Mapping[str, Style], layouts: Mapping[str, Layout], sliced: Mapping[int, Layout]
+    ) -> _Run:
+        rank, size = group.rank(), group.size()
+        part = copy_with(self._block, lambda name, t: t.detach())
+        apply_tensor_parallel(part, TensorPlan(dict(styles)), group)
+        with torch.no_grad():
+            for name, parameter in part.named_parameters():
+                parameter.data = local_part(parameter.data, layouts[name], rank, size)
+        tensors = iter(range(len(self.inputs)))
+        leaves = [
+            local_part(leaf, sliced[index], rank, size)
+            if isinstance(leaf, torch.Tensor) and (index := next(tensors)) in sliced
+            else leaf
+            for leaf in self._leaves
+        ]
+        return self._run(part, leaves, group)
+
+    def _run(self, block: nn.Module, leaves: list[Any], group: ThreadGroup | None) -> _Run:
+        own: dict[int, torch.Tensor] = {}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in own:
+                own[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.is_floating_point())
+        tensors = [own[id(leaf)] for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        args, kwargs = tree_unflatten([own.get(id(leaf), leaf) for leaf in leaves], self._tree)
+        # A block may write into its inputs, which leaves of autograd forbid.
+        outputs = tensor_leaves(block(*args, **kwargs))
+        if group is None:
+            self._cotangents = [torch.randn(o.shape, generator=self._generator) for o in outputs]
+        total = torch.zeros(())
+        for output, cotangent in zip(outputs, self._cotangents, strict=True):
+            if output.requires_grad:
+                dim = _differing_dim(output.shape, cotangent.shape)
+                if dim is not None:
+                    assert group is not None
+                    layout = Layout(dim, (cotangent.shape[dim],))
+                    cotangent = local_part(cotangent, layout, group.rank(), group.size())
+                total = total + (output * cotangent).sum()
+        if total.requires_grad:
+            total.backward()
+        return _Run(
+            [output.detach() for output in outputs],
+            [tensor.grad for tensor in tensors],
+            {name: p.grad for name, p in block.named_parameters() if p.grad is not None},
+        )
+
+    def _compare_outputs(self, runs: list[_Run]) -> Agreement:
+        agreement = Agreement()
+        for index, expected in enumerate(self.expected.outputs):
+            found = [run.outputs[index] for run in runs]
+            dim = _differing_dim(found[0].shape, expected.shape)
+            what = f"its output {index}" if len(self.expected.outputs) > 1 else "its output"
+            if dim is None:
+                for value in found:
+                    _compare(what, value, expected)
+            else:
+                agreement.sharded_outputs[index] = dim
+                _compare(what, join_parts(found, Layout(dim, (expected.shape[dim],))), expected)
+        return agreement
+
+    def _compare_gradients(
+        self, runs: list[_Run], layouts: Mapping[str, Layout], sliced: Mapping[int, Layout]
+    ) -> None:
+        gradients = [*self.expected.gradients.values(), *(g for g in self.expected.input_gradients if g is not None)]
+        least = _LEAST_SCALE * max((g.abs().max().item() for g in gradients if g.numel()), default=0.0)
+        for index, gradient in enumerate(self.expected.input_gradients):
+            if gradient is None:
+                continue
+            found = [run.input_gradients[index] for run in runs]
+            if index in sliced:
+                found = [join_parts([_present(f, "an input's gradient") for f in found], sliced[index])]
+            for value in found:
+                _compare("the gradient of its input", _present(value, "the gradient of its input"), gradient, least)
+        for name, gradient in self.expected.gradients.items():
+            what = f"the gradient of {name}"
+            parts = [_present(run.gradients.get(name), what) for run in runs]
+            for value in parts if layouts[name].dim is None else [join_parts(parts, layouts[name])]:
+                _compare(what, value, gradient, least)
+
+
+def _random_input(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, generator=generator)
+    if leaf.dtype == torch.bool:
+        mask = torch.ones(leaf.shape, dtype=torch.bool)
+        return mask.tril() if leaf.ndim > 1 else mask  # as masks are: no row without an element
+    return torch.zeros(leaf.shape, dtype=leaf.dtype)
+
+
+def _differing_dim(found: torch.Size, expected: torch.Size) -> int | None:
+    """The one dimension in which a rank's part is smaller; None if the shapes are equal."""
+    if found == expected:
+        return None
+    dims = [dim for dim, (f, e) in enumerate(zip(found, expected, strict=False)) if f != e]
+    if len(found) != len(expected) or len(dims) != 1 or found[dims[0]] > expected[dims[0]]:
+        raise MismatchError(f"an output has the shape {list(found)} where {list(expected)} is expected")
+    return dims[0]
+
+
+def _present(gradient: torch.Tensor | None, what: str) -> torch.Tensor:
+    if gradient is None:
+        raise MismatchError(f"{what} is missing on a rank")
+    return gradient
+
+
+def _compare(what: str, found: torch.Tensor, expected: torch.Tensor, least_scale: float = 1e-6) -> None:
+    if found.shape != expected.shape:
+        raise MismatchError(f"{what} has the shape {list(found.shape)} where {list(expected.shape)} is expected")
+    if expected.numel() == 0:
+        return
+    if not expected.is_floating_point():
+        if not torch.equal(found, expected):
+            raise MismatchError(f"{what} differs")
+        return
+    scale = expected.abs().max().clamp(min=least_scale)
+    error = ((found - expected).abs().max() / scale).item()
+    if not error <= TOLERANCE:
+        raise MismatchError(f"{what} differs by {error:.0%} of its largest value")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -1,0 +1,73 @@
+"""What a model must be like for a plan to be honoured, asked before any of it is allocated."""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.plan import Plan
+from tensorshard.transforms.precision import master_dtype
+from tensorshard.transforms.units import select_modules
+
+
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """Refuses what would fail, or be ignored, once training has begun.
+
+    Args:
+        model: built, or on the meta device.
+        plan: a resolved plan.
+
+    Raises:
+        ValueError: a parameter that cannot be trained or laid out, a module with sparse gradients, nothing to train, or a
+            name in ``plan.shard_units`` that no module has.
+    """
+    for name, parameter in model.named_parameters():
+        _check_parameter(name, parameter)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError(
+            "no parameter of the model requires a gradient, so there is nothing to train; call requires_grad_() on "
+            "those that should be"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"module {name!r} is an {type(module).__name__} with sparse=True, but only dense gradients can be "
+                f"averaged over ranks; build it with sparse=False"
+            )
+    if plan.zero == 3 and plan.dp_shard > 1:
+        _check_one_dtype(trained)
+    if isinstance(plan.shard_units, list):
+        select_modules(model, plan.shard_units)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"parameter {name!r} is a DTensor, so the model was laid out already; give the original model, or the "
+            f"callable that builds it"
+        )
+    if not parameter.is_floating_point():
+        kind = "complex numbers" if parameter.is_complex() else "no gradient"
+        remedy = (
+            "keep the real and the imaginary part (torch.view_as_real) as the parameter"
+            if parameter.is_complex()
+            else "register it as a buffer, which is saved all the same"
+        )
+        raise ValueError(
+            f"parameter {name!r} is of type {_short(parameter.dtype)}, which has {kind}; parameters must be real "
+            f"floating-point tensors: {remedy}"
+        )
+
+
+def _check_one_dtype(trained: dict[str, nn.Parameter]) -> None:
+    by_dtype = {master_dtype(p.dtype): name for name, p in trained.items()}
+    if len(by_dtype) > 1:
+        examples = " and ".join(f"{name!r} ({_short(dtype)})" for dtype, name in by_dtype.items())
+        raise ValueError(
+            f"zero=3 gathers parameters of one type together, but the model trains parameters of several, such as "
+            f"{examples}; convert them to one type, or use zero=2"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

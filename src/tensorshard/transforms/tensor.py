@@ -1,0 +1,236 @@
+"""Tensor parallelism: a table's styles applied to a model (Shoeybi et al. 2019).
+
+Only forwards and attributes change, on the instances: names, classes and hooks stay as they are, so that neither the
+model nor a checkpoint knows. Parameters are left to the caller, who puts into their places what :func:`local_part` makes
+of them, as plain tensors or as DTensors.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.distributed import functional as collectives
+from tensorshard.distributed.groups import Group, resolve_group
+from tensorshard.distributed.sharding import shard_range
+from tensorshard.nn.functional import parallel_embedding, parallel_linear
+from tensorshard.nn.functional.arguments import to_local
+from tensorshard.tensor_plans.layers import SplittableLayer, as_splittable, is_transposed
+from tensorshard.tensor_plans.layout import WHOLE, Layout, check_can_split
+from tensorshard.tensor_plans.styles import Style
+from tensorshard.tensor_plans.table import TensorPlan
+
+
+def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, group: Group) -> dict[str, Layout]:
+    """Makes `model` compute its part of what `plan` splits.
+
+    Args:
+        model: on any device, the meta device included. Its parameters are still whole; the caller replaces them.
+        plan: the table.
+        group: the tensor-parallel ranks.
+
+    Returns:
+        The layout of every parameter, by each of its names.
+
+    Raises:
+        ValueError: an entry that matches nothing; a style that does not suit what it names; sizes or attributes that
+            cannot be split; tied parameters that would be laid out differently. Nothing is changed then.
+    """
+    process_group = resolve_group(group)
+    styles = plan.resolve(model)
+    layouts = find_layouts(model, styles, process_group.size())
+    for name, module in model.named_modules():
+        style = styles.get(name)
+        if style is not None:
+            _apply(module, style, process_group)
+        parameters = [key for key in module._parameters if (s := styles.get(_join(name, key))) and s.sums_gradients]
+        if parameters:
+            module.forward = partial(_forward_summing, module, module.forward, parameters, process_group)  # type: ignore[method-assign]
+    return layouts
+
+
+def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, Layout]:
+    """The layout of every parameter of `model`, by each of its names, on `size` ranks. Changes nothing.
+
+    Args:
+        styles: as :meth:`TensorPlan.resolve` gives them.
+
+    Raises:
+        ValueError: as :func:`apply_tensor_parallel`.
+    """
+    layouts: dict[str, Layout] = {}
+    chosen: dict[int, tuple[str, Layout]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = _module_layouts(prefix, module, styles.get(prefix), size)
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = _join(prefix, key)
+            layout = own.get(key, WHOLE)
+            if name in styles:
+                layout = _parameter_layout(name, parameter, styles[name])
+            check_can_split(layout, size, name)
+            first, other = chosen.setdefault(id(parameter), (name, layout))
+            if other != layout:
+                raise ValueError(
+                    f"{first} and {name} are one tied parameter, and the table splits only one of them or splits them "
+                    f"differently: give 'vocab' to an embedding and 'colwise_gather' to the layer tied to it"
+                )
+            layouts[name] = layout
+    return layouts
+
+
+def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int) -> dict[str, Layout]:
+    """Layouts of a module's own parameters, where they are not whole."""
+    if style is None or style.kind == "replicate":
+        return {}
+    if style.kind == "divide":
+        for attribute in style.names:
+            _check_divides(name, module, attribute, size)
+        return {}
+    if style.kind == "slice":
+        return {key: _parameter_layout(_join(name, key), p, style) for key, p in module._parameters.items() if p is not None}
+    layer = as_splittable(module)
+    wanted = "embedding" if style.kind == "vocab" else "linear"
+    suits = layer is not None and (layer.kind == wanted or style.kind in ("colwise", "packed_colwise"))
+    if layer is None or not suits:
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, which cannot be {style.kind!r}: that is for an unmodified "
+            f"{'nn.Embedding' if wanted == 'embedding' else 'nn.Linear'}"
+        )
+    if style.kind == "vocab":
+        return {"weight": Layout(layer.input_dim, (layer.inputs,))}
+    if style.kind == "rowwise":
+        return {"weight": Layout(layer.input_dim, (layer.inputs,))}
+    parts = _packed_parts(name, layer, style) if style.kind == "packed_colwise" else (layer.outputs,)
+    return {"weight": Layout(layer.output_dim, parts), "bias": Layout(0, parts)}
+
+
+def _packed_parts(name: str, layer: SplittableLayer, style: Style) -> tuple[int, ...]:
+    if len(style.sizes) == 1:
+        (count,) = style.sizes
+        if layer.outputs % count:
+            raise ValueError(
+                f"{name} has {layer.outputs} output features, which are not {count} equal parts; give the parts' sizes, "
+                f"as in packed_colwise(64, 32, 32)"
+            )
+        return (layer.outputs // count,) * count
+    if sum(style.sizes) != layer.outputs:
+        raise ValueError(
+            f"{name} has {layer.outputs} output features, and the parts of {style} add up to {sum(style.sizes)}"
+        )
+    return style.sizes
+
+
+def _parameter_layout(name: str, parameter: torch.Tensor, style: Style) -> Layout:
+    if style.kind == "replicate":
+        return WHOLE
+    if style.kind != "slice":
+        raise ValueError(f"{name} is a parameter, which can be 'slice(dim)' or 'replicate', not {style.kind!r}")
+    (dim,) = style.sizes
+    if dim >= parameter.ndim:
+        raise ValueError(f"{name} has {parameter.ndim} dimensions, and {style} asks for dimension {dim}")
+    return Layout(dim, (parameter.shape[dim],))
+
+
+def _check_divides(name: str, module: nn.Module, attribute: str, size: int) -> None:
+    owner, key = _attribute_owner(module, attribute)
+    value = getattr(owner, key, None)
+    if not isinstance(value, int) or isinstance(value, bool):
+        numbers = [k for k, v in vars(module).items() if isinstance(v, int) and not isinstance(v, bool)]
+        raise ValueError(
+            f"{name} ({type(module).__name__}) has no whole number {attribute!r} to divide; it has "
+            f"{', '.join(numbers) or 'none'}"
+        )
+    if value % size:
+        raise ValueError(f"{name}.{attribute} is {value}, which cannot be divided over {size} ranks")
+
+
+def _attribute_owner(module: nn.Module, attribute: str) -> tuple[Any, str]:
+    if attribute.startswith("config."):
+        return getattr(module, "config", None), attribute.removeprefix("config.")
+    return module, attribute
+
+
+def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup) -> None:
+    if style.kind == "divide":
+        _divide(module, style.names, group)
+        return
+    if style.sums_gradients:
+        names = [key for key, p in module._parameters.items() if p is not None]
+        module.forward = partial(_forward_summing, module, module.forward, names, group)  # type: ignore[method-assign]
+        return
+    layer = as_splittable(module)
+    if layer is None or style.kind in ("slice", "replicate"):
+        return
+    forward: Callable[..., torch.Tensor]
+    if style.kind == "vocab":
+        forward = partial(_embedding_forward, module, layer.inputs, group)
+    elif style.kind == "rowwise":
+        forward = partial(_linear_forward, module, 0, None, group)
+    elif layer.kind == "linear":
+        gathered = layer.outputs if style.kind == "colwise_gather" else None
+        forward = partial(_linear_forward, module, 1, gathered, group)
+    else:
+        return  # an embedding's features: each rank looks up its own
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _divide(module: nn.Module, names: tuple[str, ...], group: dist.ProcessGroup) -> None:
+    if any(name.startswith("config.") for name in names):
+        module.config = copy.copy(module.config)  # type: ignore[assignment, arg-type]  # other modules read it too
+    for name in names:
+        owner, key = _attribute_owner(module, name)
+        setattr(owner, key, shard_range(getattr(owner, key), group.size(), group.rank())[1])
+
+
+def _linear_forward(
+    module: nn.Module, dim: int, gathered: int | None, group: dist.ProcessGroup, input: torch.Tensor
+) -> torch.Tensor:
+    weight = module.weight.t() if is_transposed(module) else module.weight  # type: ignore[operator]
+    output = parallel_linear(input, weight, module.bias, dim, group)  # type: ignore[arg-type]
+    return output if gathered is None else collectives.gather(output, -1, group, size=gathered)
+
+
+def _embedding_forward(
+    module: nn.Module, num_embeddings: int, group: dist.ProcessGroup, input: torch.Tensor
+) -> torch.Tensor:
+    assert isinstance(module, nn.Embedding)
+    return parallel_embedding(
+        input,
+        module.weight,
+        module.padding_idx,
+        module.max_norm,
+        module.norm_type,
+        module.scale_grad_by_freq,
+        module.sparse,
+        num_embeddings,
+        0,
+        group,
+    )
+
+
+def _forward_summing(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    names: list[str],
+    group: dist.ProcessGroup,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`forward` on parameters whose gradients are summed over the ranks, each of which has activations of its own."""
+    slots: dict[str, Any] = module._parameters
+    held = {name: slots[name] for name in names}
+    slots.update({name: collectives.copy(to_local(parameter), group) for name, parameter in held.items()})
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        slots.update(held)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
