@@ -38,6 +38,7 @@ def _serve(connection: Connection) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=60),
             )
+            dist.barrier()  # a rank that raises at once must not leave while another is still joining
             torch.manual_seed(0)
             outcome = (True, function(*args, **kwargs))
         except BaseException:  # whatever a test raises is reported, never lost

@@ -5,6 +5,7 @@ are averaged over the group. :func:`tensorshard.parallelize` offers more; this i
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -15,14 +16,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.distributed.collectives import all_reduce_
-from tensorshard.distributed.world import default_device, join_world
+from tensorshard.distributed.world import default_device, join_world, world_size
 from tensorshard.materialize import from_module
 from tensorshard.mesh import Mesh
 from tensorshard.plan import ZERO_NAMES, Plan
 from tensorshard.transforms.apply import apply_plan
+from tensorshard.transforms.checks import check_model
 from tensorshard.transforms.shard import ShardedModel
 
-_ATTRIBUTE = "_tensorshard_sharded"
+_ATTRIBUTE = "_tensorshard_layout"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a model of group_sharded_parallel carries along."""
+
+    sharded: ShardedModel
+    mesh: Mesh
 
 
 def group_sharded_parallel(
@@ -51,8 +61,9 @@ def group_sharded_parallel(
         The same three objects.
 
     Raises:
-        ValueError: an unknown level; an optimizer that has already stepped or holds parameters of another model;
-            ``offload=True``.
+        ValueError: an unknown level; a group that this process is not in; an optimizer that has already stepped or holds
+            parameters of another model; a model that cannot be sharded; ``offload=True``.
+        TypeError: a model or an optimizer of another type.
     """
     if level not in ZERO_NAMES:
         raise ValueError(f"level is {level!r}; it must be one of {', '.join(map(repr, ZERO_NAMES))}")
@@ -62,15 +73,18 @@ def group_sharded_parallel(
         raise TypeError(f"model is a {type(model).__name__}; it must be a built nn.Module")
     if hasattr(model, _ATTRIBUTE):
         raise ValueError("the model was already given to group_sharded_parallel; it can be sharded once")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in the group; call group_sharded_parallel on the group's own ranks alone")
     names = _check_optimizer(model, optimizer)
-    plan = Plan(zero=level, shard_units=segment_size)
+    size = world_size() if group is None else dist.get_world_size(group)
+    plan = Plan(zero=level, shard_units=segment_size).resolve(size)
+    check_model(model, plan)
     device = default_device()
     join_world(device)
     mesh = Mesh(plan, device.type, group)
-    if mesh.rank == 0:
-        print(mesh.describe(), flush=True)
+    print(mesh.describe(), flush=True)
     sharded = apply_plan(from_module(model), plan, mesh, device, broadcast=mesh.world_size > 1)
-    object.__setattr__(model, _ATTRIBUTE, sharded)
+    object.__setattr__(model, _ATTRIBUTE, _Layout(sharded, mesh))
     masters = sharded.masters()
     for group_options in optimizer.param_groups:
         group_options["params"] = [masters[names[p]] for p in group_options["params"]]
@@ -87,30 +101,34 @@ def save_group_sharded_model(
     """Writes whole weights to ``output/model.pt`` and, if given, the whole optimizer's state to ``output/optimizer.pt``.
 
     The names are those of the original model, so that it reads them with ``load_state_dict(torch.load(...))``; the
-    optimizer's state is by these names as well. A collective; rank 0 writes.
+    optimizer's state is by these names as well. A collective of the group; its first rank writes.
 
     Raises:
         ValueError: the model did not come from :func:`group_sharded_parallel`.
         FileExistsError: a file is there already; nothing is overwritten.
     """
-    sharded: ShardedModel | None = getattr(model, _ATTRIBUTE, None)
-    if sharded is None:
+    layout: _Layout | None = getattr(model, _ATTRIBUTE, None)
+    if layout is None:
         raise ValueError("the model did not come from group_sharded_parallel, so there is nothing sharded to save")
+    writes = layout.mesh.rank == 0
     folder = Path(output)
     files = [folder / "model.pt"] + ([folder / "optimizer.pt"] if optimizer is not None else [])
-    for file in files:
-        if file.exists():
-            raise FileExistsError(f"{file} is there already and is not overwritten; give another output folder")
-    dist.barrier()  # nobody writes before everybody has looked
-    state = sharded.full_state_dict(keep=dist.get_rank() == 0)
-    states = [state] if optimizer is None else [state, _whole_optimizer_state(sharded, optimizer)]
-    if dist.get_rank() == 0:
+    existing = [str(file) for file in files if file.exists()] if writes else []
+    found = [existing]
+    dist.broadcast_object_list(found, group=layout.mesh.world_group, group_src=0)  # nobody goes on alone
+    if found[0]:
+        raise FileExistsError(
+            f"{' and '.join(found[0])} would be overwritten; nothing was written: give another output folder"
+        )
+    state = layout.sharded.full_state_dict(keep=writes)
+    states = [state] if optimizer is None else [state, _whole_optimizer_state(layout.sharded, optimizer)]
+    if writes:
         folder.mkdir(parents=True, exist_ok=True)
         for file, content in zip(files, states, strict=True):
             temporary = file.with_name(f".{file.name}.saving")
             torch.save(content, temporary)
             temporary.rename(file)
-    dist.barrier()
+    dist.barrier(layout.mesh.world_group)
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
@@ -137,13 +155,17 @@ def _whole_optimizer_state(sharded: ShardedModel, optimizer: torch.optim.Optimiz
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         state[names[parameter]] = {
-            key: value.full_tensor().cpu() if isinstance(value, DTensor) else value for key, value in values.items()
+            key: _whole(value).cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()
         }
     groups = [
         {**{k: v for k, v in options.items() if k != "params"}, "params": [names[p] for p in options["params"]]}
         for options in optimizer.param_groups
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _unscaler(mesh: Mesh) -> Any:

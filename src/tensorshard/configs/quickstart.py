@@ -8,16 +8,17 @@ train = get_config("common/train.py").train
 optimizer = get_config("common/optim.py").optimizer
 scheduler = get_config("common/optim.py").scheduler
 
-model = LazyCall(GPT)(vocab_size=256, context_length=128, num_layers=4, num_heads=4, width=192)
+model = LazyCall(GPT)(vocab_size=256, context_length=128, num_layers=4, num_heads=4, width=128)
 loss = LazyCall(next_token_loss, partial=True)()
 data = {
     "train": LazyCall(StdlibText)(split="train", context_length="${model.context_length}"),
     "validation": LazyCall(StdlibText)(split="validation", context_length="${model.context_length}"),
 }
 
-train.steps = 300
-train.global_batch_size = 32
+train.steps = 500
+train.global_batch_size = 16
 train.eval_every = 100
-train.eval_batches = 16
-train.save_every = 100
+train.eval_batches = 32
+train.save_every = 250
 optimizer.lr = 3e-3
+scheduler.warmup_steps = 25

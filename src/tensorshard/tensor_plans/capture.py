@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from tensorshard.tensor_plans.copies import blank, copy_with
+from tensorshard.tensor_plans.layers import as_splittable
 
 
 @dataclass
@@ -18,7 +19,7 @@ class BlockCall:
     """The first call of a block.
 
     Args:
-        args, kwargs: as it was called, tensors on the meta device.
+        args, kwargs: as it was called, tensors on the meta device; they require gradients where the model's did.
         providers: for each tensor leaf of (args, kwargs) that came out of another block: that block's name and the
             index among its output's leaves.
     """
@@ -34,7 +35,7 @@ class Capture:
 
     Args:
         calls: first calls of blocks, by name, in the order of the run.
-        used_outside: parameters that an operation read outside of the forward of a module that holds them.
+        used_outside: parameters that an operation read outside of the forward of a splittable layer that holds them.
     """
 
     calls: dict[str, BlockCall]
@@ -60,7 +61,9 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
         for name in blocks:
             recorder.watch(name, twin.get_submodule(name))
         fakes = tree_map_only(torch.Tensor, fake.from_tensor, inputs)
-        with torch.no_grad(), recorder:
+        for parameter in twin.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        with recorder:  # with gradients: which inputs of a block have any is part of what is to be found
             call_model(twin, fakes)
     return Capture(recorder.calls, recorder.used_outside)
 
@@ -75,10 +78,13 @@ class _Recorder(TorchDispatchMode):
         self._names = {storage_key(p): name for name, p in model.named_parameters()}
         self._running: list[set[int]] = []
         for module in model.modules():
-            own = {storage_key(p) for p in module._parameters.values() if p is not None}
-            if own:
+            if as_splittable(module) is not None:
+                own = {storage_key(p) for p in module._parameters.values() if p is not None}
                 module.register_forward_pre_hook(lambda *_, own=own: self._running.append(own))
-                module.register_forward_hook(lambda *_: self._running.pop() and None)
+                module.register_forward_hook(self._finished)
+
+    def _finished(self, *_: Any) -> None:
+        self._running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
@@ -114,7 +120,8 @@ class _Metas:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._made:
-            self._made[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            self._made[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
         return self._made[id(tensor)]
 
 

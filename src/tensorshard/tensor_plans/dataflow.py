@@ -29,11 +29,13 @@ class Region:
         columns: linear layers and per-head embeddings at its start, whose output features would be split.
         rows: the linear layers at its end, whose input features would be.
         between: parameters that are applied in between, to what each rank has of its own.
+        inputs: tensor inputs of the block that are, by their index.
     """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     between: tuple[str, ...]
+    inputs: tuple[int, ...]
 
     def __str__(self) -> str:
         return f"{', '.join(self.columns)} -> {', '.join(self.rows)}"
@@ -61,15 +63,18 @@ def follow(block: nn.Module, call: BlockCall, whole: set[str]) -> Dataflow:
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         twin = copy_with(block, blank).eval()
         args, kwargs = tree_map_only(torch.Tensor, lambda t: blank("", t), (call.args, call.kwargs))
-        labels = _Labels(twin, whole)
+        labels = _Labels(twin, whole, tensor_leaves((args, kwargs)))
         with torch.no_grad(), fake, _reads(twin) as numbers, labels:
             twin(*args, **kwargs)
     return Dataflow(labels.regions(), numbers)
 
 
 class _Labels(TorchDispatchMode):
-    def __init__(self, block: nn.Module, whole: set[str]) -> None:
+    def __init__(self, block: nn.Module, whole: set[str], inputs: list[torch.Tensor]) -> None:
         super().__init__()
+        # Of which inputs of the block a tensor was made without a layer in between, by storage.
+        self._origins: dict[int, frozenset[int]] = {storage_key(t): frozenset([i]) for i, t in enumerate(inputs)}
+        self._met_inputs: dict[int, frozenset[str]] = {}
         self._labels: dict[int, frozenset[str]] = {}  # by storage: views carry their base's labels
         self._kept: list[torch.Tensor] = []  # so that storages are not used again
         self._parameters = {storage_key(p): name for name, p in block.named_parameters()}
@@ -105,7 +110,15 @@ class _Labels(TorchDispatchMode):
             return output
         inputs = tensor_leaves((args, kwargs))
         found = self._of(inputs)
+        origins = frozenset().union(*(self._origins.get(storage_key(t), frozenset()) for t in inputs))
+        if origins:
+            for tensor in tensor_leaves(output):
+                self._kept.append(tensor)
+                key = storage_key(tensor)
+                self._origins[key] = self._origins.get(key, frozenset()) | origins
         if found:
+            for index in origins:
+                self._met_inputs[index] = self._met_inputs.get(index, frozenset()) | found
             for tensor in inputs:
                 name = self._parameters.get(storage_key(tensor))
                 if name is not None:
@@ -135,6 +148,7 @@ class _Labels(TorchDispatchMode):
                 tuple(sorted(columns)),
                 tuple(rows),
                 tuple(name for name, met in self._met.items() if met & columns),
+                tuple(index for index, met in self._met_inputs.items() if met & columns),
             )
             for columns, rows in merged
         ]

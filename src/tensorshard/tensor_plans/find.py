@@ -1,13 +1,13 @@
 """The search for a tensor-parallel table of any model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from tensorshard.tensor_plans.capture import BlockCall, Capture, capture_calls
+from tensorshard.tensor_plans.capture import BlockCall, Capture, capture_calls, tensor_leaves
 from tensorshard.tensor_plans.huggingface import published_plan
 from tensorshard.tensor_plans.inputs import example_inputs
 from tensorshard.tensor_plans.layers import as_splittable
@@ -134,8 +134,6 @@ def split_share(model: nn.Module, plan: TensorPlan, size: int) -> float:
 
 def structure_of(block: nn.Module, call: BlockCall) -> tuple[object, ...]:
     """Equal for blocks of which one may stand for the others."""
-    from tensorshard.tensor_plans.capture import tensor_leaves
-
     modules = tuple(
         (
             name,
@@ -166,35 +164,33 @@ def _search_all(
 
 
 def _drop_inconsistent(searches: Mapping[str, BlockSearch], calls: Mapping[str, BlockCall]) -> None:
-    """Takes back regions that expect a split input which comes whole, or the reverse, until all agree."""
-    changed = True
-    while changed:
-        changed = False
-        for name, search in searches.items():
-            for split in list(search.split):
-                if _comes_as_expected(split, search, searches, calls[name]):
-                    continue
-                search.split.remove(split)
-                reason = f"{split.region}: something per head comes from elsewhere, where it is not split alike"
-                search.whole.update(dict.fromkeys((*split.region.columns, *split.region.rows), reason))
-                changed = True
+    """Takes back regions between which something per head is handed on split that another expects whole, or the
+    reverse, until all agree."""
+    while mistaken := _mistaken_regions(searches, calls):
+        for search, split in mistaken:
+            search.split.remove(split)
+            reason = f"{split.region}: it shares something per head with another block that does not split it alike"
+            search.whole.update(dict.fromkeys((*split.region.columns, *split.region.rows), reason))
 
 
-def _comes_as_expected(
-    split: SplitRegion, search: BlockSearch, searches: Mapping[str, BlockSearch], call: BlockCall
-) -> bool:
-    wanted = {index: dim for other in search.split for index, dim in other.proposal.sliced_inputs.items()}
-    for index, dim in split.proposal.sliced_inputs.items():
-        if index not in call.providers:
-            return False
-        provider, output = call.providers[index]
-        if _sharded_outputs(searches[provider]).get(output) != dim:
-            return False
-    for index, (provider, output) in call.providers.items():
-        # A whole input is wanted where a split one comes: nothing here may be split.
-        if index not in wanted and output in _sharded_outputs(searches[provider]):
-            return False
-    return True
+def _mistaken_regions(
+    searches: Mapping[str, BlockSearch], calls: Mapping[str, BlockCall]
+) -> list[tuple[BlockSearch, SplitRegion]]:
+    found: dict[int, tuple[BlockSearch, SplitRegion]] = {}
+    for name, search in searches.items():
+        providers = calls[name].providers
+        wanted = {index: dim for split in search.split for index, dim in split.proposal.sliced_inputs.items()}
+        for split in search.split:
+            for index, dim in split.proposal.sliced_inputs.items():
+                given = _sharded_outputs(searches[providers[index][0]]) if index in providers else {}
+                if index not in providers or given.get(providers[index][1]) != dim:
+                    found[id(split)] = (search, split)
+        for index, (provider, output) in providers.items():
+            if index not in wanted:
+                for split in searches[provider].split:
+                    if output in split.sharded_outputs:
+                        found[id(split)] = (searches[provider], split)
+    return list(found.values())
 
 
 def _sharded_outputs(search: BlockSearch) -> dict[int, int]:

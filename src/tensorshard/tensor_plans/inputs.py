@@ -11,7 +11,7 @@ _TOKENS = 6
 
 
 def example_inputs(model: nn.Module) -> list[Any]:
-    """Candidates for inputs that `model` takes, the likeliest first; only shapes and types are meant.
+    """Candidates for inputs that `model` takes, the likeliest first; the values are arbitrary.
 
     Hugging Face's models say themselves what they take. Of others, the first layer with parameters tells: an embedding
     wants indices, a convolution images, a linear layer features.
@@ -19,9 +19,9 @@ def example_inputs(model: nn.Module) -> list[Any]:
     published = _hugging_face_inputs(model)
     if published is not None:
         return [published]
-    tokens = torch.zeros(_SAMPLES, _TOKENS, dtype=torch.long)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
+            tokens = _tokens(module.num_embeddings)
             return [tokens, (tokens, tokens)]
         if isinstance(module, nn.Conv2d):
             sizes = [*_image_sizes(model), (224, 224), (32, 32)]
@@ -37,7 +37,7 @@ def _hugging_face_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if config is None or not isinstance(name, str):
         return None
-    tokens = torch.zeros(_SAMPLES, _TOKENS, dtype=torch.long)
+    tokens = _tokens(getattr(config, "vocab_size", 2))
     inputs: dict[str, Any] = {name: tokens}
     if name == "pixel_values":
         size = getattr(config, "image_size", 224)
@@ -49,6 +49,10 @@ def _hugging_face_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
     if "use_cache" in accepted:
         inputs["use_cache"] = False
     return inputs
+
+
+def _tokens(vocabulary: int) -> torch.Tensor:
+    return torch.arange(_SAMPLES * _TOKENS).mul_(5).remainder_(vocabulary).view(_SAMPLES, _TOKENS)
 
 
 def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:

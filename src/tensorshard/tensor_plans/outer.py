@@ -45,8 +45,8 @@ def split_outer_layers(
             worthwhile = id(weight) in embedded or layer.outputs > layer.inputs
             reason = "outside of the blocks, and not an output layer larger than its input"
         rows = layer.inputs if layer.kind == "embedding" else layer.outputs
-        if names[id(weight)] in used_outside:
-            whole[name] = "its weight is read by other code than its own forward"
+        if any(names[id(p)] in used_outside for p in module.parameters()):
+            whole[name] = "its parameters are read by other code than its own forward"
         elif not worthwhile:
             whole[name] = reason
         elif (size - 1) * -(-rows // size) >= rows:

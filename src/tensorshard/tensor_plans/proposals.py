@@ -40,8 +40,8 @@ def proposals(
     """
     numbers = _owned_numbers(region, flow)
     divisible = [(owner, name) for owner, name, value in numbers if value % size == 0]
-    values = {(owner, name): value for owner, name, value in numbers}
-    packings = list(_packings(block, region, sorted(set(values.values()))))
+    packings = list(_packings(block, region, sorted({value for _, _, value in numbers})))
+    slicings = _input_slicings(region, inputs, size)
     between = _between_styles(block, region)
     tries = 0
     for count in range(_MOST_ATTRIBUTES + 1):
@@ -49,7 +49,6 @@ def proposals(
             divided: dict[str, Style] = {}
             for owner in {owner for owner, _ in chosen}:
                 divided[owner] = Style("divide", names=tuple(name for o, name in chosen if o == owner))
-            slicings = _input_slicings(inputs, {values[key] for key in chosen})
             for packing, slicing, extra in product(packings, slicings, between):
                 tries += 1
                 if tries > _MOST_TRIES:
@@ -103,11 +102,11 @@ def _between_styles(block: nn.Module, region: Region) -> list[dict[str, Style]]:
     return [whole, {**whole, **cut}] if cut else [whole]
 
 
-def _input_slicings(inputs: list[torch.Tensor], sizes: set[int]) -> list[dict[int, int]]:
-    """None, or one input that has a dimension of a divided attribute's size: something per head."""
+def _input_slicings(region: Region, inputs: list[torch.Tensor], size: int) -> list[dict[int, int]]:
+    """None, or one floating-point input that the region applies to its activations, per head perhaps."""
     found: list[dict[int, int]] = [{}]
-    for index, tensor in enumerate(inputs):
-        if tensor.ndim < 3 or not tensor.is_floating_point():
-            continue
-        found += [{index: dim} for dim in range(tensor.ndim - 1) if tensor.shape[dim] in sizes]
+    for index in region.inputs:
+        tensor = inputs[index]
+        if tensor.is_floating_point():
+            found += [{index: dim} for dim in range(tensor.ndim - 1) if tensor.shape[dim] % size == 0]
     return found

@@ -55,10 +55,11 @@ def search_block(
     """
     check = BlockCheck(block, call, size)
     found = BlockSearch()
-    refused: dict[str, str] = {}
+    refused: set[str] = set()
+    reasons: dict[str, str] = {}
     while True:
         # Where a region is refused, its layers stay whole, and may be rows' and columns' neighbours in another way.
-        flow = follow(block, call, set(refused))
+        flow = follow(block, call, refused)
         done = {layer for split in found.split for layer in split.region.columns}
         regions = [region for region in flow.regions if not done & set(region.columns)]
         if not regions:
@@ -68,12 +69,14 @@ def search_block(
             if isinstance(outcome, SplitRegion):
                 found.split.append(outcome)
             else:
-                refused.update(dict.fromkeys(region.columns, f"{region}: {outcome}"))
+                refused.update(region.columns)
+                for layer in (*region.columns, *region.rows):
+                    reasons.setdefault(layer, f"{region}: {outcome}")
     used = {layer for split in found.split for layer in (*split.region.columns, *split.region.rows)}
     for name, module in block.named_modules():
         layer = as_splittable(module)
         if name not in used and layer is not None and layer.kind == "linear":
-            found.whole[name] = refused.get(name, "no other layer takes its output features as input")
+            found.whole[name] = reasons.get(name, "no other layer takes its output features as input")
     return found
 
 

@@ -119,8 +119,8 @@ def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorPlan:
     for name, style in styles.items():
         pattern = starred(name)
         uniform = len(members[pattern]) > 1 and all(styles.get(other) == style for other in members[pattern])
-        # `*` also matches dots: a glob may not reach names of another depth.
-        exact = all(fnmatchcase(other, pattern) == (other in members[pattern]) for other in names)
+        # `*` also matches dots: a glob may not reach names of another depth that are styled otherwise.
+        exact = all(styles.get(other) == style for other in names if fnmatchcase(other, pattern))
         entries[pattern if uniform and exact else name] = style
     return TensorPlan(entries)
 

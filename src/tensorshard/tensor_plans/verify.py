@@ -71,7 +71,7 @@ class BlockCheck:
         made: dict[int, torch.Tensor] = {}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
-                made[id(leaf)] = _random_input(leaf, generator)
+                made[id(leaf)] = _random_input(leaf, generator).requires_grad_(leaf.requires_grad)
         self._leaves = [made.get(id(leaf), leaf) for leaf in leaves]
         self._cotangents: list[torch.Tensor] = []
         self._generator = generator
@@ -115,7 +115,7 @@ class BlockCheck:
                 parameter.data = local_part(parameter.data, layouts[name], rank, size)
         tensors = iter(range(len(self.inputs)))
         leaves = [
-            local_part(leaf, sliced[index], rank, size)
+            local_part(leaf.detach(), sliced[index], rank, size).requires_grad_(leaf.requires_grad)
             if isinstance(leaf, torch.Tensor) and (index := next(tensors)) in sliced
             else leaf
             for leaf in self._leaves
@@ -126,10 +126,11 @@ class BlockCheck:
         own: dict[int, torch.Tensor] = {}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in own:
-                own[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.is_floating_point())
+                own[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         tensors = [own[id(leaf)] for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        args, kwargs = tree_unflatten([own.get(id(leaf), leaf) for leaf in leaves], self._tree)
-        # A block may write into its inputs, which leaves of autograd forbid.
+        # A block may write into its inputs, which autograd does not allow for leaves.
+        given = {key: tensor.clone() for key, tensor in own.items()}
+        args, kwargs = tree_unflatten([given.get(id(leaf), leaf) for leaf in leaves], self._tree)
         outputs = tensor_leaves(block(*args, **kwargs))
         if group is None:
             self._cotangents = [torch.randn(o.shape, generator=self._generator) for o in outputs]
@@ -190,7 +191,7 @@ def _random_input(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tenso
     if leaf.dtype == torch.bool:
         mask = torch.ones(leaf.shape, dtype=torch.bool)
         return mask.tril() if leaf.ndim > 1 else mask  # as masks are: no row without an element
-    return torch.zeros(leaf.shape, dtype=leaf.dtype)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
 
 
 def _differing_dim(found: torch.Size, expected: torch.Size) -> int | None:

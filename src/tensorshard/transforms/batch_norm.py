@@ -34,8 +34,8 @@ def _forward(
     if not module.training and module.track_running_stats:
         return local_forward(input)
     module._check_input_dim(input)
-    weight = None if module.weight is None else module.weight.float()
-    bias = None if module.bias is None else module.bias.float()
+    weight = None if module.weight is None else _wide(module.weight)
+    bias = None if module.bias is None else _wide(module.bias)
     with torch.no_grad():
         mean, variance, count = _statistics(input, group)
         if module.training and module.track_running_stats:
@@ -46,7 +46,7 @@ def _forward(
 def _statistics(input: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean and biased variance of each channel [C] and the number of values a channel has, over the group."""
     dims = _reduced(input)
-    wide = input.float()
+    wide = _wide(input)
     sums = torch.cat([wide.sum(dims), wide.new_full((1,), input.numel() / input.size(1))])
     all_reduce_(sums, group)
     count = sums[-1]
@@ -92,9 +92,9 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         input, weight, mean, variance, count = ctx.saved_tensors
         dims = _reduced(input)
-        grad = grad_outputs[0].float()
+        grad = _wide(grad_outputs[0])
         inverse_std = torch.rsqrt(variance + ctx.eps)
-        normalized = (input.float() - _as_channels(mean, input)) * _as_channels(inverse_std, input)
+        normalized = (_wide(input) - _as_channels(mean, input)) * _as_channels(inverse_std, input)
         grad_bias = grad.sum(dims)
         grad_weight = (grad * normalized).sum(dims)
         sums = torch.cat([grad_bias, grad_weight])
@@ -111,6 +111,10 @@ class _Normalize(torch.autograd.Function):
 def _reduced(input: torch.Tensor) -> list[int]:
     """Every dimension but the channels', which are dimension 1."""
     return [dim for dim in range(input.dim()) if dim != 1]
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _as_channels(values: torch.Tensor, input: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
                 f"averaged over ranks; build it with sparse=False"
             )
     if plan.zero == 3 and plan.dp_shard > 1:
-        _check_one_dtype(trained)
+        _check_fully_shardable(model, trained)
     if isinstance(plan.shard_units, list):
         select_modules(model, plan.shard_units)
 
@@ -59,7 +59,13 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _check_one_dtype(trained: dict[str, nn.Parameter]) -> None:
+def _check_fully_shardable(model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)} is empty, and zero=3 cannot shard it; use zero=2, "
+                f"or leave the parameter out (None)"
+            )
     by_dtype = {master_dtype(p.dtype): name for name, p in trained.items()}
     if len(by_dtype) > 1:
         examples = " and ".join(f"{name!r} ({_short(dtype)})" for dtype, name in by_dtype.items())

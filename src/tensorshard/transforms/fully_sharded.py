@@ -13,7 +13,7 @@ from tensorshard._compat import AllGather, ReduceScatter
 from tensorshard.distributed.collectives import all_gather_into, all_reduce_, is_gloo, reduce_scatter_into
 from tensorshard.mesh import Mesh
 from tensorshard.transforms.assign import ParameterPlaces, like
-from tensorshard.transforms.precision import DTYPES, master_dtype
+from tensorshard.transforms.precision import compute_dtype, master_dtype
 from tensorshard.transforms.shard import ShardedModel
 
 
@@ -42,6 +42,7 @@ class FullyShardedModel(ShardedModel):
         self._value_of = value_of
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._places = ParameterPlaces(model)
+        self._dtype = next(master_dtype(p.dtype) for p in self._names if p.requires_grad)  # one for all, it was checked
         hybrid = mesh.degrees["dp_replicate"] > 1
         self._dp_size = mesh.dp_size
         self._dp_group = mesh.dp_group
@@ -50,8 +51,8 @@ class FullyShardedModel(ShardedModel):
         options: dict[str, Any] = {
             "mesh": mesh.device_mesh["dp_replicate", "dp_shard"] if hybrid else mesh.device_mesh["dp_shard"],
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=None if precision == "fp32" else DTYPES[precision],
-                reduce_dtype=reduce_dtype,
+                param_dtype=compute_dtype(self._dtype, precision),
+                reduce_dtype=reduce_dtype if self._dtype == torch.float32 else self._dtype,
                 cast_forward_inputs=False,  # autocast casts where it is needed
             ),
             "ignored_params": set(self._scalars),

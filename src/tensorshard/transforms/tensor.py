@@ -64,6 +64,7 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
     """
     layouts: dict[str, Layout] = {}
     chosen: dict[int, tuple[str, Layout]] = {}
+    unsaid: list[tuple[str, torch.Tensor]] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = _module_layouts(prefix, module, styles.get(prefix), size)
         for key, parameter in module._parameters.items():
@@ -73,6 +74,9 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
             layout = own.get(key, WHOLE)
             if name in styles:
                 layout = _parameter_layout(name, parameter, styles[name])
+            elif prefix not in styles and as_splittable(module) is None:
+                unsaid.append((name, parameter))  # what it is tied to, if anything, says it
+                continue
             check_can_split(layout, size, name)
             first, other = chosen.setdefault(id(parameter), (name, layout))
             if other != layout:
@@ -81,6 +85,7 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
                     f"differently: give 'vocab' to an embedding and 'colwise_gather' to the layer tied to it"
                 )
             layouts[name] = layout
+    layouts.update({name: chosen.get(id(parameter), (name, WHOLE))[1] for name, parameter in unsaid})
     return layouts
 
 

@@ -1,20 +1,22 @@
 """What a model's blocks are. One notion, used by sharding units, recomputation and compilation alike."""
 
 from collections import Counter
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-# A block most of whose parameters sit in a list of blocks of its own is a mere container of these (a ResNet stage).
-_CONTAINER_SHARE = 0.9
+# A member of a list, most of whose parameters are blocks in lists of its own, is a stage of these and no block itself.
+_STAGE_SHARE = 0.5
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated parts of `model`, by name, in the order in which they are registered.
 
     Blocks are the members of a ModuleList, ModuleDict or Sequential of which at least two are of one class and hold
-    parameters. Of lists inside lists the outermost counts, unless its members are hardly more than a list themselves.
-    A model without such lists of composite modules (a plain Sequential of layers) has its layers as blocks.
+    parameters. Lists that are members of a list are gone through, since nobody calls them, and so are stages (of a ResNet,
+    a Swin Transformer, a U-Net), which hold little but lists of blocks. A model without such lists of composite modules
+    (a plain Sequential of layers) has its layers as blocks.
     """
     blocks = _search(model, "", composite=True)
     return blocks or _search(model, "", composite=False)
@@ -24,45 +26,82 @@ def select_modules(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module
     """The modules whose names match one of `patterns` (globs as in ``layers.*``), in registration order.
 
     Raises:
-        ValueError: a pattern that matches no module.
+        ValueError: a pattern that matches no module, or nothing but lists, which are never called themselves.
     """
     named = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in named):
+        matched = [name for name in named if fnmatchcase(name, pattern)]
+        if not matched:
             examples = ", ".join(list(find_blocks(model))[:3]) or ", ".join(list(named)[:3])
             raise ValueError(f"no module of the model is called {pattern!r}; its modules are such as {examples}")
-    return {n: m for n, m in named.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
+        if all(_is_mere_list(named[name]) for name in matched):
+            raise ValueError(
+                f"{pattern!r} is a {type(named[matched[0]]).__name__}, which is never called itself; name its members "
+                f"({pattern}.*)"
+            )
+    return {
+        name: module
+        for name, module in named.items()
+        if not _is_mere_list(module) and any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def _search(module: nn.Module, prefix: str, composite: bool) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
-    members = _members(module, composite)
-    for name, child in module.named_children():
+    children = dict(_elements(module)) if _is_list(module) else dict(module.named_children())
+    members = _members(children, composite) if _is_list(module) else set()
+    for name, child in children.items():
         path = f"{prefix}{name}"
         inner = _search(child, f"{path}.", composite)
-        if name in members and not _is_container(child, inner):
+        if name in members and not _is_stage(child, path, inner):
             found[path] = child
         else:
             found.update(inner)
     return found
 
 
-def _members(module: nn.Module, composite: bool) -> set[str]:
-    """Names of the children of a list that qualify as blocks."""
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        return set()
+def _elements(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The members of a list; in the place of a list that cannot be called, its own."""
+    for name, child in module.named_children():
+        if _is_mere_list(child):
+            yield from _elements(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
+def _members(children: dict[str, nn.Module], composite: bool) -> set[str]:
+    """Names of the members of a list that qualify as blocks."""
     candidates = {
         name: child
-        for name, child in module.named_children()
+        for name, child in children.items()
         if any(True for _ in child.parameters()) and (any(True for _ in child.children()) or not composite)
     }
     repeated = Counter(type(child) for child in candidates.values())
     return set(candidates) if any(count >= 2 for count in repeated.values()) else set()
 
 
-def _is_container(module: nn.Module, inner: dict[str, nn.Module]) -> bool:
-    if not inner:
+def _is_stage(module: nn.Module, path: str, inner: dict[str, nn.Module]) -> bool:
+    """Whether `module` is a list of the blocks `inner` and little more.
+
+    That is: it has nothing but lists; or lists that only its own forward can run through, with most of its parameters.
+    """
+    children = dict(module.named_children())
+    lists = {name: child for name, child in children.items() if _is_list(child)}
+    if not any(block.startswith(f"{path}.{name}.") for block in inner for name in lists):
         return False
-    total = sum(p.numel() for p in module.parameters())
-    within = sum(p.numel() for block in inner.values() for p in block.parameters())
-    return within >= _CONTAINER_SHARE * total
+    if len(lists) == len(children):
+        return True
+    mere = [f"{path}.{name}." for name, child in lists.items() if _is_mere_list(child)]
+    within = sum(
+        p.numel() for name, block in inner.items() if name.startswith(tuple(mere)) for p in block.parameters()
+    )
+    return within >= _STAGE_SHARE * sum(p.numel() for p in module.parameters())
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+
+def _is_mere_list(module: nn.Module) -> bool:
+    """Whether it has no forward of its own, so that only its members are ever called."""
+    return type(module).forward is nn.Module.forward
