@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
 from rank_pool import RankPool
 
 torch.set_num_threads(1)

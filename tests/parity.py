@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import tensorshard as ts
 from tensorshard.models import GPT, Bert, ViT, image_classification_loss, next_token_loss
 
 STEPS = 20
-GLOBAL_BATCH = 8
+GLOBAL_BATCH = 16
 # The bias of an attention's keys has a gradient of exactly zero but for rounding, which AdamW would divide by itself:
 # an epsilon above the rounding keeps it at rest.
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-6)
@@ -97,12 +98,20 @@ def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Te
     return inputs, targets
 
 
-def train(kind: str, fields: dict[str, Any], steps: int = STEPS, as_callable: bool = False) -> dict[str, Any]:
-    """Losses of `steps` AdamW steps of `kind` under Plan(**fields), and the weights after them (on rank 0)."""
+def train(
+    kind: str, fields: dict[str, Any], steps: int = STEPS, as_callable: bool = False, flip: bool = False
+) -> dict[str, Any]:
+    """Losses of `steps` AdamW steps of `kind` under Plan(**fields), and the weights after them (on rank 0).
+
+    With `flip` the samples of each batch come in reverse order.
+    """
     engine = make_engine(kind, fields, as_callable=as_callable)
     losses, norms = [], []
     for step in range(steps):
-        losses.append(engine.step(*shard(engine, *batch(kind, step))).item())
+        whole = batch(kind, step)
+        if flip:
+            whole = tree_map(lambda tensor: tensor.flip(0), whole)
+        losses.append(engine.step(*shard(engine, *whole)).item())
         norms.append(None if engine.grad_norm is None else engine.grad_norm.item())
     return {"losses": losses, "norms": norms, "state": engine.full_state_dict()}
 

@@ -21,7 +21,8 @@ _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def build(kind: str) -> nn.Module:
-    """A model with the same weights every time; none of its biases and norms as their initialisation leaves them."""
+    """A model with the same weights every time; none of its biases and norms as their initialisation leaves
+    them."""
     torch.manual_seed(1)
     model = _BUILDERS[kind]().eval()
     with torch.no_grad():

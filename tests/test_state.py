@@ -1,22 +1,18 @@
 """Collecting and relocating state, and living under DistributedDataParallel."""
 
-import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 import tensorshard.distributed as tsd
 from rank_pool import RankError
-from tensorshard.nn import ParallelCrossEntropyLoss, ParallelEmbedding, ParallelLinear, ParallelModule
+from tensorshard.nn import ParallelEmbedding, ParallelLinear, ParallelModule
 from tensorshard.state import (
     collect_state_dict,
     get_parallel_dim,
-    register_ddp_parameters_to_ignore,
     register_parallel_dim,
     relocate_state_dict,
     slice,

@@ -1,15 +1,13 @@
 """Models split as the automatic tables say, on ranks, against one process: outputs and every gradient."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tensor_plan_models import build, inputs
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from tensor_plan_models import build, inputs
 from tensorshard.tensor_plans import Layout, TensorPlan, join_parts, local_part
 from tensorshard.tensor_plans.capture import call_model
 from tensorshard.tensor_plans.find import find_tensor_plan
@@ -57,7 +55,8 @@ def whole_run(kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Within 1e-5 of the largest value of each tensor, or of 1% of the largest gradient: some are zero but for rounding."""
+    """Within 1e-5 of the largest value of each tensor, or of 1% of the largest gradient: some are zero but
+    for rounding."""
     logits, gradients = found
     expected_logits, expected_gradients = expected
     assert list(gradients) == list(expected_gradients)
@@ -70,7 +69,20 @@ def assert_same(found: Any, expected: Any) -> None:
         assert error <= 1e-5, f"{name} differs by {error:.1e}"
 
 
-KINDS = ["gpt", "gpt_tied", "bert", "vit", "llama", "qwen3", "phi3", "gpt_neox", "gpt2", "t5", "hf_bert", "hf_vit"]
+KINDS = [
+    "gpt",
+    "gpt_tied",
+    "bert",
+    "vit",
+    "llama",
+    "qwen3",
+    "phi3",
+    "gpt_neox",
+    "gpt2",
+    "t5",
+    "hf_bert",
+    "hf_vit",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

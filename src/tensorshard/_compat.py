@@ -1,5 +1,7 @@
-"""The one place that knows how supported versions of torch differ, and where their unexported names are."""
+"""The one place that knows how supported versions of torch differ."""
 
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+import torch.distributed as dist
 
-__all__ = ["AllGather", "ReduceScatter"]
+# torch 2.13 renamed them, and warns about the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

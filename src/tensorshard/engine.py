@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._guards import detect_fake_mode
 
@@ -24,7 +23,7 @@ from tensorshard.transforms.apply import apply_plan
 from tensorshard.transforms.batch_norm import running_statistics
 from tensorshard.transforms.checks import check_model
 from tensorshard.transforms.precision import autocast, check_supported, widen_output
-from tensorshard.transforms.shard import ShardedModel, shard_units
+from tensorshard.transforms.shard import ShardedModel
 
 logger = logging.getLogger("tensorshard")
 

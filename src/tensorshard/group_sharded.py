@@ -151,7 +151,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def _whole_optimizer_state(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    names = {master: name for name, master in sharded.masters().items()}
+    names: dict[torch.Tensor, str] = {master: name for name, master in sharded.masters().items()}
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         state[names[parameter]] = {

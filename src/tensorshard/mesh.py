@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tensorshard.plan import AXES, Plan
 
+_GROUPS_SHOWN = 8
+
 
 class Mesh:
     """A plan's axes laid over the processes of the world.
@@ -75,14 +77,25 @@ class Mesh:
         return self.device_mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
 
     def describe(self) -> str:
-        """One line an axis: its degree, this rank's index, and the ranks of its group."""
+        """One line an axis: its degree, this rank's index, and the ranks of its group; then every rank's groups."""
         lines = [f"rank {self._members[self.rank]} of {dist.get_world_size()}"]
         for axis in AXES:
-            members = [self._members[r] for r in group_ranks(self.rank, axis, self.degrees)]
-            lines.append(
-                f"{axis:<13} degree {self.degrees[axis]:<4} index {self.index(axis):<4} ranks {_ranges(members)}"
-            )
+            members = self._numbers(group_ranks(self.rank, axis, self.degrees))
+            lines.append(f"{axis:<13} degree {self.degrees[axis]:<4} index {self.index(axis):<4} ranks {members}")
+        for axis in AXES:
+            if self.degrees[axis] > 1:
+                lines.append(f"all groups along {axis}: {self._all_groups(axis)}")
         return "\n".join(lines)
+
+    def _all_groups(self, axis: str) -> str:
+        groups = {tuple(group_ranks(rank, axis, self.degrees)): None for rank in range(self.world_size)}
+        shown = [self._numbers(list(group)) for group in groups]
+        if len(shown) > _GROUPS_SHOWN:
+            shown = [*shown[: _GROUPS_SHOWN - 1], f"... {len(shown)} in all"]
+        return " | ".join(shown)
+
+    def _numbers(self, ranks: list[int]) -> str:
+        return _ranges([self._members[rank] for rank in ranks])
 
 
 def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:

@@ -79,7 +79,7 @@ def load(engine: "Engine", path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _document(engine: "Engine", extra: dict[str, Any]) -> dict[str, Any]:
-    names = {p: name for name, p in engine.sharded.masters().items()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     groups = [
         {
             "names": [names[p] for p in group["params"]],
@@ -122,7 +122,7 @@ def _model_tensors(engine: "Engine") -> dict[str, Any]:
 
 def _tensors(engine: "Engine") -> dict[str, Any]:
     tensors = _model_tensors(engine)
-    names = {p: name for name, p in engine.sharded.masters().items()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     for parameter, state in engine.optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -176,7 +176,7 @@ def _restore_optimizer(
     engine: "Engine", states: dict[str, dict[str, torch.Tensor]], document: dict[str, Any]
 ) -> None:
     stored = document["optimizer"]
-    names = {p: name for name, p in engine.sharded.masters().items()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     current = engine.optimizer.state_dict()
     options_of = {name: group["options"] for group in stored["groups"] for name in group["names"]}
     state: dict[int, dict[str, Any]] = {}

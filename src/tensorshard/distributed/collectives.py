@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tensorshard._compat import all_gather_single, reduce_scatter_single
+
 # Below this many bytes an all-reduce sends every rank's tensor to every other: one hop instead of two.
 _SMALL_BYTES = 1 << 16
 
@@ -68,7 +70,7 @@ def all_gather_into(
 ) -> dist.Work | None:
     """Concatenates every rank's `input` into `output`, both flat; `input` may be this rank's part of `output`."""
     if not is_gloo(group, output.device):
-        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
+        return all_gather_single(output, input, group=group, async_op=async_op)
     rank, size = group.rank(), group.size()
     parts = list(output.view(-1).chunk(size))
     source = input.view(-1)
@@ -87,7 +89,7 @@ def reduce_scatter_into(
 ) -> dist.Work | None:
     """Sums (or averages) `input` over the ranks and leaves this rank's part in `output`; both contiguous."""
     if not is_gloo(group, output.device):
-        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+        return reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
     _check_sum_or_average(op)
     rank, size = group.rank(), group.size()
     parts = list(input.view(-1).chunk(size))

@@ -19,9 +19,10 @@ class BlockCall:
     """The first call of a block.
 
     Args:
-        args, kwargs: as it was called, tensors on the meta device; they require gradients where the model's did.
-        providers: for each tensor leaf of (args, kwargs) that came out of another block: that block's name and the
-            index among its output's leaves.
+        args, kwargs: as it was called, tensors on the meta device; they require gradients where the model's
+            did.
+        providers: for each tensor leaf of (args, kwargs) that came out of another block: that block's name
+            and the index among its output's leaves.
     """
 
     args: tuple[Any, ...]
@@ -35,7 +36,8 @@ class Capture:
 
     Args:
         calls: first calls of blocks, by name, in the order of the run.
-        used_outside: parameters that an operation read outside of the forward of a splittable layer that holds them.
+        used_outside: parameters that an operation read outside of the forward of a splittable layer that
+            holds them.
     """
 
     calls: dict[str, BlockCall]

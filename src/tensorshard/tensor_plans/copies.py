@@ -31,9 +31,11 @@ def blank(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def random_values(generator: torch.Generator) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Values under which a wrong split shows: of the size of trained weights, with biases, and norms not all 1.
+    """Values under which a wrong split shows: of the size of trained weights, with biases, and norms not all
+    1.
 
-    Buffers keep their values where they have any. Floating-point types become fp32, in which a comparison means most.
+    Buffers keep their values where they have any. Floating-point types become fp32, in which a comparison
+    means most.
     """
 
     def value(name: str, tensor: torch.Tensor) -> torch.Tensor:

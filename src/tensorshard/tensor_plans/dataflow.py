@@ -1,7 +1,7 @@
 """Which layers of a block could be split together, by following the data through it.
 
-Each linear layer's output gets a label, which operations carry on. A linear layer whose input carries labels could be a
-row layer; those labels are its columns. What a row layer puts out is whole again and carries none.
+Each linear layer's output gets a label, which operations carry on. A linear layer whose input carries labels
+could be a row layer; those labels are its columns. What a row layer puts out is whole again and carries none.
 """
 
 import copy
@@ -47,7 +47,8 @@ class Dataflow:
 
     Args:
         regions: what could be split together.
-        numbers: for each module, the whole-number attributes that its forward reads (``config.name`` for its config's).
+        numbers: for each module, the whole-number attributes that its forward reads (``config.name`` for its
+            config's).
     """
 
     regions: list[Region]
@@ -141,7 +142,10 @@ class _Labels(TorchDispatchMode):
             together = [entry for entry in merged if entry[0] & columns]
             merged = [entry for entry in merged if not entry[0] & columns]
             merged.append(
-                (set(columns).union(*(entry[0] for entry in together)), [r for entry in together for r in entry[1]] + [row])
+                (
+                    set(columns).union(*(entry[0] for entry in together)),
+                    [r for entry in together for r in entry[1]] + [row],
+                )
             )
         return [
             Region(
@@ -169,7 +173,7 @@ def _reads(block: nn.Module) -> Iterator[dict[str, dict[str, int]]]:
 
 
 def _watch(owner: Any, numbers: dict[str, int], prefix: str) -> None:
-    base = type(owner)
+    base: Any = type(owner)
 
     def read(self: Any, name: str) -> Any:
         value = base.__getattribute__(self, name)

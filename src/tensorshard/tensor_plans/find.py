@@ -4,19 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from tensorshard.tensor_plans.capture import BlockCall, Capture, capture_calls, tensor_leaves
+from tensorshard.tensor_plans.capture import BlockCall
+from tensorshard.tensor_plans.check import BlockChecks, check_around_run
 from tensorshard.tensor_plans.huggingface import published_plan
-from tensorshard.tensor_plans.inputs import example_inputs
 from tensorshard.tensor_plans.layers import as_splittable
 from tensorshard.tensor_plans.outer import split_outer_layers
 from tensorshard.tensor_plans.search import BlockSearch, SplitRegion, search_block
 from tensorshard.tensor_plans.styles import Style
 from tensorshard.tensor_plans.table import TensorPlan, collapse, starred
+from tensorshard.tensor_plans.units import find_units, run_once, structure_of
 from tensorshard.transforms.tensor import find_layouts
-from tensorshard.transforms.units import find_blocks
 
 
 class NoTensorPlanError(ValueError):
@@ -31,17 +30,20 @@ class FoundPlan:
         plan: the table; ``plan.to_yaml(path)`` saves it, ``Plan(tp_plan=plan.to_dict())`` uses it.
         whole: layers that stay whole, as globs, and why.
         split_share: share of the model's parameters that is split, 0 to 1.
-        size: number of ranks that it was checked for.
+        size: number of ranks that it is for.
+        checked: whether it was checked by numbers.
     """
 
     plan: TensorPlan
     whole: dict[str, str]
     split_share: float
     size: int
+    checked: bool = True
 
     def describe(self) -> str:
         """The table, what stays whole and why, and how much is split."""
-        lines = [f"tensor-parallel table, checked by numbers on {self.size} simulated ranks:", self.plan.describe()]
+        how = f"checked by numbers on {self.size} simulated ranks" if self.checked else "given, and not checked"
+        lines = [f"tensor-parallel table, {how}:", self.plan.describe()]
         if self.whole:
             width = max(map(len, self.whole))
             lines += ["stays whole:", *(f"{name:<{width}}  {reason}" for name, reason in self.whole.items())]
@@ -52,9 +54,9 @@ class FoundPlan:
 def find_tensor_plan(model: nn.Module, size: int = 2, *, inputs: Any = None) -> FoundPlan:
     """Finds a table that splits `model` over `size` ranks, and checks it by numbers.
 
-    Per distinct block: layers that could be split together are proposed from the flow of the data, and each proposal is
-    run on `size` simulated ranks, forward and backward, on random weights. The model itself is run on fake tensors only,
-    and is left as it is; it may be on the meta device.
+    Per distinct block: layers that could be split together are proposed from the flow of the data, and each
+    proposal is run on `size` simulated ranks, forward and backward, on random weights. The model itself is
+    run on fake tensors only, and is left as it is; it may be on the meta device.
 
     Args:
         model: any module.
@@ -66,62 +68,31 @@ def find_tensor_plan(model: nn.Module, size: int = 2, *, inputs: Any = None) -> 
         ValueError: the model does not run on `inputs`, or none were given and none could be guessed.
     """
     units = find_units(model)
-    capture = run_once(model, list(units), inputs)
+    run = run_once(model, list(units), inputs)
+    checks = BlockChecks(size)
     published = published_plan(model)
-    searches = _search_all(units, capture.calls, size, published)
-    whole = {name: "its block was not called" for name in units if name not in capture.calls}
-    _drop_inconsistent(searches, capture.calls)
+    searches = _search_all(units, run.calls, checks, published.plan)
+    whole = {name: "its block was not called" for name in units if name not in run.calls}
+    whole.update({p: f"published as {s!r}, a style that is not known here" for p, s in published.unknown.items()})
+    _drop_inconsistent(searches, run.calls)
     styles: dict[str, Style] = {}
     for name, search in searches.items():
         styles.update({_join(name, key): style for key, style in search.styles().items()})
         whole.update({_join(name, key): reason for key, reason in search.whole.items()})
-    outer, outer_whole = split_outer_layers(model, list(units), size, capture.used_outside, styles)
+    outer, outer_whole = split_outer_layers(model, list(units), size, run.used_outside, styles)
     styles.update(outer)
     whole.update(outer_whole)
     reasons = {starred(name): reason for name, reason in whole.items()}
     if not styles:
         told = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
         linear = [starred(n) for n, m in model.named_modules() if (s := as_splittable(m)) and s.kind == "linear"]
-        start = {name: "colwise or rowwise" for name in dict.fromkeys(linear)}
+        start = dict.fromkeys(dict.fromkeys(linear), "colwise or rowwise")
         raise NoTensorPlanError(
             f"nothing of this {type(model).__name__} can be split over {size} ranks:\n{told}\n"
             f"if you know better, give a table as Plan(tp_plan=...), starting from {start}"
         )
-    plan = collapse(styles, model)
+    plan = check_around_run(model, collapse(styles, model), size, run, checks)
     return FoundPlan(plan, reasons, split_share(model, plan, size), size)
-
-
-def find_units(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are searched and checked one by one: blocks with layers to split, else the whole model."""
-    units = {
-        name: block
-        for name, block in find_blocks(model).items()
-        if sum(as_splittable(module) is not None for module in block.modules()) > 1
-    }
-    return units or {"": model}
-
-
-def run_once(model: nn.Module, units: list[str], inputs: Any) -> Capture:
-    """Runs `model` on fake tensors; on guessed inputs if `inputs` is None.
-
-    Raises:
-        ValueError: it does not run.
-    """
-    candidates = example_inputs(model) if inputs is None else [inputs]
-    error: Exception | None = None
-    for candidate in candidates:
-        try:
-            return capture_calls(model, units, candidate)
-        except Exception as caught:  # whatever a model makes of inputs that are not its own
-            error = error or caught
-    remedy = "pass inputs= to find_tensor_plan, and its table as Plan(tp_plan=...)"
-    if error is None:
-        raise ValueError(f"no inputs could be guessed to run {type(model).__name__} with; {remedy}")
-    what = "the guessed inputs" if inputs is None else "the given inputs"
-    raise ValueError(
-        f"{type(model).__name__} does not run on {what}, {type(error).__name__}: {error}"
-        + (f"; {remedy}" if inputs is None else "")
-    ) from error
 
 
 def split_share(model: nn.Module, plan: TensorPlan, size: int) -> float:
@@ -132,23 +103,8 @@ def split_share(model: nn.Module, plan: TensorPlan, size: int) -> float:
     return split / max(total, 1)
 
 
-def structure_of(block: nn.Module, call: BlockCall) -> tuple[object, ...]:
-    """Equal for blocks of which one may stand for the others."""
-    modules = tuple(
-        (
-            name,
-            type(module),
-            tuple((key, tuple(p.shape)) for key, p in module._parameters.items() if p is not None),
-            tuple((key, value) for key, value in vars(module).items() if isinstance(value, bool)),
-        )
-        for name, module in block.named_modules()
-    )
-    leaves = tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensor_leaves((call.args, call.kwargs)))
-    return (modules, leaves)
-
-
 def _search_all(
-    units: Mapping[str, nn.Module], calls: Mapping[str, BlockCall], size: int, published: TensorPlan | None
+    units: Mapping[str, nn.Module], calls: Mapping[str, BlockCall], checks: BlockChecks, published: TensorPlan
 ) -> dict[str, BlockSearch]:
     """One search per distinct structure."""
     known: dict[tuple[object, ...], BlockSearch] = {}
@@ -156,16 +112,16 @@ def _search_all(
     for name, call in calls.items():
         structure = structure_of(units[name], call)
         if structure not in known:
-            given = {} if published is None else published.restricted_to(name, units[name])
-            known[structure] = search_block(units[name], call, size, given)
+            given = published.restricted_to(name, units[name])
+            known[structure] = search_block(units[name], call, checks.of(units[name], call), given)
         search = known[structure]
         searches[name] = BlockSearch(list(search.split), dict(search.whole))
     return searches
 
 
 def _drop_inconsistent(searches: Mapping[str, BlockSearch], calls: Mapping[str, BlockCall]) -> None:
-    """Takes back regions between which something per head is handed on split that another expects whole, or the
-    reverse, until all agree."""
+    """Takes back regions between which something per head is handed on split that another expects whole, or
+    the reverse, until all agree."""
     while mistaken := _mistaken_regions(searches, calls):
         for search, split in mistaken:
             search.split.remove(split)

@@ -13,8 +13,8 @@ _TOKENS = 6
 def example_inputs(model: nn.Module) -> list[Any]:
     """Candidates for inputs that `model` takes, the likeliest first; the values are arbitrary.
 
-    Hugging Face's models say themselves what they take. Of others, the first layer with parameters tells: an embedding
-    wants indices, a convolution images, a linear layer features.
+    Hugging Face's models say themselves what they take. Of others, the first layer with parameters tells: an
+    embedding wants indices, a convolution images, a linear layer features.
     """
     published = _hugging_face_inputs(model)
     if published is not None:
@@ -33,7 +33,8 @@ def example_inputs(model: nn.Module) -> list[Any]:
 
 
 def _hugging_face_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """By the documented attributes of ``transformers.PreTrainedModel``: its config and its main input's name."""
+    """By the documented attributes of ``transformers.PreTrainedModel``: its config and its main input's
+    name."""
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if config is None or not isinstance(name, str):
         return None

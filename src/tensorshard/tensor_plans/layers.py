@@ -25,16 +25,16 @@ class SplittableLayer:
 def as_splittable(module: nn.Module) -> SplittableLayer | None:
     """How `module` could be split, or None if it is no layer that could.
 
-    A subclass that computes something else than its base class (scaled embeddings, say) could not: its forward would
-    be lost.
+    A subclass that computes something else than its base class (scaled embeddings, say) could not: its
+    forward would be lost.
     """
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return SplittableLayer("linear", module.weight.shape[1], module.weight.shape[0], 1, 0)
     if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
         return SplittableLayer("embedding", module.weight.shape[0], module.weight.shape[1], 0, 1)
     if is_transposed(module):
-        weight = module.weight
-        return SplittableLayer("linear", weight.shape[0], weight.shape[1], 0, 1)  # type: ignore[index]
+        inputs, outputs = (int(size) for size in module.weight.shape)  # type: ignore[union-attr]
+        return SplittableLayer("linear", inputs, outputs, 0, 1)
     return None
 
 

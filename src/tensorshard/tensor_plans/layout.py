@@ -14,9 +14,9 @@ class Layout:
 
     Args:
         dim: the dimension that is cut; None for a parameter that every rank holds whole.
-        parts: sizes, along `dim`, of what is packed into the parameter one after the other (a fused query-key-value
-            weight has three). Each of them is cut over the ranks, and a rank holds its pieces in the same order. Most
-            parameters are one part.
+        parts: sizes, along `dim`, of what is packed into the parameter one after the other (a fused
+            query-key-value weight has three). Each of them is cut over the ranks, and a rank holds its pieces
+            in the same order. Most parameters are one part.
     """
 
     dim: int | None = None
@@ -41,7 +41,8 @@ WHOLE = Layout()
 
 
 def local_part(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
-    """What rank `rank` of `size` holds of `full`: a copy of its own, or `full` itself if that is all of it."""
+    """What rank `rank` of `size` holds of `full`: a copy of its own, or `full` itself if that is all of
+    it."""
     if layout.dim is None:
         return full
     pieces = [full.narrow(layout.dim, start, length) for start, length in layout.ranges(rank, size)]
@@ -49,7 +50,8 @@ def local_part(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torc
 
 
 def join_parts(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """The whole of a parameter, of which ``held[rank]`` is what each rank holds: undoes :func:`local_part`."""
+    """The whole of a parameter, of which ``held[rank]`` is what each rank holds: undoes
+    :func:`local_part`."""
     if layout.dim is None:
         return held[0]
     size = len(held)
@@ -57,9 +59,7 @@ def join_parts(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
         list(local.split([length for _, length in layout.ranges(rank, size)], layout.dim))
         for rank, local in enumerate(held)
     ]
-    return torch.cat(
-        [pieces[rank][part] for part in range(len(layout.parts)) for rank in range(size)], layout.dim
-    )
+    return torch.cat([pieces[rank][part] for part in range(len(layout.parts)) for rank in range(size)], layout.dim)
 
 
 def check_can_split(layout: Layout, size: int, what: str) -> None:

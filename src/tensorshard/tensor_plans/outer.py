@@ -16,8 +16,8 @@ def split_outer_layers(
 ) -> tuple[dict[str, Style], dict[str, str]]:
     """Styles of embeddings and output layers outside of `units`, and why others stay whole.
 
-    Splitting an embedding's rows, or a linear layer whose output is gathered, is right wherever the layer is called as
-    a module; it needs no check by numbers.
+    Splitting an embedding's rows, or a linear layer whose output is gathered, is right wherever the layer is
+    called as a module; it needs no check by numbers.
 
     Args:
         used_outside: parameters that something reads past their modules' forwards.

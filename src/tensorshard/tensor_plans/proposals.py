@@ -34,9 +34,9 @@ def proposals(
 ) -> Iterator[Proposal]:
     """Ways to split `region` over `size` ranks.
 
-    What varies: the attributes of the owning modules that are divided (none, then one, two, three of those that their
-    forward reads); into how many parts the columns are packed; whether a per-head input of the block comes split; and
-    whether a parameter in between is per feature, and thus sliced.
+    What varies: the attributes of the owning modules that are divided (none, then one, two, three of those
+    that their forward reads); into how many parts the columns are packed; whether a per-head input of the
+    block comes split; and whether a parameter in between is per feature, and thus sliced.
     """
     numbers = _owned_numbers(region, flow)
     divisible = [(owner, name) for owner, name, value in numbers if value % size == 0]
@@ -71,7 +71,8 @@ def _owned_numbers(region: Region, flow: Dataflow) -> list[tuple[str, str, int]]
 
 
 def _packings(block: nn.Module, region: Region, numbers: list[int]) -> Iterator[dict[str, Style]]:
-    """Styles of the columns: unpacked, 2 or 3 equal parts, then query, key and value by the numbers of their heads."""
+    """Styles of the columns: unpacked, 2 or 3 equal parts, then query, key and value by the numbers of their
+    heads."""
     yield dict.fromkeys(region.columns, COLWISE)
     outputs = {name: layer.outputs for name in region.columns if (layer := as_splittable(block.get_submodule(name)))}
     linear = [name for name in region.columns if not isinstance(block.get_submodule(name), nn.Embedding)]

@@ -46,19 +46,21 @@ class BlockSearch:
 
 
 def search_block(
-    block: nn.Module, call: BlockCall, size: int, published: Mapping[str, Style] | None = None
+    block: nn.Module, call: BlockCall, check: BlockCheck, published: Mapping[str, Style] | None = None
 ) -> BlockSearch:
-    """Finds what of `block` can be split over `size` ranks.
+    """Finds what of `block` can be split.
 
     Args:
+        call: how the block is called.
+        check: what tells right from wrong, for a number of ranks.
         published: a table from elsewhere, by names in the block; checked like every other proposal.
     """
-    check = BlockCheck(block, call, size)
     found = BlockSearch()
     refused: set[str] = set()
     reasons: dict[str, str] = {}
     while True:
-        # Where a region is refused, its layers stay whole, and may be rows' and columns' neighbours in another way.
+        # Where a region is refused, its layers stay whole, and may be rows' and columns' neighbours in
+        # another way.
         flow = follow(block, call, refused)
         done = {layer for split in found.split for layer in split.region.columns}
         regions = [region for region in flow.regions if not done & set(region.columns)]
@@ -74,8 +76,8 @@ def search_block(
                     reasons.setdefault(layer, f"{region}: {outcome}")
     used = {layer for split in found.split for layer in (*split.region.columns, *split.region.rows)}
     for name, module in block.named_modules():
-        layer = as_splittable(module)
-        if name not in used and layer is not None and layer.kind == "linear":
+        described = as_splittable(module)
+        if name not in used and described is not None and described.kind == "linear":
             found.whole[name] = reasons.get(name, "no other layer takes its output features as input")
     return found
 
@@ -97,10 +99,9 @@ def _split(
     return reason
 
 
-def _all_proposals(
-    region: Region, own: Iterator[Proposal], published: Mapping[str, Style]
-) -> Iterator[Proposal]:
-    """What is published comes first where it splits the region outright, and last where it gathers in between."""
+def _all_proposals(region: Region, own: Iterator[Proposal], published: Mapping[str, Style]) -> Iterator[Proposal]:
+    """What is published comes first where it splits the region outright, and last where it gathers in
+    between."""
     layers = (*region.columns, *region.rows)
     given = {name: published[name] for name in layers if name in published}
     proposal = Proposal({**given, **dict.fromkeys(region.between, SUM_GRADIENTS)}, {})
@@ -118,8 +119,7 @@ def merge_styles(tables: list[dict[str, Style]]) -> dict[str, Style]:
     merged: dict[str, Style] = {}
     for table in tables:
         for name, style in table.items():
-            if name in merged and style.kind == "divide":
-                names = dict.fromkeys((*merged[name].names, *style.names))
-                style = Style("divide", names=tuple(names))
-            merged[name] = style
+            earlier = merged[name].names if name in merged and style.kind == "divide" else ()
+            names = tuple(dict.fromkeys((*earlier, *style.names)))
+            merged[name] = Style(style.kind, style.sizes, names)
     return merged

@@ -1,7 +1,7 @@
 """Ranks as threads of one process: what verifies a table without starting anything.
 
-The code that runs is the code that trains; only the group under it differs. (torch's own tests have a threaded process
-group, which installs itself for the whole process; this one is an object like any other.)
+The code that runs is the code that trains; only the group under it differs. (torch's own tests have a
+threaded process group, which installs itself for the whole process; this one is an object like any other.)
 """
 
 import threading
@@ -34,10 +34,11 @@ class _Board:
 
 
 class ThreadGroup(dist.ProcessGroup):
-    """A process group whose ranks are threads: sums and gathers, which is all that tensor parallelism needs."""
+    """A process group whose ranks are threads: sums and gathers, which is all that tensor parallelism
+    needs."""
 
     def __init__(self, board: _Board, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._board = board
         self._rank = rank
 
@@ -47,9 +48,9 @@ class ThreadGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return _Backend()
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         (tensor,) = tensors
-        total = sum(self._exchange(tensor))
+        total = torch.stack(self._exchange(tensor)).sum(0)
         self._board.barrier.wait()  # all have read before anybody writes
         tensor.copy_(total)
         return _Done()

@@ -29,7 +29,8 @@ class Style:
 
     Args:
         kind: a key of :data:`STYLES`.
-        sizes: of ``packed_colwise``: the number of equal parts, or the parts' sizes; of ``slice``: the dimension.
+        sizes: of ``packed_colwise``: the number of equal parts, or the parts' sizes; of ``slice``: the
+            dimension.
         names: of ``divide``: the attributes; of ``replicate``: ("sum_grad",) or nothing.
     """
 
@@ -58,7 +59,8 @@ def parse_style(text: str) -> Style:
     """The style that `text` spells, such as ``"packed_colwise(3)"``.
 
     Raises:
-        ValueError: an unknown style, with the nearest; options that it does not have, or needs and was not given.
+        ValueError: an unknown style, with the nearest; options that it does not have, or needs and was not
+            given.
     """
     match = _STYLE.fullmatch(text)
     if match is None:

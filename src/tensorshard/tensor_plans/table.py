@@ -14,11 +14,12 @@ from tensorshard.tensor_plans.styles import COLWISE_GATHER, VOCAB, Style, parse_
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A tensor-parallel table, read like one: ``{"layers.*.q_proj": colwise, "layers.*.o_proj": rowwise, ...}``.
+    """A tensor-parallel table, read like one: ``{"layers.*.q_proj": colwise, "layers.*.o_proj": rowwise,
+    ...}``.
 
-    Names are those of modules, or of parameters that belong to a module which is not split itself. ``*`` matches any
-    characters, dots included; an entry without wildcards goes before one that has some. What no entry names is
-    replicated. A layer whose weight is tied to a split one is split with it.
+    Names are those of modules, or of parameters that belong to a module which is not split itself. ``*``
+    matches any characters, dots included; an entry without wildcards goes before one that has some. What no
+    entry names is replicated. A layer whose weight is tied to a split one is split with it.
 
     Args:
         entries: glob to style.

@@ -1,7 +1,7 @@
 """Whether a block, split as a table says, still computes what it did: by numbers, forward and backward.
 
-The split block runs on as many simulated ranks as there will be, through the same code as in training, on random
-weights. A right table agrees to rounding; a wrong one is off by as much as the values themselves.
+The split block runs on as many simulated ranks as there will be, through the same code as in training, on
+random weights. A right table agrees to rounding; a wrong one is off by as much as the values themselves.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,14 @@ from tensorshard.tensor_plans.table import TensorPlan
 from tensorshard.transforms.tensor import apply_tensor_parallel, find_layouts
 
 TOLERANCE = 1e-3
-"""Largest difference that passes, in units of the largest value: well above fp32's rounding, well below a mistake."""
+"""Largest difference that passes, in units of the largest value: well above fp32's rounding, well below a
+mistake."""
 
-# Gradients are compared for parameters up to this many elements: those of large matrices follow from the activations'.
+# Gradients are compared for parameters up to this many elements: those of large matrices follow from the
+# activations'.
 _LARGEST_GRADIENT = 1 << 18
-# A gradient that is zero but for rounding (that of an attention's key bias) is measured by this share of the largest.
+# A gradient that is zero but for rounding (that of an attention's key bias) is measured by this share of the
+# largest.
 _LEAST_SCALE = 1e-2
 
 
@@ -38,7 +41,8 @@ class Agreement:
     """What a successful check found.
 
     Args:
-        sharded_outputs: tensor leaves of the block's output that are this rank's part alone, and along which dimension.
+        sharded_outputs: tensor leaves of the block's output that are this rank's part alone, and along which
+            dimension.
     """
 
     sharded_outputs: dict[int, int] = field(default_factory=dict)
@@ -105,7 +109,11 @@ class BlockCheck:
         return agreement
 
     def _split_run(
-        self, group: ThreadGroup, styles: Mapping[str, Style], layouts: Mapping[str, Layout], sliced: Mapping[int, Layout]
+        self,
+        group: ThreadGroup,
+        styles: Mapping[str, Style],
+        layouts: Mapping[str, Layout],
+        sliced: Mapping[int, Layout],
     ) -> _Run:
         rank, size = group.rank(), group.size()
         part = copy_with(self._block, lambda name, t: t.detach())
@@ -137,12 +145,7 @@ class BlockCheck:
         total = torch.zeros(())
         for output, cotangent in zip(outputs, self._cotangents, strict=True):
             if output.requires_grad:
-                dim = _differing_dim(output.shape, cotangent.shape)
-                if dim is not None:
-                    assert group is not None
-                    layout = Layout(dim, (cotangent.shape[dim],))
-                    cotangent = local_part(cotangent, layout, group.rank(), group.size())
-                total = total + (output * cotangent).sum()
+                total = total + (output * _part_like(cotangent, output, group)).sum()
         if total.requires_grad:
             total.backward()
         return _Run(
@@ -165,10 +168,11 @@ class BlockCheck:
                 _compare(what, join_parts(found, Layout(dim, (expected.shape[dim],))), expected)
         return agreement
 
-    def _compare_gradients(
-        self, runs: list[_Run], layouts: Mapping[str, Layout], sliced: Mapping[int, Layout]
-    ) -> None:
-        gradients = [*self.expected.gradients.values(), *(g for g in self.expected.input_gradients if g is not None)]
+    def _compare_gradients(self, runs: list[_Run], layouts: Mapping[str, Layout], sliced: Mapping[int, Layout]) -> None:
+        gradients = [
+            *self.expected.gradients.values(),
+            *(g for g in self.expected.input_gradients if g is not None),
+        ]
         least = _LEAST_SCALE * max((g.abs().max().item() for g in gradients if g.numel()), default=0.0)
         for index, gradient in enumerate(self.expected.input_gradients):
             if gradient is None:
@@ -192,6 +196,14 @@ def _random_input(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tenso
         mask = torch.ones(leaf.shape, dtype=torch.bool)
         return mask.tril() if leaf.ndim > 1 else mask  # as masks are: no row without an element
     return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
+
+
+def _part_like(whole: torch.Tensor, part: torch.Tensor, group: ThreadGroup | None) -> torch.Tensor:
+    """What goes with this rank's `part` of an output, of which `whole` has the shape."""
+    dim = _differing_dim(part.shape, whole.shape)
+    if dim is None or group is None:
+        return whole
+    return local_part(whole, Layout(dim, (whole.shape[dim],)), group.rank(), group.size())
 
 
 def _differing_dim(found: torch.Size, expected: torch.Size) -> int | None:

@@ -1,15 +1,15 @@
 """ZeRO 3: parameters are sharded too, and gathered unit by unit for forward and backward. On PyTorch's FSDP2."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from tensorshard._compat import AllGather, ReduceScatter
 from tensorshard.distributed.collectives import all_gather_into, all_reduce_, is_gloo, reduce_scatter_into
 from tensorshard.mesh import Mesh
 from tensorshard.transforms.assign import ParameterPlaces, like
@@ -101,6 +101,9 @@ class FullyShardedModel(ShardedModel):
 
     def publish_update(self) -> None:
         """FSDP gathers the masters themselves."""
+
+    def finish_gather(self) -> None:
+        """FSDP gathers in forward and backward alone."""
 
     @torch.no_grad()
     def _fill(self, unit: list[nn.Module]) -> None:

@@ -42,7 +42,8 @@ def keep_norms_fp32(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, _NORMS):
-            module.forward = partial(type(module).forward, _WideParameters(module))  # type: ignore[method-assign]
+            forward: Any = type(module).forward
+            module.forward = partial(forward, _WideParameters(module))  # type: ignore[method-assign]
 
 
 def check_supported(precision: str, device: torch.device) -> None:

@@ -11,7 +11,7 @@ the backward that follows: so ``model.parameters()`` is what an optimizer or ``c
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -469,6 +469,7 @@ class _Reduction:
         """Starts the sum of `message`; returns the transfer and where this rank's part of the sum will be."""
         groups = self._groups
         if groups.shard is None:
+            assert groups.sum is not None
             return all_reduce_(message, groups.sum, async_op=True), message
         part = message.new_empty(message.numel() // groups.parts)
         work = reduce_scatter_into(part, message, groups.shard, async_op=True)

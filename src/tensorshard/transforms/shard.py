@@ -54,6 +54,7 @@ class ShardedModel(ABC):
         """Called after the masters were overwritten, frozen ones included, which no update changes."""
         self.publish_update()
 
+    @abstractmethod
     def finish_gather(self) -> None:
         """Waits for what :meth:`publish_update` started."""
 

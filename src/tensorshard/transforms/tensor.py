@@ -1,8 +1,8 @@
 """Tensor parallelism: a table's styles applied to a model (Shoeybi et al. 2019).
 
-Only forwards and attributes change, on the instances: names, classes and hooks stay as they are, so that neither the
-model nor a checkpoint knows. Parameters are left to the caller, who puts into their places what :func:`local_part` makes
-of them, as plain tensors or as DTensors.
+Only forwards and attributes change, on the instances: names, classes and hooks stay as they are, so that
+neither the model nor a checkpoint knows. Parameters are left to the caller, who puts into their places what
+:func:`local_part` makes of them, as plain tensors or as DTensors.
 """
 
 import copy
@@ -29,7 +29,8 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, group: Group) -> d
     """Makes `model` compute its part of what `plan` splits.
 
     Args:
-        model: on any device, the meta device included. Its parameters are still whole; the caller replaces them.
+        model: on any device, the meta device included. Its parameters are still whole; the caller replaces
+            them.
         plan: the table.
         group: the tensor-parallel ranks.
 
@@ -37,8 +38,9 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, group: Group) -> d
         The layout of every parameter, by each of its names.
 
     Raises:
-        ValueError: an entry that matches nothing; a style that does not suit what it names; sizes or attributes that
-            cannot be split; tied parameters that would be laid out differently. Nothing is changed then.
+        ValueError: an entry that matches nothing; a style that does not suit what it names; sizes or
+            attributes that cannot be split; tied parameters that would be laid out differently. Nothing is
+            changed then.
     """
     process_group = resolve_group(group)
     styles = plan.resolve(model)
@@ -98,7 +100,9 @@ def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int
             _check_divides(name, module, attribute, size)
         return {}
     if style.kind == "slice":
-        return {key: _parameter_layout(_join(name, key), p, style) for key, p in module._parameters.items() if p is not None}
+        return {
+            key: _parameter_layout(_join(name, key), p, style) for key, p in module._parameters.items() if p is not None
+        }
     layer = as_splittable(module)
     wanted = "embedding" if style.kind == "vocab" else "linear"
     suits = layer is not None and (layer.kind == wanted or style.kind in ("colwise", "packed_colwise"))
@@ -120,8 +124,8 @@ def _packed_parts(name: str, layer: SplittableLayer, style: Style) -> tuple[int,
         (count,) = style.sizes
         if layer.outputs % count:
             raise ValueError(
-                f"{name} has {layer.outputs} output features, which are not {count} equal parts; give the parts' sizes, "
-                f"as in packed_colwise(64, 32, 32)"
+                f"{name} has {layer.outputs} output features, which are not {count} equal parts; give "
+                f"the parts' sizes, as in packed_colwise(64, 32, 32)"
             )
         return (layer.outputs // count,) * count
     if sum(style.sizes) != layer.outputs:
@@ -227,7 +231,8 @@ def _forward_summing(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`forward` on parameters whose gradients are summed over the ranks, each of which has activations of its own."""
+    """`forward` on parameters whose gradients are summed over the ranks, each of which has activations of its
+    own."""
     slots: dict[str, Any] = module._parameters
     held = {name: slots[name] for name in names}
     slots.update({name: collectives.copy(to_local(parameter), group) for name, parameter in held.items()})

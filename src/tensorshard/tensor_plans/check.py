@@ -1,0 +1,188 @@
+"""Whether a whole table is right: every distinct block by numbers, then the model around them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tensorshard.tensor_plans.capture import BlockCall
+from tensorshard.tensor_plans.dataflow import follow
+from tensorshard.tensor_plans.styles import SUM_GRADIENTS, Style
+from tensorshard.tensor_plans.table import TensorPlan, collapse, starred
+from tensorshard.tensor_plans.units import ModelRun, find_units, run_once, structure_of, without_repetition
+from tensorshard.tensor_plans.verify import BlockCheck, MismatchError
+from tensorshard.transforms.tensor import find_layouts
+
+# The model around the blocks is checked up to this many parameters, repeated blocks left out.
+_LARGEST_MODEL = 1 << 27
+# Right wherever the layer is called as a module.
+_ALWAYS_RIGHT = ("vocab", "colwise_gather", "replicate")
+
+
+class WrongTensorPlanError(ValueError):
+    """A table under which a model would not compute what it does on one device."""
+
+
+def check_tensor_plan(model: nn.Module, plan: TensorPlan, size: int, *, inputs: Any = None) -> TensorPlan:
+    """Checks by numbers that `plan` splits `model` over `size` ranks, on random weights and simulated ranks.
+
+    Args:
+        inputs: as for ``Engine.step``; None to guess from the model.
+
+    Returns:
+        The table, with what it left out and the data tells: parameters between column and row layers, whose
+        gradients have to be summed.
+
+    Raises:
+        WrongTensorPlanError: it does not; names the block, its entries, and what was seen.
+        ValueError: an entry that matches nothing or cannot be applied; the model does not run on `inputs`.
+    """
+    find_layouts(model, plan.resolve(model), size)
+    run = run_once(model, list(find_units(model)), inputs)
+    return check_around_run(model, plan, size, run, BlockChecks(size))
+
+
+class BlockChecks:
+    """The checks of blocks, one for those that are alike: making one costs more than using it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._made: dict[tuple[object, ...], BlockCheck] = {}
+
+    def of(self, block: nn.Module, call: BlockCall) -> BlockCheck:
+        """The check of blocks like `block`."""
+        structure = structure_of(block, call)
+        if structure not in self._made:
+            self._made[structure] = BlockCheck(block, call, self.size)
+        return self._made[structure]
+
+
+def check_around_run(model: nn.Module, plan: TensorPlan, size: int, run: ModelRun, checks: BlockChecks) -> TensorPlan:
+    """As :func:`check_tensor_plan`, for a model that was run already."""
+    styles = plan.resolve(model)
+    units = find_units(model)
+    checker = _Checker(checks)
+    for name, call in run.calls.items():
+        inner = _inside(name, styles)
+        if inner:
+            completed = checker.check(name, units[name], call, inner)
+            styles.update({_join(name, key): style for key, style in completed.items()})
+    complete = collapse(styles, model)
+    if "" not in units:
+        _check_whole(model, complete, run, size)
+    return complete
+
+
+class _Checker:
+    """Checks blocks in the order in which they run; equal ones once."""
+
+    def __init__(self, checks: BlockChecks) -> None:
+        self._checks = checks
+        self._done: dict[tuple[object, ...], tuple[dict[str, Style], dict[int, int]]] = {}
+        self._sharded: dict[str, dict[int, int]] = {}  # outputs of blocks that are split, and along what
+
+    def check(self, name: str, block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> dict[str, Style]:
+        """The styles of `block`, completed.
+
+        Raises:
+            WrongTensorPlanError: they are wrong.
+        """
+        sliced = {}
+        for index, (provider, output) in call.providers.items():
+            dim = self._sharded.get(provider, {}).get(output)
+            if dim is not None:
+                sliced[index] = dim
+        structure = structure_of(block, call)
+        key = (structure, tuple(styles.items()), tuple(sliced.items()))
+        if key not in self._done:
+            completed = _with_sums(block, call, styles)
+            try:
+                agreement = self._checks.of(block, call).check(completed, sliced)
+            except MismatchError as error:
+                raise WrongTensorPlanError(_refusal(name, styles, self._checks.size, error)) from error
+            self._done[key] = (completed, agreement.sharded_outputs)
+        completed, self._sharded[name] = self._done[key]
+        return completed
+
+
+def _with_sums(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> dict[str, Style]:
+    """`styles`, and that the gradients of parameters between split layers are summed, where nothing else is
+    said."""
+    columns = {name for name, style in styles.items() if style.kind in ("colwise", "packed_colwise")}
+    flow = follow(block, call, {name for name, _ in block.named_modules()} - columns)
+    between = [name for region in flow.regions for name in region.between]
+    added = {name: SUM_GRADIENTS for name in between if name not in styles and name.rpartition(".")[0] not in styles}
+    return {**styles, **added}
+
+
+def _check_whole(model: nn.Module, plan: TensorPlan, run: ModelRun, size: int) -> None:
+    """Checks the model as a whole, if it is small enough without its repeated blocks.
+
+    Raises:
+        WrongTensorPlanError: it is wrong, or too large to check although entries outside of the blocks ask
+            for it.
+    """
+    styles = plan.resolve(model)
+    outside = {
+        name: style
+        for name, style in styles.items()
+        if style.kind not in _ALWAYS_RIGHT and not any(_is_inside(name, unit) for unit in run.calls)
+    }
+    smaller = without_repetition(model, run.calls)
+    if sum(p.numel() for p in smaller.parameters()) > _LARGEST_MODEL:
+        if outside:
+            raise WrongTensorPlanError(
+                f"{_listed(outside)} are outside of the model's blocks, which is too large to be checked as a whole; "
+                f"use {', '.join(_ALWAYS_RIGHT)} there, or turn the check off"
+            )
+        return
+    kept = {name for name, _ in smaller.named_modules()} | {name for name, _ in smaller.named_parameters()}
+    call = _as_call(run.inputs)
+    try:
+        check = BlockCheck(smaller, call, size)
+    except Exception:  # some models count on all of their blocks
+        smaller, kept = model, set(styles)
+        check = BlockCheck(model, call, size)
+    try:
+        agreement = check.check({name: style for name, style in styles.items() if name in kept})
+    except MismatchError as error:
+        raise WrongTensorPlanError(
+            f"the model as a whole does not compute what it does on one device with the table\n{plan.describe()}\n"
+            f"although its blocks do: split over {size} ranks, {error}"
+        ) from error
+    if agreement.sharded_outputs:
+        raise WrongTensorPlanError(
+            f"the model's output would be split over the ranks with the table\n{plan.describe()}\nand a loss needs it "
+            f"whole: use colwise_gather for the last layer"
+        )
+
+
+def _as_call(inputs: Any) -> BlockCall:
+    if isinstance(inputs, Mapping):
+        return BlockCall((), dict(inputs))
+    return BlockCall(inputs if isinstance(inputs, tuple) else (inputs,), {})
+
+
+def _refusal(name: str, styles: dict[str, Style], size: int, error: MismatchError) -> str:
+    where = f"{starred(name)} (as {name})" if name else "the model"
+    return (
+        f"the tensor-parallel table is wrong for {where}: {_listed(styles)}. Split so over {size} ranks, {error}. "
+        f"find_tensor_plan(model, {size}) shows what can be split; without tp_plan it is what is used"
+    )
+
+
+def _listed(styles: Mapping[str, Style]) -> str:
+    return ", ".join(f"{name} {style}" for name, style in styles.items())
+
+
+def _inside(name: str, styles: Mapping[str, Style]) -> dict[str, Style]:
+    prefix = f"{name}." if name else ""
+    return {key.removeprefix(prefix): style for key, style in styles.items() if key.startswith(prefix)}
+
+
+def _is_inside(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,40 @@
+"""Which table a plan uses: the one given, checked, or one that is found."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tensorshard.tensor_plans.check import check_tensor_plan
+from tensorshard.tensor_plans.find import FoundPlan, find_tensor_plan, split_share
+from tensorshard.tensor_plans.table import TensorPlan
+
+
+def choose_tensor_plan(
+    model: nn.Module,
+    size: int,
+    table: Mapping[str, str] | None = None,
+    *,
+    inputs: Any = None,
+    check: bool = True,
+) -> FoundPlan:
+    """The table for `model` on `size` ranks: `table` if given, else one that is found.
+
+    Deterministic: every rank that calls it with the same model gets the same table.
+
+    Args:
+        model: on any device, the meta device included; left as it is.
+        table: as ``Plan(tp_plan=...)`` takes it.
+        inputs: as for ``Engine.step``; None to guess from the model.
+        check: whether a given table is checked by numbers. Without, only names, styles and sizes are.
+
+    Raises:
+        As :func:`find_tensor_plan` and :func:`check_tensor_plan`.
+    """
+    if table is None:
+        return find_tensor_plan(model, size, inputs=inputs)
+    plan = TensorPlan.from_dict(table)
+    share = split_share(model, plan, size)
+    if check:
+        plan = check_tensor_plan(model, plan, size, inputs=inputs)
+    return FoundPlan(plan, {}, share, size, checked=check)

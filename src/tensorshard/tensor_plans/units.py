@@ -1,0 +1,106 @@
+"""What of a model is searched and checked on its own, and how one of it may stand for others."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.tensor_plans.capture import BlockCall, capture_calls, tensor_leaves
+from tensorshard.tensor_plans.inputs import example_inputs
+from tensorshard.tensor_plans.layers import as_splittable
+from tensorshard.transforms.units import find_blocks
+
+# Of blocks that are alike, a shrunken model keeps this many, so that what one hands to the next is there.
+_KEPT_ALIKE = 2
+
+
+def find_units(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that are searched and checked one by one: blocks with layers to split, else the whole
+    model."""
+    units = {
+        name: block
+        for name, block in find_blocks(model).items()
+        if sum(as_splittable(module) is not None for module in block.modules()) > 1
+    }
+    return units or {"": model}
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """One run of a model on fake tensors.
+
+    Args:
+        calls: the first call of each unit, in the order of the run.
+        used_outside: parameters of splittable layers that other code read.
+        inputs: what the model was run on.
+    """
+
+    calls: dict[str, BlockCall]
+    used_outside: set[str]
+    inputs: Any
+
+
+def run_once(model: nn.Module, units: list[str], inputs: Any) -> ModelRun:
+    """Runs `model` on fake tensors, on guessed inputs if `inputs` is None.
+
+    Raises:
+        ValueError: it does not run.
+    """
+    candidates = example_inputs(model) if inputs is None else [inputs]
+    error: Exception | None = None
+    for candidate in candidates:
+        try:
+            capture = capture_calls(model, units, candidate)
+            return ModelRun(capture.calls, capture.used_outside, candidate)
+        except Exception as caught:  # whatever a model makes of inputs that are not its own
+            error = error or caught
+    remedy = "give find_tensor_plan inputs= of the right kind, and its table to Plan(tp_plan=...)"
+    if error is None:
+        raise ValueError(f"no inputs could be guessed to run {type(model).__name__} with; {remedy}")
+    what = "the guessed inputs" if inputs is None else "the given inputs"
+    raise ValueError(
+        f"{type(model).__name__} does not run on {what}, {type(error).__name__}: {error}"
+        + (f"; {remedy}" if inputs is None else "")
+    ) from error
+
+
+def structure_of(block: nn.Module, call: BlockCall) -> tuple[object, ...]:
+    """Equal for blocks of which one may stand for the others: classes, shapes, switches, and inputs are the
+    same."""
+    modules = tuple(
+        (
+            name,
+            type(module),
+            tuple((key, tuple(p.shape)) for key, p in module._parameters.items() if p is not None),
+            tuple((key, value) for key, value in vars(module).items() if isinstance(value, bool)),
+        )
+        for name, module in block.named_modules()
+    )
+    leaves = tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensor_leaves((call.args, call.kwargs)))
+    return (modules, leaves)
+
+
+def without_repetition(model: nn.Module, calls: Mapping[str, BlockCall]) -> nn.Module:
+    """A copy of `model` on the meta device that keeps two of each run of blocks that are alike, under their
+    names."""
+    parameters = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
+    smaller = copy.deepcopy(model, parameters)
+    alike: dict[tuple[object, ...], int] = {}
+    for name, call in calls.items():
+        if not name:
+            continue
+        owner, _, key = name.rpartition(".")
+        structure = (owner, structure_of(model.get_submodule(name), call))
+        alike[structure] = alike.get(structure, 0) + 1
+        if alike[structure] > _KEPT_ALIKE:
+            del smaller.get_submodule(owner)._modules[key]
+    return smaller
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+    return tensor  # what a buffer holds may matter, and it is small

@@ -1,0 +1,177 @@
+"""Every plan gives what one process gives: losses, weights, gradient norms. A covering subset of all combinations."""
+
+from functools import cache, partial
+from typing import Any
+
+import parity
+import pytest
+import torch
+
+import tensorshard as ts
+from tensorshard.models import GPT
+
+CLIP = 1.1  # some steps' norms are above it, some below
+
+# id: (model, ranks, fields of the plan). Between them, each model, world size, level, number of micro-batches, kind of
+# recomputation and unit, clipped or not, meets most values of the others.
+FP32: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "gpt-1-zero3": ("gpt", 1, dict()),
+    "gpt-1-zero0-micro4-selective": ("gpt", 1, dict(zero=0, micro_batches=4, recompute="selective")),
+    "gpt-2-zero0-full-clip": ("gpt", 2, dict(zero=0, recompute="full", clip_grad_norm=CLIP)),
+    "gpt-2-zero1-micro4": ("gpt", 2, dict(zero=1, micro_batches=4)),
+    "gpt-2-zero2-micro4-clip": ("gpt", 2, dict(zero=2, micro_batches=4, clip_grad_norm=CLIP)),
+    "gpt-2-zero3-micro4-full-clip": ("gpt", 2, dict(zero=3, micro_batches=4, recompute="full", clip_grad_norm=CLIP)),
+    "gpt-2-zero1-named-units": ("gpt", 2, dict(zero=1, shard_units=["blocks.*.mlp", "embedding"])),
+    "gpt-2-zero3-large-units": ("gpt", 2, dict(zero=3, shard_units=40_000)),
+    "gpt-4-zero0-micro4": ("gpt", 4, dict(zero=0, micro_batches=4)),
+    "gpt-4-zero1-selective-clip": ("gpt", 4, dict(zero=1, recompute="selective", clip_grad_norm=CLIP)),
+    "gpt-4-zero2-full": ("gpt", 4, dict(zero=2, recompute="full")),
+    "gpt-4-zero3-selective": ("gpt", 4, dict(zero=3, recompute="selective")),
+    "gpt-2x2-zero1-clip": ("gpt", 4, dict(dp_replicate=2, zero=1, clip_grad_norm=CLIP)),
+    "gpt-2x2-zero2-full": ("gpt", 4, dict(dp_replicate=2, zero=2, recompute="full")),
+    "gpt-2x2-zero3-micro4-clip": ("gpt", 4, dict(dp_replicate=2, zero=3, micro_batches=4, clip_grad_norm=CLIP)),
+    "gpt-2x1-zero3-replicas": ("gpt", 2, dict(dp_replicate=2, dp_shard=1, zero=3)),
+    "tied-2-zero0-micro4": ("gpt_tied", 2, dict(zero=0, micro_batches=4)),
+    "tied-4-zero1-full": ("gpt_tied", 4, dict(zero=1, recompute="full")),
+    "tied-4-zero2-clip": ("gpt_tied", 4, dict(zero=2, clip_grad_norm=CLIP)),
+    "tied-2x2-zero3": ("gpt_tied", 4, dict(dp_replicate=2, zero=3)),
+    "bert-2-zero1-micro4": ("bert", 2, dict(zero=1, micro_batches=4)),
+    "bert-2-zero2-full": ("bert", 2, dict(zero=2, recompute="full")),
+    "bert-4-zero3-selective": ("bert", 4, dict(zero=3, recompute="selective")),
+    "vit-4-zero0": ("vit", 4, dict(zero=0)),
+    "vit-2-zero3-micro4-full": ("vit", 2, dict(zero=3, micro_batches=4, recompute="full")),
+    "vit-2x2-zero2-clip": ("vit", 4, dict(dp_replicate=2, zero=2, clip_grad_norm=CLIP)),
+    "resnet-1-micro4": ("resnet", 1, dict(micro_batches=4)),
+    "resnet-2-zero0-selective": ("resnet", 2, dict(zero=0, recompute="selective")),
+    "resnet-2-zero3-micro4": ("resnet", 2, dict(zero=3, micro_batches=4)),
+    "resnet-4-zero1-full": ("resnet", 4, dict(zero=1, recompute="full")),
+    "llama-2-zero3-full": ("llama", 2, dict(zero=3, recompute="full")),
+    "llama-4-zero1": ("llama", 4, dict(zero=1)),
+    "hf_bert-2-zero0": ("hf_bert", 2, dict(zero=0)),
+    "hf_bert-4-zero2-micro4": ("hf_bert", 4, dict(zero=2, micro_batches=4)),
+}
+
+BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "gpt-2-zero0": ("gpt", 2, dict(zero=0)),
+    "gpt-2-zero2-micro4": ("gpt", 2, dict(zero=2, micro_batches=4)),
+    "gpt-4-zero1-full-clip": ("gpt", 4, dict(zero=1, recompute="full", clip_grad_norm=CLIP)),
+    "gpt-4-zero3-selective": ("gpt", 4, dict(zero=3, recompute="selective")),
+    "tied-2x2-zero3": ("gpt_tied", 4, dict(dp_replicate=2, zero=3)),
+    "bert-2-zero3-micro4": ("bert", 2, dict(zero=3, micro_batches=4)),
+    "vit-4-zero2": ("vit", 4, dict(zero=2)),
+    "resnet-2-zero1": ("resnet", 2, dict(zero=1)),
+    "llama-2-zero3": ("llama", 2, dict(zero=3)),
+}
+
+
+@cache
+def reference(kind: str, clip: float | None, micro_batches: int, data_ranks: int) -> dict[str, Any]:
+    return parity.reference(kind, clip, micro_batches=micro_batches, data_ranks=data_ranks)
+
+
+@pytest.mark.parametrize("case", FP32)
+def test_fp32_is_exact(ranks, case):
+    kind, world_size, fields = FP32[case]
+    clip = fields.get("clip_grad_norm")
+    found = ranks(world_size, parity.train, kind, fields)
+    # The parts of a batch can be told apart by batch normalization alone.
+    cuts = (fields.get("micro_batches", 1), world_size) if kind == "resnet" else (1, 1)
+    expected = reference(kind, clip, *cuts)
+    parity.assert_same(found[0], expected, 1e-5)
+    if clip is not None:
+        assert min(expected["norms"]) < clip < max(expected["norms"])
+        torch.testing.assert_close(found[0]["norms"], expected["norms"], rtol=1e-5, atol=1e-6)
+    for other in found[1:]:
+        assert other["losses"] == found[0]["losses"]
+        assert other["norms"] == found[0]["norms"]
+        assert other["state"] == {}
+
+
+@pytest.fixture(scope="module")
+def bf16_alone(ranks):
+    """One process's bf16 training, and what it becomes when the samples of each batch come in another order."""
+
+    @cache
+    def run(kind: str, micro_batches: int, clip: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        fields = dict(precision="bf16", micro_batches=micro_batches, clip_grad_norm=clip)
+        return ranks(1, parity.train, kind, fields)[0], ranks(1, parity.train, kind, fields, flip=True)[0]
+
+    return run
+
+
+@pytest.mark.parametrize("case", BF16)
+def test_bf16_is_within_the_spread_of_reduction_orders(ranks, bf16_alone, case):
+    """Which way a sum of 8-bit numbers rounds differs with the order of its terms, and training amplifies it."""
+    kind, world_size, fields = BF16[case]
+    found = ranks(world_size, parity.train, kind, dict(precision="bf16", **fields))[0]
+    alone, flipped = bf16_alone(kind, fields.get("micro_batches", 1), fields.get("clip_grad_norm"))
+    assert [(n, v.dtype) for n, v in found["state"].items()] == [(n, v.dtype) for n, v in alone["state"].items()]
+    for distance in (_loss_distance, _weight_distance):
+        print(case, distance(found, alone), distance(flipped, alone))
+        assert distance(found, alone) <= 3 * distance(flipped, alone)
+
+
+def _loss_distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    return (torch.tensor(a["losses"]) - torch.tensor(b["losses"])).abs().max().item()
+
+
+def _weight_distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    return torch.stack([(a["state"][n].double() - b["state"][n].double()).norm() for n in a["state"]]).norm().item()
+
+
+def _initial(model: Any, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine = ts.parallelize(
+        model, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=parity.loss_function("gpt"), seed=5
+    )
+    return engine.full_state_dict()
+
+
+def _initial_of_meta(fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = GPT(61, 16, 2, 2, 30)
+    return _initial(model, fields)
+
+
+def _initial_of_own(fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    return _initial(GPT(61, 16, 2, 2, 30), fields)
+
+
+LAYOUTS = [(1, dict()), (2, dict(zero=1)), (4, dict(zero=0)), (4, dict(zero=2)), (4, dict(zero=3)), (2, dict(zero=3))]
+
+
+def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_weights_of_a_callable_do_not_depend_on_the_plan(ranks):
+    build = partial(GPT, 61, 16, 2, 2, 30)
+    first, *others = (ranks(world_size, _initial, build, fields)[0] for world_size, fields in LAYOUTS)
+    for other in others:
+        _assert_equal(other, first)
+    weight = first["blocks.0.mlp.up.weight"]
+    assert abs(weight.std().item() - 0.02) < 2e-3  # the constructor's own choice, not that of nn.Linear
+    assert not first["blocks.0.mlp.up.bias"].any()
+
+
+def test_weights_of_a_meta_module_do_not_depend_on_the_plan(ranks):
+    first, *others = (ranks(world_size, _initial_of_meta, fields)[0] for world_size, fields in LAYOUTS)
+    for other in others:
+        _assert_equal(other, first)
+    assert first["blocks.0.mlp.up.weight"].std() > 0.05  # that of nn.Linear
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_of_modules_that_differ_rank_0s_counts(ranks, level):
+    torch.manual_seed(100)
+    _assert_equal(ranks(2, _initial_of_own, dict(zero=level))[0], GPT(61, 16, 2, 2, 30).state_dict())
+
+
+def test_a_callable_trains_as_the_module_that_it_builds(ranks):
+    found = ranks(2, _train_callable, "gpt", dict(zero=3))[0]
+    parity.assert_same(found, ranks(1, _train_callable, "gpt", dict())[0], 1e-5)
+
+
+def _train_callable(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    return parity.train(kind, fields, as_callable=True)
