@@ -169,13 +169,18 @@ def _micro_batches(size: int, count: int, data_ranks: int) -> list[torch.Tensor]
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
-    """Losses, and the weights of each tensor by the norm of their difference, agree within `tolerance`."""
+    """Losses and weights agree within `tolerance`."""
     torch.testing.assert_close(
         torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=tolerance, atol=tolerance
     )
-    assert list(found["state"]) == list(expected["state"])
-    for name, value in expected["state"].items():
-        got = found["state"][name]
+    assert_same_state(found["state"], expected["state"], tolerance)
+
+
+def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Each tensor, by the norm of the difference, agrees within `tolerance`."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        got = found[name]
         assert got.shape == value.shape and got.dtype == value.dtype, name
         size = value.double().norm().clamp(min=0.1)
         error = ((got.double() - value.double()).norm() / size).item()

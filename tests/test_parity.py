@@ -107,7 +107,6 @@ def test_bf16_is_within_the_spread_of_reduction_orders(ranks, bf16_alone, case):
     alone, flipped = bf16_alone(kind, fields.get("micro_batches", 1), fields.get("clip_grad_norm"))
     assert [(n, v.dtype) for n, v in found["state"].items()] == [(n, v.dtype) for n, v in alone["state"].items()]
     for distance in (_loss_distance, _weight_distance):
-        print(case, distance(found, alone), distance(flipped, alone))
         assert distance(found, alone) <= 3 * distance(flipped, alone)
 
 

@@ -24,7 +24,7 @@ GPT2 = "transformer.h.*.attn"
 
 
 def check(kind: str, table: dict[str, str], size: int = 2) -> dict[str, str]:
-    return check_tensor_plan(build(kind), TensorPlan.from_dict(table), size).to_dict()
+    return check_tensor_plan(build(kind), TensorPlan.from_dict(table), size).plan.to_dict()
 
 
 def test_a_right_table_passes():

@@ -114,6 +114,13 @@ def test_what_reshapes_to_the_full_width_stays_whole_and_says_why():
     assert "split over 2 ranks, it does not run" in found.whole["blocks.*.attention.qkv"]
 
 
+def test_layers_whose_weights_other_code_reads_stay_whole():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    found = find_tensor_plan(nn.TransformerEncoder(layer, 2), 2, inputs=torch.zeros(2, 3, 16))
+    assert found.plan.to_dict() == {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"}
+    assert found.whole == {"layers.*.self_attn.out_proj": "it is not called as a module"}
+
+
 def test_a_plain_sequential():
     model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
     assert find(model) == {"0": "colwise", "2": "rowwise"}

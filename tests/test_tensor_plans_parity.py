@@ -8,10 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from tensor_plan_models import build, inputs
+from tensorshard.distributed import primitives
 from tensorshard.tensor_plans import Layout, TensorPlan, join_parts, local_part
 from tensorshard.tensor_plans.capture import call_model
 from tensorshard.tensor_plans.find import find_tensor_plan
+from tensorshard.transforms.recompute import apply_recompute
 from tensorshard.transforms.tensor import apply_tensor_parallel
+from tensorshard.transforms.units import find_blocks
 
 
 def run(model: nn.Module, given: Any) -> torch.Tensor:
@@ -23,9 +26,9 @@ def run(model: nn.Module, given: Any) -> torch.Tensor:
     return logits.detach()
 
 
-def split(model: nn.Module, plan: TensorPlan) -> dict[str, Layout]:
+def split(model: nn.Module, plan: TensorPlan, shared_inputs: list[tuple[str, ...]]) -> dict[str, Layout]:
     """Applies `plan` over the world and gives every parameter its local part."""
-    layouts = apply_tensor_parallel(model, plan, dist.group.WORLD)
+    layouts = apply_tensor_parallel(model, plan, dist.group.WORLD, shared_inputs=shared_inputs)
     for name, parameter in model.named_parameters():
         parameter.data = local_part(parameter.data, layouts[name], dist.get_rank(), dist.get_world_size())
     return layouts
@@ -40,9 +43,11 @@ def gathered(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     return join_parts(parts, layout)
 
 
-def split_run(kind: str, table: dict[str, str]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def split_run(
+    kind: str, table: dict[str, str], shared_inputs: list[tuple[str, ...]]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model = build(kind)
-    layouts = split(model, TensorPlan.from_dict(table))
+    layouts = split(model, TensorPlan.from_dict(table), shared_inputs)
     logits = run(model, inputs(kind))
     gradients = {n: gathered(p.grad, layouts[n]) for n, p in model.named_parameters() if p.grad is not None}
     return logits, gradients
@@ -89,12 +94,62 @@ KINDS = [
 def test_an_automatic_table_computes_what_one_process_does(ranks, kind):
     found = find_tensor_plan(build(kind), 2)
     assert found.split_share > 0.8
-    for result in ranks(2, split_run, kind, found.plan.to_dict()):
+    for result in ranks(2, split_run, kind, found.plan.to_dict(), found.shared_inputs):
         assert_same(result, whole_run(kind))
 
 
 @pytest.mark.parametrize("kind", ["gpt", "gpt2", "t5"])
 def test_four_ranks(ranks, kind):
     found = find_tensor_plan(build(kind), 4)
-    for result in ranks(4, split_run, kind, found.plan.to_dict()):
+    for result in ranks(4, split_run, kind, found.plan.to_dict(), found.shared_inputs):
         assert_same(result, whole_run(kind))
+
+
+def recomputed_run(kind: str, table: dict[str, str], shared_inputs: list[tuple[str, ...]]) -> Any:
+    model = build(kind)
+    layouts = split(model, TensorPlan.from_dict(table), shared_inputs)
+    apply_recompute(find_blocks(model).values(), "full")
+    results = [run(model, inputs(kind)) for _ in range(2)]
+    assert torch.equal(*results)
+    return results[0], {n: gathered(p.grad / 2, layouts[n]) for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["gpt", "t5"])
+def test_recomputation_repeats_what_was_computed(ranks, kind):
+    found = find_tensor_plan(build(kind), 2)
+    assert found.shared_inputs
+    for result in ranks(2, recomputed_run, kind, found.plan.to_dict(), found.shared_inputs):
+        assert_same(result, whole_run(kind))
+
+
+def count_reductions(kind: str, table: dict[str, str], shared_inputs: list[tuple[str, ...]]) -> int:
+    model = build(kind)
+    split(model, TensorPlan.from_dict(table), shared_inputs)
+    calls = []
+    all_reduce = primitives.all_reduce
+    primitives.all_reduce = lambda *args, **kwargs: calls.append(1) or all_reduce(*args, **kwargs)
+    try:
+        run(model, inputs(kind))
+    finally:
+        primitives.all_reduce = all_reduce
+    return len(calls)
+
+
+def test_columns_of_one_input_communicate_once(ranks):
+    found = find_tensor_plan(build("vit"), 2)
+    attention = [tuple(f"blocks.{i}.attention.{part}" for part in ("query", "key", "value")) for i in range(2)]
+    assert found.shared_inputs == attention
+    # Each of 2 blocks: two row layers forward, and two inputs of column layers backward, of which one has three readers.
+    assert ranks(2, count_reductions, "vit", found.plan.to_dict(), found.shared_inputs) == [8, 8]
+    assert ranks(2, count_reductions, "vit", found.plan.to_dict(), []) == [12, 12]
+
+
+def test_uneven_parts(ranks):
+    table = {
+        "blocks.*.mlp.up": "colwise",
+        "blocks.*.mlp.down": "rowwise",
+        "embedding": "vocab",
+        "head": "colwise_gather",
+    }
+    for result in ranks(3, split_run, "gpt", table, []):
+        assert_same(result, whole_run("gpt"))

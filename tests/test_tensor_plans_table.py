@@ -151,7 +151,7 @@ def test_weights_of_conv1d_are_transposed():
 def test_tied_parameters_have_one_layout():
     found = layouts({"embedding": "vocab"}, "gpt_tied")
     assert found["head.weight"] == found["embedding.weight"] == Layout(0, (61,))
-    with pytest.raises(ValueError, match="embedding.weight and head.weight are one tied parameter"):
+    with pytest.raises(ValueError, match=r"embedding.weight and head.weight are one tied parameter"):
         layouts({"embedding": "vocab", "head": "rowwise"}, "gpt_tied")
 
 

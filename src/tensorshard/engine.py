@@ -56,8 +56,8 @@ def parallelize(
         optimizer: ``parameters -> torch.optim.Optimizer``, such as ``functools.partial(torch.optim.AdamW, lr=3e-4)``.
             It is given a list of parameters (fp32 masters, sharded ones as DTensors, so that ``p.ndim`` and
             ``p.shape`` are those of the whole), from which it may make several groups; one whose argument is called
-            ``named_parameters`` is given ``(name, parameter)`` pairs. Where the class has a fused form and the choice
-            was left open, the fused form is used.
+            ``named_parameters`` is given ``(name, parameter)`` pairs. Of Adam and AdamW the fused form is used if the
+            choice was left open.
         loss_fn: ``loss_fn(output, targets)`` -> the mean over samples as a scalar, or ``(sum, count)`` where samples or
             tokens vary. Floating-point outputs reach it as fp32.
         seed: of the initial weights and of dropout. Weights do not depend on the plan.
@@ -116,6 +116,7 @@ class Engine:
         self.grad_norm: torch.Tensor | None = None
         self.scaler = LossScaler() if plan.precision == "fp16" else None
         self._trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
+        self._ways_split = sharded.ways_split()
         self._running_statistics = running_statistics(sharded.model)
         self.optimizer = _build_optimizer(optimizer, self._trained)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
@@ -212,7 +213,7 @@ class Engine:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
         self.grad_norm = None
         if clip is not None or self.scaler is not None or self.measure_grad_norm:
-            norm = global_norm(self._trained.values(), self.mesh.world_group)
+            norm = global_norm(self._trained.values(), self._ways_split, self.mesh.world_group)
             self.grad_norm = norm if factor is None else norm * factor
             if self.scaler is not None:
                 overflowed = not _is_finite(self.grad_norm)
@@ -362,9 +363,10 @@ def _build_optimizer(factory: OptimizerFactory, masters: dict[str, nn.Parameter]
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that it was not given; build it "
                     f"from the parameters that the callable receives"
                 )
-        # The for-loop that torch chooses on CPUs is 7 times slower; the fused kernel computes the same.
-        is_open = "fused" in group and group["fused"] is None and group.get("foreach") is None
-        if is_open and not group.get("differentiable"):
+        # The for-loop that torch chooses on CPUs is 7 times slower; the fused kernel computes the same. Those of other
+        # optimizers do not take DTensors.
+        is_open = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
+        if is_open and isinstance(built, torch.optim.Adam | torch.optim.AdamW):
             group["fused"] = True
     return built
 

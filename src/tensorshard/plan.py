@@ -17,11 +17,9 @@ REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 RECOMPUTE_MODES = ("none", "selective", "full")
 
 # Axes of the mesh that exist in the data structure and that no transform implements yet.
-_MISSING_AXES = {"tp": "tensor parallelism", "pp": "pipeline parallelism", "cp": "context parallelism"}
+_MISSING_AXES = {"pp": "pipeline parallelism", "cp": "context parallelism"}
 # Fields that only mean something along one of those axes, with their defaults.
 _MISSING_FIELDS = {
-    "sequence_parallel": "tp",
-    "tp_plan": "tp",
     "pp_schedule": "pp",
     "pp_split": "pp",
 }
@@ -51,7 +49,10 @@ class Plan:
             that many bytes of fp32 parameters; names of modules (globs allowed) for exactly those.
         compile: compile each repeated block with ``torch.compile``.
         reduce_dtype: type that gradients are summed in across processes; None for fp32.
-        sequence_parallel, tp_plan: belong to ``tp``. pp_schedule, pp_split: belong to ``pp``.
+        tp_plan: which layers ``tp`` splits and how, as a table of name globs to styles; None to find one. See
+            ``docs/tensor-parallelism.md``.
+        tp_check: whether a table given as `tp_plan` is checked by numbers on small tensors before it is used.
+        pp_schedule, pp_split: belong to ``pp``. sequence_parallel: not implemented.
         offload: where optimizer states go; None keeps them on the device.
 
     Raises:
@@ -77,6 +78,7 @@ class Plan:
     compile: bool = False
     offload: Any = None
     reduce_dtype: str | None = None
+    tp_check: bool = True
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -95,7 +97,7 @@ class Plan:
             _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         if self.clip_grad_norm is not None:
             _check_positive("clip_grad_norm", self.clip_grad_norm)
-        for name in ("compile", "sequence_parallel"):
+        for name in ("compile", "sequence_parallel", "tp_check"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         object.__setattr__(self, "shard_units", _shard_units(self.shard_units))
@@ -142,6 +144,13 @@ class Plan:
                     f"{name}={getattr(self, name)!r} belongs to the {axis} axis, which this version does not "
                     f"implement; leave it at {defaults[name]!r}"
                 )
+        if self.sequence_parallel:
+            raise ValueError(
+                "sequence_parallel=True is not implemented in this version; leave it at False (recompute='full' saves "
+                "the memory of activations)"
+            )
+        if self.tp_plan is not None and self.tp == 1:
+            raise ValueError("tp_plan was given, but tp=1 splits nothing; set tp, or leave tp_plan at None")
         if self.offload is not None:
             raise ValueError(
                 f"offload={self.offload!r} is not implemented in this version; leave it at None "
@@ -173,6 +182,8 @@ class Plan:
             f"shard_units    {self._describe_units()}",
             f"compile        {'each block' if self.compile else 'off'}",
         ]
+        if self.tp != 1:
+            lines.append(f"tp_plan        {'to be found' if self.tp_plan is None else f'{len(self.tp_plan)} entries'}")
         return "\n".join(lines)
 
     def _describe_units(self) -> str:

@@ -23,6 +23,7 @@ class Summary:
     reduce_dtype: torch.dtype
     buffer_bytes: int
     optimizer: str
+    tensor_plan: str | None
 
     def describe(self) -> str:
         """A few lines for a person."""
@@ -33,6 +34,8 @@ class Summary:
             f"{_name(self.compute_dtype)} computation, {_name(self.reduce_dtype)} gradient sums",
             f"optimizer      {self.optimizer}",
         ]
+        if self.tensor_plan is not None:
+            lines.append(self.tensor_plan)
         return "\n".join(lines)
 
 
@@ -45,8 +48,8 @@ def summarize(
     first = next(iter(trained))
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return Summary(
-        parameters=sum(p.numel() for p in masters.values()),
-        trained_parameters=sum(p.numel() for p in trained),
+        parameters=sum(sharded.full_shape(name).numel() for name in masters),
+        trained_parameters=sum(sharded.full_shape(name).numel() for name, p in masters.items() if p.requires_grad),
         held_parameters=sharded.held_numel(),
         updated_parameters=sum(_local_numel(p) for p in trained),
         master_dtype=first.dtype,
@@ -54,6 +57,7 @@ def summarize(
         reduce_dtype=DTYPES[plan.reduce_dtype or "fp32"],
         buffer_bytes=sum(b.nbytes for b in sharded.model.buffers()),
         optimizer=type(optimizer).__name__ + (" (fused)" if fused else ""),
+        tensor_plan=None if sharded.split.found is None else sharded.split.found.describe(),
     )
 
 

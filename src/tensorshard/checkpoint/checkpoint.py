@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from tensorshard.checkpoint.pieces import TensorPieces
 from tensorshard.checkpoint.reader import SafeReader, read_metadata
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ def load(engine: "Engine", path: str | os.PathLike[str]) -> dict[str, Any]:
     _check_matches(tensors, metadata, source)
     states = _empty_optimizer_states(engine, metadata)
     for name, values in states.items():
-        tensors.update({f"optimizer.{key}.{name}": value for key, value in values.items()})
+        shape = engine.sharded.masters()[name].shape
+        for key, value in values.items():
+            tensors[f"optimizer.{key}.{name}"] = _laid_out(engine, name, value) if value.shape == shape else value
     generators = {k: torch.empty(0) for k in _generator_states(engine) if k in metadata.state_dict_metadata}
     for key in generators:
         entry = metadata.state_dict_metadata[key]
@@ -113,8 +116,19 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | list | tuple)
 
 
+def _laid_out(engine: "Engine", name: str, tensor: torch.Tensor) -> Any:
+    """`tensor`, laid out as the master `name`, as the storage sees it: its parts at their places in the whole."""
+    sharded = engine.sharded
+    layout = sharded.split.layout(name)
+    if layout.dim is None:
+        return tensor
+    ranges = layout.ranges(sharded.split.rank, sharded.split.size)
+    return TensorPieces.of(tensor, sharded.full_shape(name), layout.dim, ranges)
+
+
 def _model_tensors(engine: "Engine") -> dict[str, Any]:
-    tensors: dict[str, Any] = {f"model.{name}": p.detach() for name, p in engine.sharded.masters().items()}
+    masters = engine.sharded.masters()
+    tensors = {f"model.{name}": _laid_out(engine, name, master.detach()) for name, master in masters.items()}
     persistent = engine.sharded.persistent_buffers()
     tensors.update({f"buffers.{name}": buffer for name, buffer in persistent.items()})
     return tensors
@@ -126,7 +140,10 @@ def _tensors(engine: "Engine") -> dict[str, Any]:
     for parameter, state in engine.optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{key}.{names[parameter]}"] = value
+                name = names[parameter]
+                tensors[f"optimizer.{key}.{name}"] = (
+                    _laid_out(engine, name, value) if value.shape == parameter.shape else value
+                )
     tensors.update(_generator_states(engine))
     return tensors
 
@@ -164,7 +181,7 @@ def _empty_optimizer_states(engine: "Engine", metadata: Metadata) -> dict[str, d
         key, name = full_key.removeprefix("optimizer.").split(".", 1)
         master = masters[name]
         dtype = entry.properties.dtype
-        if entry.size == master.shape and master.dim() > 0:
+        if entry.size == engine.sharded.full_shape(name) and master.dim() > 0:
             room = torch.zeros_like(master.detach(), dtype=dtype)
         else:
             room = torch.zeros(entry.size, dtype=dtype)

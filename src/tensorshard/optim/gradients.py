@@ -1,6 +1,6 @@
 """The norm of a whole model's gradient, however it is laid out, and scaling it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,9 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [_local(p.grad) for p in parameters if p.grad is not None]
 
 
-def global_norm(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
+def global_norm(
+    parameters: Iterable[torch.Tensor], ways_split: Mapping[torch.Tensor, int], group: dist.ProcessGroup
+) -> torch.Tensor:
     """L2 norm over the gradients of all `parameters`, on every rank the same: a scalar in fp64.
 
     Each tensor counts once however many ranks hold a copy: a rank's share of the sum of squares is divided by the
@@ -25,10 +27,10 @@ def global_norm(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) ->
     if not with_gradient:
         return torch.zeros((), dtype=torch.float64)
     norms = torch._foreach_norm(local_gradients(with_gradient), 2.0)
-    copies = [world_size / _holders(p) for p in with_gradient]
+    copies = [world_size / ways_split[p] for p in with_gradient]
     squares = torch.stack([n.double() for n in norms]).square()
     total = (squares / torch.tensor(copies, dtype=torch.float64, device=squares.device)).sum()
-    if any(isinstance(p, DTensor) for p in with_gradient):
+    if any(ways_split[p] > 1 for p in with_gradient):
         all_reduce_(total, group)
     else:
         total = total * world_size  # every rank holds everything
@@ -51,18 +53,6 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | f
             torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(gradients[0].device, dtype))
     else:
         torch._foreach_mul_(gradients, factor)
-
-
-def _holders(parameter: torch.Tensor) -> int:
-    """Over how many ranks the parameter is split; each of them holds a part of its own."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    mesh = parameter.device_mesh
-    split = 1
-    for dim, placement in enumerate(parameter.placements):
-        if not placement.is_replicate():
-            split *= mesh.size(dim)
-    return split
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Whether a whole table is right: every distinct block by numbers, then the model around them."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -15,23 +16,35 @@ from tensorshard.transforms.tensor import find_layouts
 
 # The model around the blocks is checked up to this many parameters, repeated blocks left out.
 _LARGEST_MODEL = 1 << 27
+_Completed = tuple[dict[str, Style], list[tuple[str, ...]]]
+
 # Right wherever the layer is called as a module.
 _ALWAYS_RIGHT = ("vocab", "colwise_gather", "replicate")
+
+
+@dataclass(frozen=True)
+class CheckedPlan:
+    """A table that was checked.
+
+    Args:
+        plan: the table, with what it left out and the data tells: parameters between column and row layers, whose
+            gradients have to be summed.
+        shared_inputs: names of column layers that read the same tensor.
+    """
+
+    plan: TensorPlan
+    shared_inputs: list[tuple[str, ...]]
 
 
 class WrongTensorPlanError(ValueError):
     """A table under which a model would not compute what it does on one device."""
 
 
-def check_tensor_plan(model: nn.Module, plan: TensorPlan, size: int, *, inputs: Any = None) -> TensorPlan:
+def check_tensor_plan(model: nn.Module, plan: TensorPlan, size: int, *, inputs: Any = None) -> CheckedPlan:
     """Checks by numbers that `plan` splits `model` over `size` ranks, on random weights and simulated ranks.
 
     Args:
         inputs: as for ``Engine.step``; None to guess from the model.
-
-    Returns:
-        The table, with what it left out and the data tells: parameters between column and row layers, whose
-        gradients have to be summed.
 
     Raises:
         WrongTensorPlanError: it does not; names the block, its entries, and what was seen.
@@ -57,20 +70,22 @@ class BlockChecks:
         return self._made[structure]
 
 
-def check_around_run(model: nn.Module, plan: TensorPlan, size: int, run: ModelRun, checks: BlockChecks) -> TensorPlan:
+def check_around_run(model: nn.Module, plan: TensorPlan, size: int, run: ModelRun, checks: BlockChecks) -> CheckedPlan:
     """As :func:`check_tensor_plan`, for a model that was run already."""
     styles = plan.resolve(model)
     units = find_units(model)
     checker = _Checker(checks)
+    shared_inputs: list[tuple[str, ...]] = []
     for name, call in run.calls.items():
         inner = _inside(name, styles)
         if inner:
-            completed = checker.check(name, units[name], call, inner)
+            completed, shared = checker.check(name, units[name], call, inner)
             styles.update({_join(name, key): style for key, style in completed.items()})
+            shared_inputs += [tuple(_join(name, layer) for layer in layers) for layers in shared]
     complete = collapse(styles, model)
     if "" not in units:
         _check_whole(model, complete, run, size)
-    return complete
+    return CheckedPlan(complete, shared_inputs)
 
 
 class _Checker:
@@ -78,11 +93,11 @@ class _Checker:
 
     def __init__(self, checks: BlockChecks) -> None:
         self._checks = checks
-        self._done: dict[tuple[object, ...], tuple[dict[str, Style], dict[int, int]]] = {}
+        self._done: dict[tuple[object, ...], tuple[_Completed, dict[int, int]]] = {}
         self._sharded: dict[str, dict[int, int]] = {}  # outputs of blocks that are split, and along what
 
-    def check(self, name: str, block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> dict[str, Style]:
-        """The styles of `block`, completed.
+    def check(self, name: str, block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _Completed:
+        """The styles of `block`, completed, and its column layers that read the same tensor.
 
         Raises:
             WrongTensorPlanError: they are wrong.
@@ -95,24 +110,24 @@ class _Checker:
         structure = structure_of(block, call)
         key = (structure, tuple(styles.items()), tuple(sliced.items()))
         if key not in self._done:
-            completed = _with_sums(block, call, styles)
+            completed, shared = _complete(block, call, styles)
             try:
-                agreement = self._checks.of(block, call).check(completed, sliced)
+                agreement = self._checks.of(block, call).check(completed, sliced, shared)
             except MismatchError as error:
                 raise WrongTensorPlanError(_refusal(name, styles, self._checks.size, error)) from error
-            self._done[key] = (completed, agreement.sharded_outputs)
-        completed, self._sharded[name] = self._done[key]
-        return completed
+            self._done[key] = ((completed, shared), agreement.sharded_outputs)
+        completion, self._sharded[name] = self._done[key]
+        return completion
 
 
-def _with_sums(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> dict[str, Style]:
-    """`styles`, and that the gradients of parameters between split layers are summed, where nothing else is
-    said."""
+def _complete(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _Completed:
+    """`styles`, and that the gradients of parameters between split layers are summed, where nothing else is said."""
     columns = {name for name, style in styles.items() if style.kind in ("colwise", "packed_colwise")}
     flow = follow(block, call, {name for name, _ in block.named_modules()} - columns)
     between = [name for region in flow.regions for name in region.between]
     added = {name: SUM_GRADIENTS for name in between if name not in styles and name.rpartition(".")[0] not in styles}
-    return {**styles, **added}
+    shared = [tuple(name for name in layers if name in columns) for layers in flow.inputs]
+    return {**styles, **added}, [layers for layers in shared if len(layers) > 1]
 
 
 def _check_whole(model: nn.Module, plan: TensorPlan, run: ModelRun, size: int) -> None:

@@ -35,6 +35,7 @@ def choose_tensor_plan(
         return find_tensor_plan(model, size, inputs=inputs)
     plan = TensorPlan.from_dict(table)
     share = split_share(model, plan, size)
-    if check:
-        plan = check_tensor_plan(model, plan, size, inputs=inputs)
-    return FoundPlan(plan, {}, share, size, checked=check)
+    if not check:
+        return FoundPlan(plan, {}, share, size, [], checked=False)
+    checked = check_tensor_plan(model, plan, size, inputs=inputs)
+    return FoundPlan(checked.plan, {}, share, size, checked.shared_inputs)

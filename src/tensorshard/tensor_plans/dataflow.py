@@ -47,11 +47,15 @@ class Dataflow:
 
     Args:
         regions: what could be split together.
+        called: the layers that were called.
+        inputs: linear layers that were called with one tensor, in the order of the calls.
         numbers: for each module, the whole-number attributes that its forward reads (``config.name`` for its
             config's).
     """
 
     regions: list[Region]
+    called: set[str]
+    inputs: list[tuple[str, ...]]
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
@@ -61,13 +65,15 @@ def follow(block: nn.Module, call: BlockCall, whole: set[str]) -> Dataflow:
     Args:
         whole: layers that are not to begin a region.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with FakeTensorMode(allow_non_fake_inputs=True):
         twin = copy_with(block, blank).eval()
+        for parameter in twin.parameters():  # without gradients, some modules take shortcuts past their layers
+            parameter.requires_grad_(parameter.is_floating_point())
         args, kwargs = tree_map_only(torch.Tensor, lambda t: blank("", t), (call.args, call.kwargs))
         labels = _Labels(twin, whole, tensor_leaves((args, kwargs)))
-        with torch.no_grad(), fake, _reads(twin) as numbers, labels:
+        with _reads(twin) as numbers, labels:
             twin(*args, **kwargs)
-    return Dataflow(labels.regions(), numbers)
+    return Dataflow(labels.regions(), labels.called, labels.shared_inputs(), numbers)
 
 
 class _Labels(TorchDispatchMode):
@@ -79,6 +85,8 @@ class _Labels(TorchDispatchMode):
         self._labels: dict[int, frozenset[str]] = {}  # by storage: views carry their base's labels
         self._kept: list[torch.Tensor] = []  # so that storages are not used again
         self._parameters = {storage_key(p): name for name, p in block.named_parameters()}
+        self.called: set[str] = set()
+        self._readers: dict[int, list[str]] = {}
         self._met: dict[str, frozenset[str]] = {}
         self._consumers: dict[str, frozenset[str]] = {}
         self._inside: list[str] = []
@@ -91,6 +99,10 @@ class _Labels(TorchDispatchMode):
     def _entered(self, name: str, kind: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             self._inside.append(name)
+            self.called.add(name)
+            if kind == "linear":
+                self._kept.append(args[0])
+                self._readers.setdefault(id(args[0]), []).append(name)
             found = self._of(tensor_leaves(args))
             if found and kind == "linear":
                 self._consumers[name] = self._consumers.get(name, frozenset()) | found
@@ -134,6 +146,11 @@ class _Labels(TorchDispatchMode):
     def _set(self, tensor: torch.Tensor, labels: frozenset[str]) -> None:
         self._kept.append(tensor)
         self._labels[storage_key(tensor)] = labels
+
+    def shared_inputs(self) -> list[tuple[str, ...]]:
+        """Layers that read the same tensor, once each."""
+        groups = [tuple(dict.fromkeys(names)) for names in self._readers.values()]
+        return [group for group in groups if len(group) > 1]
 
     def regions(self) -> list[Region]:
         """Rows that share a column belong together."""

@@ -31,6 +31,7 @@ class FoundPlan:
         whole: layers that stay whole, as globs, and why.
         split_share: share of the model's parameters that is split, 0 to 1.
         size: number of ranks that it is for.
+        shared_inputs: names of column layers that read the same tensor, which can communicate once for all.
         checked: whether it was checked by numbers.
     """
 
@@ -38,6 +39,7 @@ class FoundPlan:
     whole: dict[str, str]
     split_share: float
     size: int
+    shared_inputs: list[tuple[str, ...]]
     checked: bool = True
 
     def describe(self) -> str:
@@ -91,8 +93,8 @@ def find_tensor_plan(model: nn.Module, size: int = 2, *, inputs: Any = None) -> 
             f"nothing of this {type(model).__name__} can be split over {size} ranks:\n{told}\n"
             f"if you know better, give a table as Plan(tp_plan=...), starting from {start}"
         )
-    plan = check_around_run(model, collapse(styles, model), size, run, checks)
-    return FoundPlan(plan, reasons, split_share(model, plan, size), size)
+    found = check_around_run(model, collapse(styles, model), size, run, checks)
+    return FoundPlan(found.plan, reasons, split_share(model, found.plan, size), size, found.shared_inputs)
 
 
 def split_share(model: nn.Module, plan: TensorPlan, size: int) -> float:

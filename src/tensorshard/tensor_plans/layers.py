@@ -41,8 +41,3 @@ def as_splittable(module: nn.Module) -> SplittableLayer | None:
 def is_transposed(module: nn.Module) -> bool:
     """Whether `module` is GPT-2's ``Conv1D``: a linear layer whose weight is [inputs, outputs]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
-
-
-def is_fused_attention(module: nn.Module) -> bool:
-    """Whether `module` hands its children's weights to a function of its own, past their forward."""
-    return isinstance(module, nn.MultiheadAttention)

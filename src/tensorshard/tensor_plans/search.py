@@ -78,7 +78,8 @@ def search_block(
     for name, module in block.named_modules():
         described = as_splittable(module)
         if name not in used and described is not None and described.kind == "linear":
-            found.whole[name] = reasons.get(name, "no other layer takes its output features as input")
+            unused = "no other layer takes its output features as input"
+            found.whole[name] = reasons.get(name, unused if name in flow.called else "it is not called as a module")
     return found
 
 

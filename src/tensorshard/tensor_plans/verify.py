@@ -4,7 +4,7 @@ The split block runs on as many simulated ranks as there will be, through the sa
 random weights. A right table agrees to rounding; a wrong one is off by as much as the values themselves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,12 +86,18 @@ class BlockCheck:
         """The tensors among the block's inputs, in order."""
         return tensor_leaves(self._leaves)
 
-    def check(self, styles: Mapping[str, Style], sliced_inputs: Mapping[int, int] | None = None) -> Agreement:
+    def check(
+        self,
+        styles: Mapping[str, Style],
+        sliced_inputs: Mapping[int, int] | None = None,
+        shared_inputs: Iterable[Sequence[str]] = (),
+    ) -> Agreement:
         """Compares the block, split as `styles` say, with the whole one.
 
         Args:
             styles: of modules and parameters of the block, by their names in it.
             sliced_inputs: tensor inputs of which each rank gets its part alone, and along which dimension.
+            shared_inputs: as for :func:`apply_tensor_parallel`.
 
         Raises:
             MismatchError: they differ, or the split block does not run; says what was seen.
@@ -99,7 +105,7 @@ class BlockCheck:
         sliced = {index: Layout(dim, (self.inputs[index].shape[dim],)) for index, dim in (sliced_inputs or {}).items()}
         try:
             layouts = find_layouts(self._block, styles, self.size)
-            runs = run_as_ranks(self.size, lambda group: self._split_run(group, styles, layouts, sliced))
+            runs = run_as_ranks(self.size, lambda group: self._split_run(group, styles, layouts, sliced, shared_inputs))
         except (MismatchError, NotImplementedError):
             raise
         except Exception as error:  # whatever a model's forward makes of parts that do not fit
@@ -114,10 +120,11 @@ class BlockCheck:
         styles: Mapping[str, Style],
         layouts: Mapping[str, Layout],
         sliced: Mapping[int, Layout],
+        shared_inputs: Iterable[Sequence[str]],
     ) -> _Run:
         rank, size = group.rank(), group.size()
         part = copy_with(self._block, lambda name, t: t.detach())
-        apply_tensor_parallel(part, TensorPlan(dict(styles)), group)
+        apply_tensor_parallel(part, TensorPlan(dict(styles)), group, shared_inputs=shared_inputs)
         with torch.no_grad():
             for name, parameter in part.named_parameters():
                 parameter.data = local_part(parameter.data, layouts[name], rank, size)

@@ -15,6 +15,7 @@ from tensorshard.mesh import Mesh
 from tensorshard.transforms.assign import ParameterPlaces, like
 from tensorshard.transforms.precision import compute_dtype, master_dtype
 from tensorshard.transforms.shard import ShardedModel
+from tensorshard.transforms.tensor_split import TensorSplit
 
 
 class FullyShardedModel(ShardedModel):
@@ -34,11 +35,12 @@ class FullyShardedModel(ShardedModel):
         value_of: Callable[[str], torch.Tensor],
         units: list[list[nn.Module]],
         mesh: Mesh,
+        split: TensorSplit,
         *,
         precision: str,
         reduce_dtype: torch.dtype,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, split)
         self._value_of = value_of
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._places = ParameterPlaces(model)

@@ -27,6 +27,7 @@ from tensorshard.mesh import Mesh
 from tensorshard.transforms.assign import ParameterPlaces, like
 from tensorshard.transforms.precision import compute_dtype, master_dtype
 from tensorshard.transforms.shard import ShardedModel
+from tensorshard.transforms.tensor_split import TensorSplit
 
 # A tensor of at least this many bytes travels by itself, without being copied.
 _ALONE_BYTES = 1 << 16
@@ -156,12 +157,13 @@ class ReplicatedModel(ShardedModel):
         values: Iterable[tuple[str, torch.Tensor]],
         units: list[list[nn.Module]],
         mesh: Mesh,
+        split: TensorSplit,
         *,
         level: int,
         precision: str,
         reduce_dtype: torch.dtype,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, split)
         self._level = level
         self._reduce_dtype = reduce_dtype
         self._shard_mesh, self._groups = _layout(mesh, level)

@@ -11,15 +11,31 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.transforms.assign import parameter_aliases
+from tensorshard.transforms.tensor_split import TensorSplit
 from tensorshard.transforms.units import find_blocks, select_modules
 
 
 class ShardedModel(ABC):
     """A model whose gradients are averaged over the data ranks, and whose states are sharded as a ZeRO level says."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, split: TensorSplit) -> None:
         self.model = model
+        self.split = split
         self._aliases = parameter_aliases(model)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    def full_shape(self, name: str) -> torch.Size:
+        """The shape of the original model's parameter."""
+        return self._shapes[name]
+
+    def ways_split(self) -> dict[torch.Tensor, int]:
+        """Over how many ranks each master's elements are spread; the others of the world hold copies."""
+        ways: dict[torch.Tensor, int] = {}
+        for name, master in self.masters().items():
+            sharded = isinstance(master, DTensor) and any(p.is_shard() for p in master.placements)
+            over = master.device_mesh.size(-1) if isinstance(master, DTensor) and sharded else 1
+            ways[master] = over * self.split.ways(name)
+        return ways
 
     def aliases(self) -> dict[str, str]:
         """For every name of a parameter, the first one that it has in the original model; tied ones have several."""
@@ -66,7 +82,10 @@ class ShardedModel(ABC):
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every master whole, one at a time, by the original model's names. A collective: all ranks iterate."""
         for name, master in self.masters().items():
-            yield name, master.full_tensor() if isinstance(master, DTensor) else master.detach()
+            local = master.detach()
+            if isinstance(local, DTensor):
+                local = local.full_tensor()
+            yield name, self.split.whole(name, local, self._shapes[name])
 
     def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
         """The original model's state dict, whole tensors on the CPU; {} on ranks that do not `keep` it. A collective."""

@@ -6,7 +6,7 @@ neither the model nor a checkpoint knows. Parameters are left to the caller, who
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,14 @@ from tensorshard.tensor_plans.layers import SplittableLayer, as_splittable, is_t
 from tensorshard.tensor_plans.layout import WHOLE, Layout, check_can_split
 from tensorshard.tensor_plans.styles import Style
 from tensorshard.tensor_plans.table import TensorPlan
+from tensorshard.transforms.shared_columns import SharedColumns
+
+_COLUMNS = ("colwise", "packed_colwise")
 
 
-def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, group: Group) -> dict[str, Layout]:
+def apply_tensor_parallel(
+    model: nn.Module, plan: TensorPlan, group: Group, *, shared_inputs: Iterable[Sequence[str]] = ()
+) -> dict[str, Layout]:
     """Makes `model` compute its part of what `plan` splits.
 
     Args:
@@ -33,6 +38,8 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, group: Group) -> d
             them.
         plan: the table.
         group: the tensor-parallel ranks.
+        shared_inputs: names of column layers that are called with the same tensor, in the order of their calls, as
+            :attr:`FoundPlan.shared_inputs` has them. They communicate once for all.
 
     Returns:
         The layout of every parameter, by each of its names.
@@ -52,6 +59,11 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, group: Group) -> d
         parameters = [key for key in module._parameters if (s := styles.get(_join(name, key))) and s.sums_gradients]
         if parameters:
             module.forward = partial(_forward_summing, module, module.forward, parameters, process_group)  # type: ignore[method-assign]
+    for names in shared_inputs:
+        layers = [model.get_submodule(name) for name in names if (style := styles.get(name)) and style.kind in _COLUMNS]
+        shared = SharedColumns(layers, process_group)
+        for index, layer in enumerate(layers):
+            layer.forward = partial(shared.forward, index)  # type: ignore[method-assign]
     return layouts
 
 

@@ -1,0 +1,89 @@
+"""Which part of every parameter the tensor-parallel ranks hold, and putting the parts together again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from tensorshard.distributed.collectives import all_gather_into
+from tensorshard.mesh import Mesh
+from tensorshard.plan import Plan
+from tensorshard.tensor_plans.choose import choose_tensor_plan
+from tensorshard.tensor_plans.find import FoundPlan
+from tensorshard.tensor_plans.layout import WHOLE, Layout, join_parts, local_part
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """Layouts of parameters over a group of tensor-parallel ranks; of none by default, where everything is whole.
+
+    Args:
+        layouts: of every parameter, by each of its names.
+        group: the ranks; None for a single one.
+        found: the table that the layouts follow from.
+    """
+
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None
+    found: FoundPlan | None = None
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    def layout(self, name: str) -> Layout:
+        """How the parameter `name` lies."""
+        return self.layouts.get(name, WHOLE)
+
+    def ways(self, name: str) -> int:
+        """Into how many parts the parameter `name` is cut."""
+        return 1 if self.layout(name).dim is None else self.size
+
+    def local(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the parameter `name`."""
+        return local_part(full, self.layout(name), self.rank, self.size)
+
+    def whole(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The parameter `name` of `shape`, of which every rank gives its `local` part. A collective of the group."""
+        layout = self.layout(name)
+        if layout.dim is None or self.group is None:
+            return local
+        shapes = [layout.local_shape(shape, rank, self.size) for rank in range(self.size)]
+        longest = max(part.numel() for part in shapes)
+        mine = local.new_zeros(longest)
+        mine[: local.numel()] = local.reshape(-1)
+        gathered = local.new_empty(longest * self.size)
+        all_gather_into(gathered, mine, self.group)
+        parts = [
+            flat[: part.numel()].view(part) for flat, part in zip(gathered.chunk(self.size), shapes, strict=True)
+        ]
+        return join_parts(parts, layout)
+
+
+def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh) -> FoundPlan | None:
+    """The table for `model` under `plan`, found or checked by numbers; None where nothing is to be split.
+
+    Raises:
+        ValueError: the plan's table is wrong for this model, or none can be found.
+    """
+    if mesh.degrees["tp"] == 1:
+        return None
+    with unset_fake_temporarily():  # the check computes numbers, on small tensors of its own
+        return choose_tensor_plan(model, mesh.degrees["tp"], plan.tp_plan, check=plan.tp_check)
+
+
+def split_over_tensor_ranks(model: nn.Module, found: FoundPlan | None, mesh: Mesh) -> TensorSplit:
+    """Makes `model` compute this rank's part of what the table `found` splits."""
+    if found is None:
+        return TensorSplit()
+    from tensorshard.transforms.tensor import apply_tensor_parallel
+
+    group = mesh.group("tp")
+    return TensorSplit(apply_tensor_parallel(model, found.plan, group), group, found)
