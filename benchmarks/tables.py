@@ -34,9 +34,7 @@ def replace_tables(text: str, results: Sequence[Results]) -> str:
     if len(opened) != len(closed := list(_BLOCK.finditer(text))) or any(
         "<!-- benchmark:" in block["table"] for block in closed
     ):
-        raise MarkerError(
-            f"the blocks {', '.join(opened)} need a line '<!-- /benchmark -->' each after their table"
-        )
+        raise MarkerError(f"the blocks {', '.join(opened)} need a line '<!-- /benchmark -->' each after their table")
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
@@ -61,9 +59,7 @@ def markdown_table(results: Results) -> str:
     for group in results.groups:
         title = group.title
         for row in group.rows:
-            lines.append(
-                _line([title, f"**{row.contender}**" if row.ours else row.contender, *_cells(row, columns)])
-            )
+            lines.append(_line([title, f"**{row.contender}**" if row.ours else row.contender, *_cells(row, columns)]))
             title = ""
     versions = {name: version for group in results.groups for name, version in group.versions.items()}
     dates = sorted({group.date for group in results.groups})

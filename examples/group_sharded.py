@@ -1,6 +1,6 @@
 """Paddle's two calls in a plain PyTorch loop.
 
-    torchrun --nproc-per-node 2 examples/group_sharded.py --level os_g --output /tmp/sharded
+torchrun --nproc-per-node 2 examples/group_sharded.py --level os_g --output /tmp/sharded
 """
 
 import argparse

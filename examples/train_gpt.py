@@ -1,8 +1,8 @@
 """The ten lines of the README, whole: a small GPT, its states sharded over however many processes there are.
 
-    python examples/train_gpt.py                                  # one process
-    torchrun --nproc-per-node 2 examples/train_gpt.py             # two, ZeRO 3
-    torchrun --nproc-per-node 4 examples/train_gpt.py --zero 2 --dp-replicate 2
+python examples/train_gpt.py                                  # one process
+torchrun --nproc-per-node 2 examples/train_gpt.py             # two, ZeRO 3
+torchrun --nproc-per-node 4 examples/train_gpt.py --zero 2 --dp-replicate 2
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A Hugging Face Llama, built from a config, through the same call.
 
-    pip install "tensorshard[hf]"
-    torchrun --nproc-per-node 2 examples/train_llama.py
+pip install "tensorshard[hf]"
+torchrun --nproc-per-node 2 examples/train_llama.py
 """
 
 import argparse
@@ -46,9 +46,7 @@ def main() -> None:
         loss_fn=loss_fn,
     )
     dataset = StdlibText("train", context_length=128)
-    sampler = ShardedBatchSampler(
-        len(dataset), 16, dp_rank=engine.mesh.dp_rank, dp_size=engine.mesh.dp_size, seed=0
-    )
+    sampler = ShardedBatchSampler(len(dataset), 16, dp_rank=engine.mesh.dp_rank, dp_size=engine.mesh.dp_size, seed=0)
     for step, (tokens, targets) in enumerate(DataLoader(dataset, batch_sampler=sampler), start=1):
         loss = engine.step({"input_ids": tokens}, targets)
         if engine.mesh.rank == 0 and step % 10 == 0:

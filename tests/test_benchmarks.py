@@ -171,17 +171,13 @@ def test_tables_replace_what_stands_between_the_markers():
     text = "# Title\n\n<!-- benchmark:zero -->\nold\n<!-- /benchmark -->\nrest\n"
     once = tables.replace_tables(text, [make_results()])
     assert "old" not in once and "**tensorshard**" in once
-    assert once.startswith("# Title\n\n<!-- benchmark:zero -->\n") and once.endswith(
-        "<!-- /benchmark -->\nrest\n"
-    )
+    assert once.startswith("# Title\n\n<!-- benchmark:zero -->\n") and once.endswith("<!-- /benchmark -->\nrest\n")
     assert tables.replace_tables(once, [make_results()]) == once
 
 
 def test_tables_write_one_table_for_each_hardware():
     text = "<!-- benchmark:zero -->\n<!-- /benchmark -->\n"
-    assert (
-        tables.replace_tables(text, [make_results("cpu"), make_results("cuda")]).count("**tensorshard**") == 2
-    )
+    assert tables.replace_tables(text, [make_results("cpu"), make_results("cuda")]).count("**tensorshard**") == 2
 
 
 def test_tables_leave_a_text_without_markers_alone():
@@ -283,9 +279,7 @@ def test_models_have_the_size_in_their_name(name, millions):
 
 
 def test_peak_memory_can_be_reset():
-    block = torch.ones(
-        32 * 2**20, dtype=torch.uint8
-    )  # large enough for the allocator to map, and to give back
+    block = torch.ones(32 * 2**20, dtype=torch.uint8)  # large enough for the allocator to map, and to give back
     peak = memory.peak_resident_bytes()
     del block
     memory.reset_peak()
@@ -293,9 +287,7 @@ def test_peak_memory_can_be_reset():
 
 
 def test_failed_rank_ends_the_run_with_its_log():
-    with pytest.raises(
-        RankError, match=r"rank \d ended with exit status 2; its log ends\n[\s\S]*no-such-file"
-    ):
+    with pytest.raises(RankError, match=r"rank \d ended with exit status 2; its log ends\n[\s\S]*no-such-file"):
         run_ranks("json.tool", ["no-such-file"], 2, environment={}, timeout=30)
 
 

@@ -162,9 +162,7 @@ def test_under_a_launcher_a_mistake_is_printed_once_and_handed_on(
     assert capsys.readouterr().err == (f"tensorshard: error: {message}\n" if rank == "0" else "")
 
 
-def test_print_config_starts_nothing(
-    started: Started, config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_print_config_starts_nothing(started: Started, config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", config, "train.steps=5", "--print-config"]) == 0
     text = capsys.readouterr().out
     assert "  steps: 5\n" in text
@@ -181,7 +179,7 @@ def test_print_config_starts_nothing(
         (["mine.py", "train.plan.dp_shrad=3"], "did you mean 'dp_shard'?"),
         (["mine.py", "train.plan.dp_shard=3"], "train.plan: the plan's degrees (dp_shard 3) multiply to 3"),
         (["mine.py", "train.plan.zero=4"], "train.plan: zero is 4"),
-        (["mine.py", "train.plan.tp=2"], "train.plan: tp=2 asks for tensor parallelism"),
+        (["mine.py", "train.plan.pp=2"], "train.plan: pp=2 asks for pipeline parallelism"),
         (["mine.py", "train.plan.micro_batches=3"], "train.global_batch_size 4 does not divide by"),
         (["mine.py", "--nproc", "0"], "nproc is 0; at least 1 process is needed"),
         (["mine.py", "--nproc", "-1"], "nproc is -1"),
@@ -212,9 +210,7 @@ def test_a_mistake_costs_one_sentence(
         ([], "the following arguments are required: COMMAND"),
     ],
 )
-def test_unknown_options_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(words)
     assert caught.value.code == 2
@@ -249,9 +245,7 @@ def test_how_a_run_ends_is_the_exit_code(
     assert capsys.readouterr().err == message
 
 
-def test_modules_in_the_current_directory_can_be_imported(
-    started: Started, config: str, tmp_path: Path
-) -> None:
+def test_modules_in_the_current_directory_can_be_imported(started: Started, config: str, tmp_path: Path) -> None:
     (tmp_path / "my_model_of_test_cli.py").write_text("class Net: ...\n")
     path = tmp_path / config
     path.write_text("from my_model_of_test_cli import Net\n" + path.read_text() + "model = LazyCall(Net)()\n")
@@ -270,8 +264,6 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_version_is_told_without_loading_torch() -> None:
-    code = (
-        "import sys, tensorshard.cli as c\ntry: c.main(['--version'])\nfinally: print('torch' in sys.modules)"
-    )
+    code = "import sys, tensorshard.cli as c\ntry: c.main(['--version'])\nfinally: print('torch' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output == f"tensorshard {tensorshard.__version__}\nFalse\n"

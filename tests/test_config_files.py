@@ -148,9 +148,7 @@ def test_a_yaml_list_is_no_config(tmp_path: Path) -> None:
 def test_shipped_configs_are_found_by_name_and_from_anywhere(child: Path) -> None:
     assert "quickstart" in shipped_configs()
     assert config_path("quickstart") == config_path("quickstart.py")
-    child.write_text(
-        'from tensorshard.config import get_config\ntrain = get_config("common/train.py").train\n'
-    )
+    child.write_text('from tensorshard.config import get_config\ntrain = get_config("common/train.py").train\n')
     assert "_target_" in load_config(child).train.plan
 
 
@@ -188,9 +186,7 @@ def test_a_directory_is_pointed_to_its_config(tmp_path: Path) -> None:
         ("x = '???'\n", r"x has no value: Missing mandatory value: x"),
         ("asked = 1\n", "the key 'asked' is kept"),
         (
-            "from tensorshard.config import get_config\n"
-            "train = get_config('common/train.py').train\n"
-            "train.stpes = 3\n",
+            "from tensorshard.config import get_config\ntrain = get_config('common/train.py').train\ntrain.stpes = 3\n",
             r"bad\.py, line 3: there is no key 'stpes' here; did you mean 'steps'\?",
         ),
         (
@@ -214,15 +210,11 @@ def test_a_mistake_in_a_part_is_placed_in_the_part(child: Path) -> None:
         load_config(child)
 
 
-def test_an_error_in_an_imported_module_is_placed_in_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_an_imported_module_is_placed_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_module_of_test_config.py").write_text("\nx = oops\n")
     (tmp_path / "bad.py").write_text("import broken_module_of_test_config\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"bad\.py, line 1: NameError: .*\(raised in .*_config\.py, line 2\)"
-    ):
+    with pytest.raises(ConfigError, match=r"bad\.py, line 1: NameError: .*\(raised in .*_config\.py, line 2\)"):
         load_config(tmp_path / "bad.py")
 
 

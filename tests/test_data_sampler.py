@@ -76,9 +76,7 @@ def test_every_number_of_ranks_reads_the_same_order():
 
 
 def test_ranks_take_contiguous_shares_of_a_batch():
-    parts = [
-        next(iter(ShardedBatchSampler(50, 8, dp_rank=rank, dp_size=4, shuffle=False))) for rank in range(4)
-    ]
+    parts = [next(iter(ShardedBatchSampler(50, 8, dp_rank=rank, dp_size=4, shuffle=False))) for rank in range(4)]
     assert parts == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 

@@ -80,9 +80,7 @@ def test_a_crash_while_writing_leaves_no_file(tmp_path):
 
 def test_a_crash_while_overwriting_leaves_the_old_file(token_file):
     before = token_file.read_bytes()
-    with pytest.raises(
-        ValueError, match="Chunk 1 holds tokens from 10 to 10; with vocab_size 10 they must be 0 to 9"
-    ):
+    with pytest.raises(ValueError, match="Chunk 1 holds tokens from 10 to 10; with vocab_size 10 they must be 0 to 9"):
         write_token_file(token_file, [np.arange(10), np.array([10])], vocab_size=10, overwrite=True)
     assert token_file.read_bytes() == before
     assert list(token_file.parent.iterdir()) == [token_file]
@@ -142,9 +140,7 @@ def test_a_header_at_odds_with_itself_is_refused(token_file, offset, content):
 def test_verify_finds_one_changed_bit(token_file):
     last_byte = token_file.read_bytes()[-1]
     patch(token_file, 263, bytes([last_byte ^ 1]))
-    with pytest.raises(
-        ValueError, match=r"corrupted: its tokens have the CRC-32 [0-9a-f]{8}, but were written"
-    ):
+    with pytest.raises(ValueError, match=r"corrupted: its tokens have the CRC-32 [0-9a-f]{8}, but were written"):
         TokenFile(token_file).verify()
 
 

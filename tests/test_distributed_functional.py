@@ -61,9 +61,7 @@ def _check_gradients(group_size: int) -> None:
         "copy, reduce": lambda x, dim: tsd.reduce(weight * tsd.copy(x) ** 2),
         "reduce_scatter": lambda x, dim: tsd.gather(tsd.reduce_scatter(weight * tsd.copy(x), dim) ** 2, dim),
         "all_to_all": lambda x, dim: tsd.gather(tsd.all_to_all(tsd.scatter(x, dim) ** 2, 1, dim), 1),
-        "gather_for_sum": lambda x, dim: tsd.reduce(
-            weight * tsd.gather_for_sum(tsd.scatter(x, dim), dim) ** 2
-        ),
+        "gather_for_sum": lambda x, dim: tsd.reduce(weight * tsd.gather_for_sum(tsd.scatter(x, dim), dim) ** 2),
     }
     for name, function in compositions.items():
         for dim in (0, -1):
@@ -162,9 +160,7 @@ def _call(name: str, *args: object) -> None:
 
 
 def test_bad_input(ranks):
-    with pytest.raises(
-        RankError, match=r"size=8 along dimension 1 was given, of which rank 0 of 2 holds 4 elements"
-    ):
+    with pytest.raises(RankError, match=r"size=8 along dimension 1 was given, of which rank 0 of 2 holds 4 elements"):
         ranks(2, _gather_wrong_size)
     with pytest.raises(RankError, match="dim=2 was given for a tensor of 2 dimensions: use one of -2 to 1"):
         ranks(2, _call, "scatter", 2)

@@ -65,9 +65,7 @@ def _init_again_after_destroying(first: int, second: int) -> int:
 def test_making_groups_twice(ranks):
     assert ranks(2, _init_twice, 2, 2) == [2, 2]
     assert ranks(2, _init_again_after_destroying, 2, 1) == [1, 1]
-    with pytest.raises(
-        RankError, match="groups of 2 exist already and were asked for again with group_size=1"
-    ):
+    with pytest.raises(RankError, match="groups of 2 exist already and were asked for again with group_size=1"):
         ranks(2, _init_twice, 2, 1)
 
 
@@ -82,9 +80,7 @@ def _leave_groups_behind() -> None:
 
 @pytest.mark.parametrize("group_size", [3, 0, -1, 8])
 def test_sizes_that_do_not_divide(ranks, group_size):
-    with pytest.raises(
-        RankError, match=rf"group_size={group_size} does not divide.*4 processes: use one of 1, 2, 4"
-    ):
+    with pytest.raises(RankError, match=rf"group_size={group_size} does not divide.*4 processes: use one of 1, 2, 4"):
         ranks(4, _init, group_size)
 
 
@@ -119,13 +115,9 @@ def _call_different_collectives(how: str) -> None:
 
 
 def test_the_monitor_names_what_differs(ranks):
-    with pytest.raises(
-        RankError, match=r"rank 0: all_reduce of \[3\] float32; rank 1: all_gather of \[3\] float32"
-    ):
+    with pytest.raises(RankError, match=r"rank 0: all_reduce of \[3\] float32; rank 1: all_gather of \[3\] float32"):
         ranks(4, _call_different_collectives, "kinds")
-    with pytest.raises(
-        RankError, match=r"as their number 2: rank 0: all_reduce of \[3\].*rank 1: all_reduce of \[4\]"
-    ):
+    with pytest.raises(RankError, match=r"as their number 2: rank 0: all_reduce of \[3\].*rank 1: all_reduce of \[4\]"):
         ranks(2, _call_different_collectives, "shapes")
 
 

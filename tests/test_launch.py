@@ -119,9 +119,7 @@ def test_rank_0_has_the_terminal_and_every_rank_its_environment(tmp_path: Path) 
 
     assert (parent.returncode, errors) == (0, "")
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert lines == [
-        f"rank 0 LOCAL_RANK=0 WORLD_SIZE=2 OMP_NUM_THREADS={threads} MALLOC_ARENA_MAX=1 tty=True"
-    ]
+    assert lines == [f"rank 0 LOCAL_RANK=0 WORLD_SIZE=2 OMP_NUM_THREADS={threads} MALLOC_ARENA_MAX=1 tty=True"]
     assert not list(tmp_path.iterdir()), "temporary files were left behind"
 
 
@@ -154,9 +152,7 @@ def test_ctrl_c_reaches_the_workers_and_leaves_none(tmp_path: Path) -> None:
     assert not [pid for pid in workers if _is_running(pid)]
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="elsewhere the kernel does not end a dead parent's workers"
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not end a dead parent's workers")
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
     parent = _parent(sleep_deafly, tmp_path)
     workers = _workers(tmp_path)
@@ -176,9 +172,7 @@ def _failure(rank: int, exitcode: int, error_file: Path = Path("<N/A>")) -> Proc
 
 def test_a_killed_worker_comes_before_its_complaining_peers(tmp_path: Path) -> None:
     complaint = tmp_path / "rank0.error.json"
-    complaint.write_text(
-        '{"message": {"message": "E", "extraInfo": {"py_callstack": "lost", "timestamp": "1"}}}'
-    )
+    complaint.write_text('{"message": {"message": "E", "extraInfo": {"py_callstack": "lost", "timestamp": "1"}}}')
     (tmp_path / "rank1.stderr.log").write_text("first words\nlast words\n")
     failures = {
         0: _failure(0, 1, complaint),
@@ -194,9 +188,7 @@ def test_a_killed_worker_comes_before_its_complaining_peers(tmp_path: Path) -> N
 
 def test_a_worker_killed_for_not_leaving_comes_after_the_one_that_raised(tmp_path: Path) -> None:
     raised = tmp_path / "rank1.error.json"
-    raised.write_text(
-        '{"message": {"message": "E", "extraInfo": {"py_callstack": "E: why", "timestamp": "1"}}}'
-    )
+    raised.write_text('{"message": {"message": "E", "extraInfo": {"py_callstack": "E: why", "timestamp": "1"}}}')
     a_while_ago = time.time() - 30
     os.utime(raised, (a_while_ago, a_while_ago))
     error = WorkerFailedError({0: _failure(0, -signal.SIGKILL), 1: _failure(1, 1, raised)}, 2, tmp_path)

@@ -156,9 +156,7 @@ def test_buffers_are_exact() -> None:
         table = torch.zeros(6, 4)
         table[:, 0::2], table[:, 1::2] = angles.sin(), angles.cos()
         self.register_buffer("table", table)
-        self.register_buffer(
-            "grid", torch.stack(torch.meshgrid(torch.arange(2), torch.arange(3), indexing="ij"))
-        )
+        self.register_buffer("grid", torch.stack(torch.meshgrid(torch.arange(2), torch.arange(3), indexing="ij")))
         self.register_buffer("steps", torch.linspace(0, 1, 7))
         self.register_buffer("number", torch.tensor(3.0))
 
@@ -306,9 +304,7 @@ def test_overwritten_initialisation_does_not_run() -> None:
     source = recorded(fill)
     with OperationNames() as operations:
         value = source.tensor("linear.weight")
-    assert (
-        "normal_" in operations.seen and "uniform_" not in operations.seen and "zero_" not in operations.seen
-    )
+    assert "normal_" in operations.seen and "uniform_" not in operations.seen and "zero_" not in operations.seen
     assert torch.equal(value, drawn(2, lambda: torch.empty(3, 3).normal_()))
     bias = source.tensor("linear.bias")
     assert bias[1:].tolist() == [0, 0]
@@ -362,9 +358,7 @@ def test_independent_of_order_and_repetition() -> None:
 
 def test_no_two_draws_share_a_seed() -> None:
     assert len({draw_seed(0, index) for index in range(50_000)}) == 50_000
-    assert {draw_seed(0, index) for index in range(1000)}.isdisjoint(
-        draw_seed(1, index) for index in range(1000)
-    )
+    assert {draw_seed(0, index) for index in range(1000)}.isdisjoint(draw_seed(1, index) for index in range(1000))
 
 
 def test_global_random_state_is_left_alone() -> None:

@@ -106,9 +106,7 @@ def test_the_constructors_own_errors_surface() -> None:
         with torch.device("meta"):
             return nn.Linear(2, 2)
 
-    with pytest.raises(
-        ValueError, match=r"leaves 'weight' on the meta device.*without torch.device\('meta'\)"
-    ):
+    with pytest.raises(ValueError, match=r"leaves 'weight' on the meta device.*without torch.device\('meta'\)"):
         record(on_meta, seed=0)
 
 
@@ -148,9 +146,7 @@ def test_meta_modules_reset_their_parameters() -> None:
     assert model.head.weight is model.embedding.weight and model.head.weight.is_meta
     assert not model.frozen.weight.requires_grad
     embedding = source.tensor("embedding.weight")
-    assert (
-        embedding[0].tolist() == [0] * 4 and 0.5 < embedding[1:].std() < 1.5
-    )  # not the head's initialisation
+    assert embedding[0].tolist() == [0] * 4 and 0.5 < embedding[1:].std() < 1.5  # not the head's initialisation
     assert torch.equal(source.tensor("head.weight"), embedding)
     assert source.tensor("norm.running_var").tolist() == [1] * 4
     assert source.tensor("attention.out_proj.bias").tolist() == [0] * 4
@@ -158,9 +154,7 @@ def test_meta_modules_reset_their_parameters() -> None:
     again = from_meta(meta_model(), seed=2)
     for name in reversed(again.names()):
         assert torch.equal(again.tensor(name), source.tensor(name)), name
-    assert not torch.equal(
-        from_meta(meta_model(), seed=3).tensor("frozen.weight"), source.tensor("frozen.weight")
-    )
+    assert not torch.equal(from_meta(meta_model(), seed=3).tensor("frozen.weight"), source.tensor("frozen.weight"))
 
 
 def test_meta_modules_keep_what_is_real() -> None:
@@ -193,9 +187,7 @@ def test_meta_modules_without_initialisation_are_refused() -> None:
     with pytest.raises(ValueError, match=r"module '1' \(NoReset\) holds 'scale'.*pass the callable"):
         from_meta(without, seed=0)
     assert without[0].weight.is_meta
-    with pytest.raises(
-        ValueError, match=r"no reset_parameters\(\) of the model sets '0.shift'; pass the callable"
-    ):
+    with pytest.raises(ValueError, match=r"no reset_parameters\(\) of the model sets '0.shift'; pass the callable"):
         from_meta(half, seed=0)
 
 

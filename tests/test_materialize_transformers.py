@@ -51,9 +51,7 @@ def gpt_neox() -> nn.Module:
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(
-        [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    )
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
 def ties(named: dict[str, torch.Tensor]) -> set[frozenset[str]]:

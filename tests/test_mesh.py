@@ -73,13 +73,14 @@ def test_a_hybrid_mesh(ranks):
 def test_the_description_of_a_hybrid_mesh(ranks):
     lines = ranks(4, _hybrid)[2]["description"].splitlines()
     assert lines[0] == "rank 2 of 4"
-    assert [line.split() for line in lines[1:]] == [
+    assert [line.split() for line in lines[1:6]] == [
         ["pp", "degree", "1", "index", "0", "ranks", "2"],
         ["dp_replicate", "degree", "2", "index", "1", "ranks", "0", "2"],
         ["dp_shard", "degree", "2", "index", "0", "ranks", "2", "3"],
         ["cp", "degree", "1", "index", "0", "ranks", "2"],
         ["tp", "degree", "1", "index", "0", "ranks", "2"],
     ]
+    assert lines[6:] == ["all groups along dp_replicate: 0 2 | 1 3", "all groups along dp_shard: 0 1 | 2 3"]
 
 
 def _alone() -> tuple:

@@ -48,9 +48,7 @@ def test_16_bit_logits_are_summed_in_fp32(dtype):
 
 
 def test_fp64_logits_stay_so():
-    total, count = next_token_loss(
-        torch.zeros(1, 2, 3, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.int64)
-    )
+    total, count = next_token_loss(torch.zeros(1, 2, 3, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.int64))
     assert (total.dtype, count.dtype) == (torch.float64, torch.float64)
 
 

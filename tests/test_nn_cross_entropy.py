@@ -130,14 +130,10 @@ def _largest_allocation() -> int:
     tsd.init_process_group(2)
     part = register_parallel_dim(torch.randn(512, 4096, requires_grad=True), -1, size=8192)
     targets = torch.randint(8192, (512,))
-    with torch.profiler.profile(
-        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
-    ) as profile:
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         loss = parallel_cross_entropy(part, targets, label_smoothing=0.1)
     forward = max(event.cpu_memory_usage for event in profile.events())
-    with torch.profiler.profile(
-        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
-    ) as profile:
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         loss.backward()
     backward = sorted(event.self_cpu_memory_usage for event in profile.events())
     assert backward[-1] == part.numel() * 4  # the gradient itself
@@ -156,9 +152,7 @@ def _whole_logits() -> None:
     loss = ParallelCrossEntropyLoss(label_smoothing=0.1)
     torch.testing.assert_close(loss(logits, targets), F.cross_entropy(logits, targets, label_smoothing=0.1))
     probabilities = torch.rand(4, 5)
-    torch.testing.assert_close(
-        loss(logits, probabilities), F.cross_entropy(logits, probabilities, label_smoothing=0.1)
-    )
+    torch.testing.assert_close(loss(logits, probabilities), F.cross_entropy(logits, probabilities, label_smoothing=0.1))
     value = parallel_cross_entropy(logits, targets, z_loss=0.5)
     expected = F.cross_entropy(logits, targets) + 0.5 * logits.logsumexp(1).square().mean()
     torch.testing.assert_close(value, expected)

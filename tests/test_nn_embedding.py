@@ -41,9 +41,7 @@ def _compare(group_size: int) -> None:
                 torch.testing.assert_close(layer.weight.full_tensor(), whole.weight)
                 expected, output = whole(indices), layer(indices)
                 torch.testing.assert_close(output, expected)
-                torch.testing.assert_close(
-                    layer.weight.full_tensor(), whole.weight
-                )  # with max_norm, rescaled
+                torch.testing.assert_close(layer.weight.full_tensor(), whole.weight)  # with max_norm, rescaled
                 seed = torch.randn_like(expected)
                 expected.backward(seed)
                 output.backward(seed)

@@ -267,9 +267,7 @@ def _watch_backward() -> list[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         output.backward()
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    return [
-        event.name for event in events if event.name in ("aten::mm", "aten::add_") or "gloo" in event.name
-    ]
+    return [event.name for event in events if event.name in ("aten::mm", "aten::add_") or "gloo" in event.name]
 
 
 def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(ranks):

@@ -3,10 +3,10 @@
 from functools import cache, partial
 from typing import Any
 
-import parity
 import pytest
 import torch
 
+import parity
 import tensorshard as ts
 from tensorshard.models import GPT
 

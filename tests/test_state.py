@@ -1,6 +1,5 @@
 """Collecting and relocating state, and living under DistributedDataParallel."""
 
-
 import pytest
 import torch
 import torch.distributed as dist

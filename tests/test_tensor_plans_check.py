@@ -64,6 +64,17 @@ def test_a_split_output_is_refused():
         check("gpt", {"head": "colwise"})
 
 
+def test_a_split_output_of_a_model_without_blocks_is_refused():
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+    with pytest.raises(WrongTensorPlanError, match="use colwise_gather for the last layer"):
+        check_tensor_plan(model, TensorPlan.from_dict({"2": "colwise"}), 2)
+
+
+def test_a_sum_of_gradients_is_taken_once():
+    norms = {f"{LAYERS}.self_attn.[qk]_norm*": "replicate(sum_grad)"}  # the modules and their weights
+    assert check("qwen3", {**LLAMA, **norms})
+
+
 def test_layers_outside_of_the_blocks_are_checked_too():
     assert check("bert", {"head.dense": "colwise_gather"})
     with pytest.raises(WrongTensorPlanError, match="the model as a whole does not compute"):

@@ -139,7 +139,7 @@ def test_columns_of_one_input_communicate_once(ranks):
     found = find_tensor_plan(build("vit"), 2)
     attention = [tuple(f"blocks.{i}.attention.{part}" for part in ("query", "key", "value")) for i in range(2)]
     assert found.shared_inputs == attention
-    # Each of 2 blocks: two row layers forward, and two inputs of column layers backward, of which one has three readers.
+    # Each of 2 blocks: two row layers in forward, two inputs of column layers in backward; one has three readers.
     assert ranks(2, count_reductions, "vit", found.plan.to_dict(), found.shared_inputs) == [8, 8]
     assert ranks(2, count_reductions, "vit", found.plan.to_dict(), []) == [12, 12]
 

@@ -110,9 +110,7 @@ class NanEngine(CountingEngine):
         return loss
 
 
-def _trainer(
-    hooks: list[Hook], max_steps: int = 4, engine: CountingEngine | None = None, **more: Any
-) -> Trainer:
+def _trainer(hooks: list[Hook], max_steps: int = 4, engine: CountingEngine | None = None, **more: Any) -> Trainer:
     return Trainer(
         engine or CountingEngine(),  # type: ignore[arg-type]
         more.pop("loader", regression_batches()),
@@ -266,9 +264,7 @@ def test_a_nan_loss_keeps_the_state_from_before_it_and_says_where(tmp_path: Path
     with pytest.raises(NonFiniteLossError, match="step 6") as caught:
         _trainer([CheckpointHook(directory, every=2, keep=1)], engine=engine, max_steps=9).fit()
     assert directory.checkpoint_steps() == [4, 5]
-    assert any(
-        f"last good checkpoint is {directory.checkpoint(5)}" in note for note in caught.value.__notes__
-    )
+    assert any(f"last good checkpoint is {directory.checkpoint(5)}" in note for note in caught.value.__notes__)
 
 
 def test_weights_that_are_nan_are_not_saved(tmp_path: Path) -> None:
@@ -288,9 +284,7 @@ def test_a_nan_loss_at_the_first_step_has_nothing_to_go_back_to(tmp_path: Path) 
 
 def test_the_state_of_hooks_survives_a_resume() -> None:
     engine = CountingEngine()
-    first = _trainer(
-        [ScheduleHook(warmup_linear(engine.optimizer, warmup_steps=2, total_steps=8))], engine=engine
-    )
+    first = _trainer([ScheduleHook(warmup_linear(engine.optimizer, warmup_steps=2, total_steps=8))], engine=engine)
     first.fit()
     again = CountingEngine()
     schedule = ScheduleHook(warmup_linear(again.optimizer, warmup_steps=2, total_steps=8))
@@ -328,9 +322,7 @@ def test_a_schedule_that_cannot_change_its_rate_says_so() -> None:
 
 def test_options_that_were_changed_survive_a_resume_and_others_are_restored() -> None:
     def options(weight_decay: float) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            [torch.zeros(1, requires_grad=True)], weight_decay=weight_decay, betas=(0.9, 0.95)
-        )
+        return torch.optim.AdamW([torch.zeros(1, requires_grad=True)], weight_decay=weight_decay, betas=(0.9, 0.95))
 
     first, second = options(0.1), options(0.0)
     saved = json.loads(json.dumps(OptimizerOptionsHook(first).state_dict()))

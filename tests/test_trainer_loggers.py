@@ -102,10 +102,7 @@ def test_what_is_no_terminal_gets_plain_lines() -> None:
 
 
 def test_figures_fall_back_to_samples() -> None:
-    assert (
-        format_figures({"loss": 1.0, "samples_per_second": 1500.0, "lr": 0.1})
-        == "loss 1.0000  1.5k samples/s"
-    )
+    assert format_figures({"loss": 1.0, "samples_per_second": 1500.0, "lr": 0.1}) == "loss 1.0000  1.5k samples/s"
 
 
 def test_counts_and_times_for_people() -> None:

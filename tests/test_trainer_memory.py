@@ -24,9 +24,7 @@ def test_the_peak_remembers_what_was_freed_until_it_is_reset() -> None:
     assert peak.bytes() < before + 32 * 2**20
 
 
-def test_without_proc_the_peak_is_that_of_the_whole_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_proc_the_peak_is_that_of_the_whole_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
     monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "none" / "none")
     peak = PeakMemory(torch.device("cpu"))

@@ -100,9 +100,7 @@ def _losses(directory: Path) -> dict[int, float]:
     return {int(line["step"]): line["loss"] for line in read_metrics(directory / "metrics.jsonl")}
 
 
-def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(
-    ranks: RankPool, config: Path, tmp_path: Path
-) -> None:
+def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     ranks(2, _run, config, "train.keep_checkpoints=2", output=output)
     lines = read_metrics(output / "metrics.jsonl")

@@ -121,9 +121,7 @@ def test_later_checkpoints_are_not_overwritten() -> None:
 
 
 def test_settings_come_from_the_config() -> None:
-    settings = TrainSettings.from_config(
-        load_config("quickstart", ["train.plan.zero=os", "train.eval_batches=null"])
-    )
+    settings = TrainSettings.from_config(load_config("quickstart", ["train.plan.zero=os", "train.eval_batches=null"]))
     assert (settings.plan.zero, settings.plan.dp_shard, settings.eval_batches) == (1, -1, None)
 
 
@@ -149,9 +147,7 @@ def test_bad_settings_are_refused(change: dict[str, Any], message: str) -> None:
 def test_missing_sections_and_settings_are_named() -> None:
     config = load_config("quickstart")
     del config.train.steps
-    with pytest.raises(
-        ConfigError, match=r"train.steps is missing; start from get_config\('common/train.py'\)"
-    ):
+    with pytest.raises(ConfigError, match=r"train.steps is missing; start from get_config\('common/train.py'\)"):
         TrainSettings.from_config(config)
     del config.loss
     config.scheduler = None
@@ -166,9 +162,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_the_nearest_that_can() -> No
     config = load_config("quickstart", ["train.global_batch_size=32", "train.plan.micro_batches=2"])
     settings = TrainSettings.from_config(config)
     settings.check_batch(dp_size=4)
-    with pytest.raises(
-        ConfigError, match=r"32 does not divide by 3 data ranks x 2 micro-batches; .* is 30 or 36"
-    ):
+    with pytest.raises(ConfigError, match=r"32 does not divide by 3 data ranks x 2 micro-batches; .* is 30 or 36"):
         settings.check_batch(dp_size=3)
     with pytest.raises(ConfigError, match="the nearest that does is 80"):
         settings.check_batch(dp_size=40)

@@ -1,9 +1,9 @@
 """What counts as a block of a model, and which modules a name selects."""
 
-import parity
 import pytest
 from torch import nn
 
+import parity
 from tensorshard.transforms.shard import shard_units
 from tensorshard.transforms.units import find_blocks, select_modules
 

@@ -69,16 +69,12 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], ti
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:  # neither running (None) nor well (0)
-                raise RankError(
-                    f"rank {rank} ended with exit status {code}; its log ends\n{_tail(logs[rank])}"
-                )
+                raise RankError(f"rank {rank} ended with exit status {code}; its log ends\n{_tail(logs[rank])}")
         if None not in codes:
             return
         if time.monotonic() > deadline:
             rank = codes.index(None)
-            raise RankError(
-                f"rank {rank} still runs after {timeout:.0f} s; its log ends\n{_tail(logs[rank])}"
-            )
+            raise RankError(f"rank {rank} still runs after {timeout:.0f} s; its log ends\n{_tail(logs[rank])}")
         time.sleep(_POLL_SECONDS)
 
 

@@ -146,7 +146,6 @@ def _load_group(content: dict[str, Any]) -> Group:
 
 def _load_row(content: dict[str, Any]) -> Row:
     values = {
-        key: Comparison(**{**value, "rounds": tuple(value["rounds"])})
-        for key, value in content["values"].items()
+        key: Comparison(**{**value, "rounds": tuple(value["rounds"])}) for key, value in content["values"].items()
     }
     return Row(**{**content, "values": values})

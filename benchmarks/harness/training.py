@@ -86,8 +86,7 @@ def measure_training(
         job_file.write_text(json.dumps(asdict(job)))
         run_ranks(_RANK_MODULE, [str(job_file)], world_size, environment=environment, timeout=timeout)
         ranks = [
-            RankMeasurement(**json.loads(measurement_file(job_file, rank).read_text()))
-            for rank in range(world_size)
+            RankMeasurement(**json.loads(measurement_file(job_file, rank).read_text())) for rank in range(world_size)
         ]
     return summarize_ranks(ranks)
 

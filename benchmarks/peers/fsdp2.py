@@ -9,9 +9,7 @@ from benchmarks.peers import ModelFactory, Step
 from benchmarks.workload import OPTIMIZER, loss_fn
 
 
-def build(
-    model: ModelFactory, rank: int, world_size: int, *, reshard_after_forward: bool | None = None
-) -> Step:
+def build(model: ModelFactory, rank: int, world_size: int, *, reshard_after_forward: bool | None = None) -> Step:
     """Options: `reshard_after_forward` is None for ZeRO 3, where torch reshards all units but the root's;
     False for ZeRO 2."""
     dist.init_process_group("gloo")

@@ -60,9 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rounds", type=positive_int, default=10, help="imports of each kind (default %(default)s)"
-    )
+    parser.add_argument("--rounds", type=positive_int, default=10, help="imports of each kind (default %(default)s)")
 
 
 SUITE = Suite("import", "import tensorshard against import torch", add_arguments, run)

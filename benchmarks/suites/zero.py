@@ -16,6 +16,7 @@ from benchmarks.harness.statistics import check_losses_agree
 from benchmarks.harness.training import TrainingJob, TrainingMeasurement, measure_training
 from benchmarks.registry import Suite, positive_int
 from benchmarks.workload import Workload
+from tensorshard.launch import worker_environment
 
 WORLD_SIZE = 2
 LOSS_TOLERANCE = 2e-5  # relative; fp32 sums in other orders make a difference of about 1e-6
@@ -23,12 +24,8 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 RUN_TIMEOUT = 600.0  # seconds; DeepSpeed compiles an operator at its first start
 
 WORKLOADS = {
-    "17M": Workload(
-        "17M", num_layers=6, num_heads=6, width=384, vocab_size=8192, context_length=128, batch_size=4
-    ),
-    "60M": Workload(
-        "60M", num_layers=10, num_heads=10, width=640, vocab_size=8192, context_length=128, batch_size=2
-    ),
+    "17M": Workload("17M", num_layers=6, num_heads=6, width=384, vocab_size=8192, context_length=128, batch_size=4),
+    "60M": Workload("60M", num_layers=10, num_heads=10, width=640, vocab_size=8192, context_length=128, batch_size=2),
 }
 
 QUANTITIES = (
@@ -103,13 +100,16 @@ def _peers(level: int) -> list[Contender]:
 
 
 def _deepspeed(level: int) -> Contender:
-    return Contender(
-        f"DeepSpeed {level}", "deepspeed_zero", "deepspeed", {"stage": level}, {"DS_ACCELERATOR": "cpu"}
-    )
+    return Contender(f"DeepSpeed {level}", "deepspeed_zero", "deepspeed", {"stage": level}, {"DS_ACCELERATOR": "cpu"})
 
 
 def _ours(level: int) -> list[Contender]:
-    return [Contender(f"tensorshard zero={level}", "ours", "tensorshard.engine", {"zero": level})]
+    name, options = f"tensorshard zero={level}", {"zero": level}
+    return [
+        Contender(name, "ours", "tensorshard.engine", options),
+        # with the allocator's settings that `tensorshard train` gives its workers
+        Contender(f"{name}, as launched", "ours", "tensorshard.engine", options, worker_environment(WORLD_SIZE)),
+    ]
 
 
 def measure_group(
@@ -167,10 +167,7 @@ def measure_group(
             **asdict(workload),
         },
         rows=make_rows(
-            {
-                q.key: {name: [getattr(run, q.key) for run in of] for name, of in runs.items()}
-                for q in QUANTITIES
-            },
+            {q.key: {name: [getattr(run, q.key) for run in of] for name, of in runs.items()} for q in QUANTITIES},
             ours=[contender.name for contender in lineup if contender.ours],
             losses={name: of[0].losses[-1] for name, of in runs.items()},
             notes={contender.name: "not installed" for contender in lineup if not contender.installed},
@@ -205,15 +202,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=list(WORKLOADS), help="one model instead of all")
-    parser.add_argument(
-        "--only", choices=[f"zero{level}" for level in range(4)], help="one level instead of all"
-    )
+    parser.add_argument("--only", choices=[f"zero{level}" for level in range(4)], help="one level instead of all")
     parser.add_argument(
         "--rounds", type=positive_int, default=5, help="how often each contender runs (default %(default)s)"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="one round of a few steps, of which nothing is written"
-    )
+    parser.add_argument("--quick", action="store_true", help="one round of a few steps, of which nothing is written")
     parser.add_argument(
         "--environment",
         metavar="NAME=VALUE",
@@ -231,6 +224,4 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-SUITE = Suite(
-    "zero", "ZeRO 0 to 3 on 2 CPU ranks against DDP, FSDP2, Accelerate and DeepSpeed", add_arguments, run
-)
+SUITE = Suite("zero", "ZeRO 0 to 3 on 2 CPU ranks against DDP, FSDP2, Accelerate and DeepSpeed", add_arguments, run)

@@ -404,4 +404,3 @@ def _is_one(factor: torch.Tensor | float) -> bool:
     if isinstance(factor, torch.Tensor):
         return factor.device.type == "cpu" and detect_fake_mode(factor) is None and factor.item() == 1.0
     return factor == 1.0
-

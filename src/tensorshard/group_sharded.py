@@ -82,7 +82,8 @@ def group_sharded_parallel(
     device = default_device()
     join_world(device)
     mesh = Mesh(plan, device.type, group)
-    print(mesh.describe(), flush=True)
+    if mesh.rank == 0:
+        print(mesh.describe(), flush=True)
     sharded = apply_plan(from_module(model), plan, mesh, device, broadcast=mesh.world_size > 1)
     object.__setattr__(model, _ATTRIBUTE, _Layout(sharded, mesh))
     masters = sharded.masters()

@@ -104,9 +104,7 @@ def collect_state_dict(
 
 
 @torch.no_grad()
-def relocate_state_dict(
-    model: Stateful, state_dict: dict[str, Any] | None, prefix: str = ""
-) -> dict[str, Any]:
+def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, prefix: str = "") -> dict[str, Any]:
     """Turns a state of whole tensors into what this rank's ``model.load_state_dict`` takes.
 
     Every rank calls this. Either all ranks pass the state, and no tensor travels; or the first rank of each
@@ -129,8 +127,7 @@ def relocate_state_dict(
     holders = primitives.exchange_sizes(int(bool(state_dict)), group, device)
     if not holders[0]:
         raise ValueError(
-            "the first rank of the group passed no state: pass it on all ranks, or on that one and None on "
-            "the others"
+            "the first rank of the group passed no state: pass it on all ranks, or on that one and None on the others"
         )
     fetch: Callable[[Any], torch.Tensor] = lambda tensor: tensor  # noqa: E731
     if not all(holders):
@@ -208,18 +205,14 @@ def _reference_tensors(model: Stateful) -> dict[_Path, DTensor]:
     if isinstance(model, nn.Module):
         return {(name,): value for name, value in model.state_dict().items() if isinstance(value, DTensor)}
     parameters = [parameter for group in model.param_groups for parameter in group["params"]]
-    return {
-        ("state", i): parameter for i, parameter in enumerate(parameters) if isinstance(parameter, DTensor)
-    }
+    return {("state", i): parameter for i, parameter in enumerate(parameters) if isinstance(parameter, DTensor)}
 
 
 def _marked_parameters(model: Stateful) -> dict[str, torch.Tensor]:
     """Plain parameters that a layer of somebody's own has marked as split."""
     if not isinstance(model, nn.Module):
         return {}
-    return {
-        n: p for n, p in model.named_parameters() if not isinstance(p, DTensor) and get_mark(p) is not None
-    }
+    return {n: p for n, p in model.named_parameters() if not isinstance(p, DTensor) and get_mark(p) is not None}
 
 
 def _original_names(model: Stateful) -> dict[str, str]:
@@ -235,9 +228,7 @@ def _gather_marked(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
     assert mark is not None
     group = mark.group or groups.get_group()
     dim = normalize_dim(mark.dim, tensor.ndim)
-    return primitives.gather_dim(
-        tensor, dim, primitives.exchange_sizes(tensor.size(dim), group, tensor.device), group
-    )
+    return primitives.gather_dim(tensor, dim, primitives.exchange_sizes(tensor.size(dim), group, tensor.device), group)
 
 
 def _slice_marked(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -39,9 +39,7 @@ class Summary:
         return "\n".join(lines)
 
 
-def summarize(
-    plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimizer
-) -> Summary:
+def summarize(plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Summary:
     """Counts what a laid-out model holds on this rank."""
     masters = sharded.masters()
     trained = {p for p in masters.values() if p.requires_grad}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from tensorshard.checkpoint.pieces import TensorPieces
+from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from tensorshard.checkpoint.reader import SafeReader, read_metadata
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def save(engine: "Engine", path: str | os.PathLike[str], extra: dict[str, Any]) 
         shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
         temporary.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_tensors(engine), storage_writer=dcp.FileSystemWriter(temporary))
+    dcp.save(_tensors(engine), storage_writer=dcp.FileSystemWriter(temporary), planner=PiecesSavePlanner())
     if engine.mesh.rank == 0:
         _write_durably(temporary / "engine.json", document)
         temporary.rename(target)
@@ -70,7 +70,7 @@ def load(engine: "Engine", path: str | os.PathLike[str]) -> dict[str, Any]:
         assert isinstance(entry, TensorStorageMetadata)
         generators[key] = torch.empty(entry.size, dtype=torch.uint8)
     tensors.update(generators)
-    dcp.load(tensors, storage_reader=SafeReader(source))
+    dcp.load(tensors, storage_reader=SafeReader(source), planner=PiecesLoadPlanner())
     _restore_optimizer(engine, states, document)
     engine.sharded.publish_load()
     engine.step_count = document["step_count"]
@@ -189,9 +189,7 @@ def _empty_optimizer_states(engine: "Engine", metadata: Metadata) -> dict[str, d
     return states
 
 
-def _restore_optimizer(
-    engine: "Engine", states: dict[str, dict[str, torch.Tensor]], document: dict[str, Any]
-) -> None:
+def _restore_optimizer(engine: "Engine", states: dict[str, dict[str, torch.Tensor]], document: dict[str, Any]) -> None:
     stored = document["optimizer"]
     names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     current = engine.optimizer.state_dict()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -80,3 +81,27 @@ class TensorPieces:
             if offset == index.offset:
                 return piece
         raise KeyError(f"{index.fqn} has no piece at {index.offset} on this rank")
+
+
+class PiecesSavePlanner(DefaultSavePlanner):
+    """torch's planner, which finds pieces in tensors alone, with :class:`TensorPieces` beside them."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict.get(index.fqn)
+        return found.__get_tensor_shard__(index) if isinstance(found, TensorPieces) else super().lookup_object(index)
+
+
+class PiecesLoadPlanner(DefaultLoadPlanner):
+    """The same for loading; torch's sets up a state dict of tensors alone."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        pieces = {key: value for key, value in state_dict.items() if isinstance(value, TensorPieces)}
+        tensors = {key: value for key, value in state_dict.items() if key not in pieces}
+        super().set_up_planner(tensors, metadata, is_coordinator)
+        self.state_dict = {**self.state_dict, **pieces}
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found = self.state_dict.get(index.fqn)
+        return found.__get_tensor_shard__(index) if isinstance(found, TensorPieces) else super().lookup_tensor(index)

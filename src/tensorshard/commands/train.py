@@ -60,9 +60,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="CHECKPOINT",
         help="continue from this checkpoint, or without one from the newest of the run",
     )
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the config, overridden; start nothing"
-    )
+    parser.add_argument("--print-config", action="store_true", help="print the config, overridden; start nothing")
     processes = parser.add_argument_group("processes")
     processes.add_argument(
         "--nproc",
@@ -132,9 +130,7 @@ def _config_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:
     overrides = [word for word in words if "=" in word]
     configs = [word for word in words if "=" not in word]
     if len(configs) > 1:
-        raise ConfigError(
-            f"one config at a time, not {' and '.join(configs)}; overrides are written KEY=VALUE"
-        )
+        raise ConfigError(f"one config at a time, not {' and '.join(configs)}; overrides are written KEY=VALUE")
     return (configs[0] if configs else "quickstart"), overrides
 
 

@@ -40,16 +40,12 @@ def config_path(source: str | Path) -> Path:
         for candidate in (path, _SHIPPED / path):
             if candidate.is_file():
                 return candidate.resolve()
-        raise ConfigError(
-            f"there is no config file {str(source)!r} here (the current directory is {os.getcwd()})"
-        )
+        raise ConfigError(f"there is no config file {str(source)!r} here (the current directory is {os.getcwd()})")
     shipped = _SHIPPED / f"{source}.py"
     if shipped.is_file():
         return shipped
     if path.is_dir():
-        raise ConfigError(
-            f"{str(source)!r} is a directory; a run's config is the file {path / 'config.yaml'}"
-        )
+        raise ConfigError(f"{str(source)!r} is a directory; a run's config is the file {path / 'config.yaml'}")
     raise ConfigError(
         f"there is no config {str(source)!r}; {suggest(str(source), shipped_configs(), 'those shipped')}; "
         f"a file of your own is named with its suffix, .py or .yaml"
@@ -90,9 +86,7 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> DictConfig
     overrides = list(overrides)
     config = apply_overrides(_read(config_path(source)), overrides)
     if ASKED in config:
-        raise ConfigError(
-            f"{source}: the key {ASKED!r} is kept for the record of what was asked for; rename it"
-        )
+        raise ConfigError(f"{source}: the key {ASKED!r} is kept for the record of what was asked for; rename it")
     try:
         OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -144,15 +138,9 @@ def _read_python(path: Path) -> DictConfig:
             f"{suggest(str(error.key), known, 'the keys here')}"
         ) from error
     except Exception as error:
-        raise ConfigError(
-            f"{_line_in(path, error)}: {type(error).__name__}: {error}{_origin(path, error)}"
-        ) from error
+        raise ConfigError(f"{_line_in(path, error)}: {type(error).__name__}: {error}{_origin(path, error)}") from error
     return OmegaConf.create(
-        {
-            name: plain(value, f"{path}: {name!r}")
-            for name, value in namespace.items()
-            if _is_public(name, value)
-        }
+        {name: plain(value, f"{path}: {name!r}") for name, value in namespace.items() if _is_public(name, value)}
     )
 
 
@@ -177,9 +165,7 @@ def _line_in(path: Path, error: Exception) -> str:
     """The last line of the config file at `path` that `error` passed through."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"{path}, line {error.lineno}"
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-    ]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}, line {lines[-1]}" if lines else str(path)
 
 

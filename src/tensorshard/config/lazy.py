@@ -73,8 +73,7 @@ def plain(value: Any, where: str) -> Any:
     if callable(value) and hasattr(value, "__qualname__"):
         name = value.__qualname__
         raise ConfigError(
-            f"{where} is the callable {name} itself, which a config cannot hold; "
-            f"write LazyCall({name}, partial=True)()"
+            f"{where} is the callable {name} itself, which a config cannot hold; write LazyCall({name}, partial=True)()"
         )
     raise ConfigError(
         f"{where} is of type {type(value).__name__}, which a config cannot hold; it holds numbers, strings, "
@@ -134,11 +133,7 @@ def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | 
             return None
     if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return None
-    return {
-        name: p
-        for name, p in signature.parameters.items()
-        if p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)
-    }
+    return {name: p for name, p in signature.parameters.items() if p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)}
 
 
 def calls(config: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -39,9 +39,7 @@ class Override:
         key, equals, raw = text.partition("=")
         key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
         if not equals or not all(key.split(".")):
-            raise ConfigError(
-                f"{text!r} is not an override; one is written key=value, for instance train.steps=100"
-            )
+            raise ConfigError(f"{text!r} is not an override; one is written key=value, for instance train.steps=100")
         if raw == "None":
             return cls(key, raw, None)
         try:
@@ -136,9 +134,7 @@ def _slot(group: DictConfig | ListConfig, part: str, where: str) -> _Slot:
     if "_target_" not in group:
         known = [str(key) for key in group]
         if known and part not in known:
-            raise ConfigError(
-                f"{where}: there is no key {part!r} here; {suggest(part, known, 'the keys here')}"
-            )
+            raise ConfigError(f"{where}: there is no key {part!r} here; {suggest(part, known, 'the keys here')}")
         return _Slot(part, current, current, Kinds.of_value(current))
     name = group["_target_"]
     known_parameters = parameters(find_target(name, where))

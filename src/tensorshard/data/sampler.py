@@ -61,13 +61,9 @@ class ShardedBatchSampler(Sampler[list[int]]):
         if samples_consumed < 0:
             raise ValueError(f"samples_consumed is {samples_consumed}; expected 0 or more.")
         if num_epochs is None and not drop_last:
-            raise ValueError(
-                "An endless stream has no last batch to keep: with drop_last=False, give num_epochs."
-            )
+            raise ValueError("An endless stream has no last batch to keep: with drop_last=False, give num_epochs.")
         if num_epochs is not None and num_epochs < 1:
-            raise ValueError(
-                f"num_epochs is {num_epochs}; expected at least 1, or None for an endless stream."
-            )
+            raise ValueError(f"num_epochs is {num_epochs}; expected at least 1, or None for an endless stream.")
         self.num_samples = num_samples
         self.global_batch_size = global_batch_size
         self.dp_rank = dp_rank
@@ -138,9 +134,7 @@ def _check_sizes(num_samples: int, global_batch_size: int, dp_rank: int, dp_size
     if not 0 <= dp_rank < dp_size:
         raise ValueError(f"dp_rank is {dp_rank}; expected 0 to {dp_size - 1} with dp_size {dp_size}.")
     if global_batch_size < 1:
-        raise ValueError(
-            f"global_batch_size is {global_batch_size}; expected a multiple of dp_size {dp_size}."
-        )
+        raise ValueError(f"global_batch_size is {global_batch_size}; expected a multiple of dp_size {dp_size}.")
     if rest := global_batch_size % dp_size:
         above = global_batch_size - rest + dp_size
         nearest = f"{above - dp_size} or {above}" if above > dp_size else str(above)

@@ -11,9 +11,7 @@ import numpy as np
 
 from tensorshard.data.token_dataset import TokenDataset
 
-_SKIPPED_DIRECTORIES = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-)
+_SKIPPED_DIRECTORIES = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 # One file in this many is for validation.
 _VALIDATION_EVERY = 20
 
@@ -39,9 +37,7 @@ class StdlibText(TokenDataset):
 
     vocab_size = 256
 
-    def __init__(
-        self, split: Split, context_length: int, *, root: str | os.PathLike[str] | None = None
-    ) -> None:
+    def __init__(self, split: Split, context_length: int, *, root: str | os.PathLike[str] | None = None) -> None:
         if split not in ("train", "validation"):
             raise ValueError(f'split is {split!r}; expected "train" or "validation".')
         directory = Path(root if root is not None else sysconfig.get_path("stdlib"))

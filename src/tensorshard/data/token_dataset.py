@@ -29,9 +29,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             raise ValueError(f"context_length is {context_length}; expected at least 1.")
         if isinstance(source, str | os.PathLike):
             source = TokenFile(source)
-        if isinstance(source, np.ndarray) and (
-            source.ndim != 1 or not np.issubdtype(source.dtype, np.integer)
-        ):
+        if isinstance(source, np.ndarray) and (source.ndim != 1 or not np.issubdtype(source.dtype, np.integer)):
             raise ValueError(
                 f"source is {source.dtype}{list(source.shape)}; expected a one-dimensional array of integers."
             )

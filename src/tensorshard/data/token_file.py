@@ -78,9 +78,7 @@ def write_token_file(
             num_tokens += chunk.size
             file.write(payload)
         if num_tokens == 0:
-            raise ValueError(
-                f"There are no tokens to write to {path}: the chunks are empty or there are none."
-            )
+            raise ValueError(f"There are no tokens to write to {path}: the chunks are empty or there are none.")
         file.seek(0)
         file.write(_Header(dtype.itemsize, crc32, num_tokens, vocab_size).pack())
 
@@ -180,9 +178,7 @@ def _read_header(path: Path) -> _Header:
         )
     _, version, token_bytes, crc32, num_tokens, vocab_size = _HEADER.unpack(packed)
     if version != _VERSION:
-        raise ValueError(
-            f"{path} is a token file of version {version}; this release reads version {_VERSION}."
-        )
+        raise ValueError(f"{path} is a token file of version {version}; this release reads version {_VERSION}.")
     header = _Header(token_bytes, crc32, num_tokens, vocab_size)
     if token_bytes != token_dtype(vocab_size).itemsize or num_tokens == 0:
         raise ValueError(

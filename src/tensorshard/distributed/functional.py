@@ -197,9 +197,7 @@ def gather(
     dim = normalize_dim(dim, tensor.ndim)
     if process_group.size() == 1:
         return tensor
-    return _Gather.apply(
-        tensor, dim, _held_sizes(tensor, dim, size, process_group), process_group, grad_scale
-    )
+    return _Gather.apply(tensor, dim, _held_sizes(tensor, dim, size, process_group), process_group, grad_scale)
 
 
 def reduce_scatter(tensor: torch.Tensor, dim: int = -1, group: Group | None = None) -> torch.Tensor:
@@ -242,9 +240,7 @@ def all_to_all(
     given, split_dim = split_dim, normalize_dim(split_dim, tensor.ndim)
     concat_dim = normalize_dim(concat_dim, tensor.ndim)
     if split_dim == concat_dim:
-        raise ValueError(
-            f"all_to_all was asked to split and to concatenate along the same dimension, {split_dim}"
-        )
+        raise ValueError(f"all_to_all was asked to split and to concatenate along the same dimension, {split_dim}")
     whole = tensor.size(split_dim)
     if process_group.size() == 1:
         part = tensor.view_as(tensor)

@@ -125,9 +125,7 @@ def init_process_group(
     _session.set(ParallelGroups(world_group(), mesh, mesh["tp"], settings, monitor))
 
 
-def _own_group(
-    ranks: torch.Tensor, timeout: timedelta | None, backend: str | None = None
-) -> dist.ProcessGroup:
+def _own_group(ranks: torch.Tensor, timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
     """Makes one group per row of `ranks`; returns this rank's. The world itself is not made again."""
     if len(ranks) == 1 and backend is None:
         return world_group()
@@ -139,9 +137,7 @@ def world_group() -> dist.ProcessGroup:
     """The default group, of all processes."""
     world = dist.group.WORLD
     if world is None:
-        raise RuntimeError(
-            "torch.distributed has no default group: call torch.distributed.init_process_group first"
-        )
+        raise RuntimeError("torch.distributed has no default group: call torch.distributed.init_process_group first")
     return world
 
 

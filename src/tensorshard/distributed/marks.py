@@ -79,9 +79,7 @@ def register_parallel_dim(
         TypeError: a DTensor, whose placements already say how it is split.
     """
     if isinstance(tensor, DTensor):
-        raise TypeError(
-            f"a DTensor says by its placements {tensor.placements} how it is split: it takes no mark"
-        )
+        raise TypeError(f"a DTensor says by its placements {tensor.placements} how it is split: it takes no mark")
     if dim is not None and not -tensor.ndim <= dim < tensor.ndim:
         raise IndexError(f"dim={dim} was given for a tensor of {tensor.ndim} dimensions")
     return set_mark(tensor, None if dim is None else ParallelMark(dim, size, group))

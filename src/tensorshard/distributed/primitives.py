@@ -38,9 +38,7 @@ def exchange_sizes(size: int, group: dist.ProcessGroup, device: torch.device) ->
     return gather_flat(torch.tensor([size], device=device), group).flatten().tolist()
 
 
-def gather_dim(
-    tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup
-) -> torch.Tensor:
+def gather_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Concatenates along `dim` what the ranks hold, of which rank i's has ``sizes[i]`` elements there."""
     widest = max(sizes)
     padding = widest - tensor.size(dim)
@@ -60,9 +58,7 @@ def slice_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], rank: int) -
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def reduce_scatter_dim(
-    tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup
-) -> torch.Tensor:
+def reduce_scatter_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Sums `tensor` over the ranks and returns this rank's part along `dim`."""
     widest = max(sizes)
     parts = tensor.movedim(dim, 0).split(list(sizes))

@@ -31,9 +31,7 @@ def normalize_dim(dim: int, ndim: int) -> int:
         IndexError: a tensor of `ndim` dimensions has no such dimension.
     """
     if not -ndim <= dim < ndim:
-        raise IndexError(
-            f"dim={dim} was given for a tensor of {ndim} dimensions: use one of {-ndim} to {ndim - 1}"
-        )
+        raise IndexError(f"dim={dim} was given for a tensor of {ndim} dimensions: use one of {-ndim} to {ndim - 1}")
     return dim % ndim
 
 

@@ -82,13 +82,9 @@ class OperationRecorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         index = self._indices.get(storage._cdata)
         if index is None:
-            raise UnrecordableError(
-                "uses a tensor that no tensor operation made, such as one loaded from a file"
-            )
+            raise UnrecordableError("uses a tensor that no tensor operation made, such as one loaded from a file")
         self.log.sizes[index] = max(self.log.sizes[index], storage.nbytes())
-        return TensorRef(
-            index, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
-        )
+        return TensorRef(index, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     def origin(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
         """What holds the value of a tensor of the finished model: the log, or a tensor no operation met."""
@@ -153,9 +149,7 @@ class OperationRecorder(TorchDispatchMode):
         """A fake tensor as it is; for a real one from outside, a stand-in that has its present value."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        if tensor.layout != torch.strided or not (
-            type(tensor) is torch.Tensor or isinstance(tensor, nn.Parameter)
-        ):
+        if tensor.layout != torch.strided or not (type(tensor) is torch.Tensor or isinstance(tensor, nn.Parameter)):
             raise UnrecordableError(f"uses a {type(tensor).__name__} that was made outside of it")
         storage = tensor.untyped_storage()
         if storage._cdata not in self._stand_ins:
@@ -231,9 +225,7 @@ class OperationRecorder(TorchDispatchMode):
         )
 
 
-def _written(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
+def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that an operation writes to, as its schema says."""
     values = [
         args[position] if position < len(args) else kwargs.get(argument.name)

@@ -26,9 +26,7 @@ class Recording(TensorSource):
     Computing one takes the memory of that tensor and of what its own initialisation needs.
     """
 
-    def __init__(
-        self, module: nn.Module, log: Log, origins: dict[str, TensorRef | torch.Tensor], seed: int
-    ) -> None:
+    def __init__(self, module: nn.Module, log: Log, origins: dict[str, TensorRef | torch.Tensor], seed: int) -> None:
         """
         Args:
             module: The model on the meta device.
@@ -91,8 +89,7 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
     except UnrecordableError as error:
         reason = str(error)
     logger.warning(
-        "The model's constructor %s, so it cannot be recorded: "
-        "every process builds the whole model in its own memory.",
+        "The model's constructor %s, so it cannot be recorded: every process builds the whole model in its own memory.",
         reason,
     )
     with seeded(seed):
@@ -110,8 +107,7 @@ def _record(build: Callable[[], nn.Module], seed: int) -> Recording:
         left = _left_over(fake_mode)
     if left:
         raise UnrecordableError(
-            f"keeps a tensor of shape {tuple(left[0].shape)} in a cache, a closure or an object "
-            "that is no module"
+            f"keeps a tensor of shape {tuple(left[0].shape)} in a cache, a closure or an object that is no module"
         )
     return recording
 

@@ -27,9 +27,7 @@ def replay(log: Log, target: TensorRef, *, seed: int) -> torch.Tensor:
     """
     operations = log.needed_for(target.storage)
     last_use = {
-        storage: index
-        for index, operation in enumerate(operations)
-        for storage in operation.reads | operation.writes
+        storage: index for index, operation in enumerate(operations) for storage in operation.reads | operation.writes
     }
     storages: dict[int, torch.UntypedStorage] = {}
     with _global_state_kept(), torch.no_grad():
@@ -43,8 +41,7 @@ def replay(log: Log, target: TensorRef, *, seed: int) -> torch.Tensor:
 
 def _run(operation: Operation, storages: dict[int, torch.UntypedStorage], log: Log, seed: int) -> None:
     leaves = [
-        _rebuild(leaf, storages, log) if isinstance(leaf, TensorRef) else leaf
-        for leaf in operation.arguments.leaves
+        _rebuild(leaf, storages, log) if isinstance(leaf, TensorRef) else leaf for leaf in operation.arguments.leaves
     ]
     args, kwargs = tree_unflatten(leaves, operation.arguments.spec)
     if operation.draw is not None:
@@ -69,9 +66,7 @@ def _rebuild(ref: TensorRef, storages: dict[int, torch.UntypedStorage], log: Log
     return torch.empty(0, dtype=ref.dtype, device="cpu").set_(storage, ref.offset, ref.size, ref.stride)
 
 
-def _laid_out(
-    output: torch.Tensor, ref: TensorRef, storages: dict[int, torch.UntypedStorage]
-) -> torch.Tensor:
+def _laid_out(output: torch.Tensor, ref: TensorRef, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     """`output` as it was recorded: strides that later operations rely on, and memory that is its own.
 
     Fake tensors get both right nearly always; `native_dropout` in evaluation, which hands its input out, is a

@@ -126,9 +126,7 @@ def move_to_meta(
                 "model before handing it over, or give the module its input size"
             )
         if tensor.layout != torch.strided:
-            raise ValueError(
-                f"{name!r} is a {tensor.layout} tensor; only dense (torch.strided) ones can be laid out"
-            )
+            raise ValueError(f"{name!r} is a {tensor.layout} tensor; only dense (torch.strided) ones can be laid out")
     storages: dict[int, torch.UntypedStorage] = {}
     with unset_fake_temporarily():
         twins = {id(tensor): _on_meta(tensor, storages, hidden) for tensor in originals.values()}
@@ -139,16 +137,12 @@ def move_to_meta(
         _replace_attributes(
             owner,
             lambda tensor: (
-                twins[id(tensor)]
-                if isinstance(tensor, nn.Parameter) and id(tensor) in twins
-                else attribute(tensor)
+                twins[id(tensor)] if isinstance(tensor, nn.Parameter) and id(tensor) in twins else attribute(tensor)
             ),
         )
 
 
-def _on_meta(
-    tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage], hidden: Container[str]
-) -> torch.Tensor:
+def _on_meta(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage], hidden: Container[str]) -> torch.Tensor:
     """`tensor` without its values; `storages` maps the storages of originals to those of their twins."""
     original = tensor.untyped_storage()
     if original._cdata not in storages:
@@ -169,9 +163,7 @@ def _replace_attributes(owner: nn.Module, replacement: Callable[[torch.Tensor], 
     """Replace tensors that a module holds as plain attributes, alone or in lists, tuples and dictionaries."""
     attributes = vars(owner)
     for key, value in list(attributes.items()):
-        if key in ("_parameters", "_buffers", "_modules") or not isinstance(
-            value, (torch.Tensor, list, tuple, dict)
-        ):
+        if key in ("_parameters", "_buffers", "_modules") or not isinstance(value, (torch.Tensor, list, tuple, dict)):
             continue
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         if any(replacement(tensor) is not tensor for tensor in tensors):

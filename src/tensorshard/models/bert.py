@@ -91,9 +91,7 @@ class Bert(nn.Module):
 class BertEmbeddings(nn.Module):
     """What a token is, where it stands and which segment it belongs to, summed and normalised."""
 
-    def __init__(
-        self, vocab_size: int, context_length: int, width: int, num_token_types: int, dropout: float
-    ) -> None:
+    def __init__(self, vocab_size: int, context_length: int, width: int, num_token_types: int, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(context_length, width)
@@ -152,6 +150,5 @@ def _check_same_shape(tokens: Tensor, **others: Tensor) -> None:
     for name, other in others.items():
         if other.shape != tokens.shape:
             raise ValueError(
-                f"{name} has the shape {list(other.shape)}; "
-                f"expected that of the tokens, {list(tokens.shape)}."
+                f"{name} has the shape {list(other.shape)}; expected that of the tokens, {list(tokens.shape)}."
             )

@@ -22,6 +22,5 @@ def check_tokens(tokens: Tensor, context_length: int) -> None:
         raise ValueError(f"tokens have the shape {list(tokens.shape)}; expected [batch, time].")
     if tokens.shape[1] > context_length:
         raise ValueError(
-            f"tokens are {tokens.shape[1]} long; this model was built for a context_length of at most "
-            f"{context_length}."
+            f"tokens are {tokens.shape[1]} long; this model was built for a context_length of at most {context_length}."
         )

@@ -12,9 +12,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         if width % num_heads:
-            raise ValueError(
-                f"width {width} does not divide into {num_heads} heads of equal size (num_heads)."
-            )
+            raise ValueError(f"width {width} does not divide into {num_heads} heads of equal size (num_heads).")
         self.head_size = width // num_heads
         self.dropout = dropout
         self.causal = causal

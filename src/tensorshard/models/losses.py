@@ -22,9 +22,7 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         is wider.
     """
     logits = _at_least_fp32(logits)
-    total = F.cross_entropy(
-        logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
-    )
+    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
     return total, (targets != IGNORED_TARGET).sum().to(logits.dtype)
 
 

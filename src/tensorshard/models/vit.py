@@ -49,18 +49,14 @@ class ViT(nn.Module):
         )
         check_dropout(dropout)
         if image_size % patch_size:
-            raise ValueError(
-                f"image_size {image_size} does not divide into patches of patch_size {patch_size}."
-            )
+            raise ValueError(f"image_size {image_size} does not divide into patches of patch_size {patch_size}.")
         num_patches = (image_size // patch_size) ** 2
         self.image_shape = (channels, image_size, image_size)
         self.patches = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.empty(1, 1 + num_patches, width))
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            PreNormBlock(width, num_heads, dropout=dropout) for _ in range(num_layers)
-        )
+        self.blocks = nn.ModuleList(PreNormBlock(width, num_heads, dropout=dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_classes)
 

@@ -66,8 +66,7 @@ def _choose(
             if not layers and not done & matches.keys():
                 there = [n or "the module itself" for n, m in modules.items() if isinstance(m, plain)]
                 raise ValueError(
-                    f"{pattern!r} names no nn.{plain.__name__} of the model; it has: "
-                    f"{', '.join(there) or 'none'}"
+                    f"{pattern!r} names no nn.{plain.__name__} of the model; it has: {', '.join(there) or 'none'}"
                 )
             twice |= done & matches.keys()
             chosen |= layers

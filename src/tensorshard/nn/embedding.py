@@ -52,9 +52,7 @@ class ParallelEmbedding(ParallelModule):
     ) -> None:
         check_dim(dim, "ParallelEmbedding")
         if sparse and dim is not None:
-            raise ValueError(
-                "sparse=True was given for a split embedding, whose gradients are dense: leave it out"
-            )
+            raise ValueError("sparse=True was given for a split embedding, whose gradients are dense: leave it out")
         super().__init__(dim, group)
         self._adopt(
             nn.Embedding(
@@ -94,9 +92,7 @@ class ParallelEmbedding(ParallelModule):
     ) -> nn.Module:
         """Replaces ``nn.Embedding`` layers: see :meth:`ParallelLinear.convert_parallel_linear`."""
         check_dim(dim, "convert_parallel_embedding")
-        return convert(
-            module, nn.Embedding, cls, names, lambda embedding: cls.from_embedding(embedding, dim, group)
-        )
+        return convert(module, nn.Embedding, cls, names, lambda embedding: cls.from_embedding(embedding, dim, group))
 
     def _adopt(self, embedding: nn.Embedding) -> None:
         """Takes over `embedding`'s settings and its table: splits it, or keeps it with ``dim=None``."""

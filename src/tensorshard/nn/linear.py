@@ -73,9 +73,7 @@ class ParallelLinear(ParallelModule):
             linear: an ``nn.Linear``, or what has its attributes.
         """
         check_dim(dim, "ParallelLinear")
-        layer = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, dim, group, device="meta"
-        )
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, dim, group, device="meta")
         layer._adopt(linear)
         return layer.train(linear.training)
 

@@ -57,12 +57,12 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
     Args:
         inputs: as for ``Engine.step``; only their shapes and types matter.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with FakeTensorMode(allow_non_fake_inputs=True):
         twin = copy_with(model, blank).eval()
         recorder = _Recorder(twin)
         for name in blocks:
             recorder.watch(name, twin.get_submodule(name))
-        fakes = tree_map_only(torch.Tensor, fake.from_tensor, inputs)
+        fakes = tree_map_only(torch.Tensor, lambda tensor: blank("", tensor), inputs)
         for parameter in twin.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         with recorder:  # with gradients: which inputs of a block have any is part of what is to be found

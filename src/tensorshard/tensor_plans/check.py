@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.tensor_plans.capture import BlockCall
+from tensorshard.tensor_plans.capture import BlockCall, capture_calls
 from tensorshard.tensor_plans.dataflow import follow
 from tensorshard.tensor_plans.styles import SUM_GRADIENTS, Style
 from tensorshard.tensor_plans.table import TensorPlan, collapse, starred
 from tensorshard.tensor_plans.units import ModelRun, find_units, run_once, structure_of, without_repetition
-from tensorshard.tensor_plans.verify import BlockCheck, MismatchError
+from tensorshard.tensor_plans.verify import Agreement, BlockCheck, MismatchError
 from tensorshard.transforms.tensor import find_layouts
 
 # The model around the blocks is checked up to this many parameters, repeated blocks left out.
@@ -83,8 +83,12 @@ def check_around_run(model: nn.Module, plan: TensorPlan, size: int, run: ModelRu
             styles.update({_join(name, key): style for key, style in completed.items()})
             shared_inputs += [tuple(_join(name, layer) for layer in layers) for layers in shared]
     complete = collapse(styles, model)
-    if "" not in units:
-        _check_whole(model, complete, run, size)
+    agreement = checker.agreement_of_model if "" in units else _check_whole(model, complete, run, size)
+    if agreement is not None and agreement.sharded_outputs:
+        raise WrongTensorPlanError(
+            f"the model's output would be split over the ranks with the table\n{plan.describe()}\nand a loss needs it "
+            f"whole: use colwise_gather for the last layer"
+        )
     return CheckedPlan(complete, shared_inputs)
 
 
@@ -93,8 +97,13 @@ class _Checker:
 
     def __init__(self, checks: BlockChecks) -> None:
         self._checks = checks
-        self._done: dict[tuple[object, ...], tuple[_Completed, dict[int, int]]] = {}
-        self._sharded: dict[str, dict[int, int]] = {}  # outputs of blocks that are split, and along what
+        self._done: dict[tuple[object, ...], tuple[_Completed, Agreement]] = {}
+        self._agreements: dict[str, Agreement] = {}
+
+    @property
+    def agreement_of_model(self) -> Agreement | None:
+        """What the check of the whole model, as a block, found; None if no such block was checked."""
+        return self._agreements.get("")
 
     def check(self, name: str, block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _Completed:
         """The styles of `block`, completed, and its column layers that read the same tensor.
@@ -104,9 +113,10 @@ class _Checker:
         """
         sliced = {}
         for index, (provider, output) in call.providers.items():
-            dim = self._sharded.get(provider, {}).get(output)
-            if dim is not None:
-                sliced[index] = dim
+            if provider in self._agreements:
+                dim = self._agreements[provider].sharded_outputs.get(output)
+                if dim is not None:
+                    sliced[index] = dim
         structure = structure_of(block, call)
         key = (structure, tuple(styles.items()), tuple(sliced.items()))
         if key not in self._done:
@@ -115,8 +125,8 @@ class _Checker:
                 agreement = self._checks.of(block, call).check(completed, sliced, shared)
             except MismatchError as error:
                 raise WrongTensorPlanError(_refusal(name, styles, self._checks.size, error)) from error
-            self._done[key] = ((completed, shared), agreement.sharded_outputs)
-        completion, self._sharded[name] = self._done[key]
+            self._done[key] = ((completed, shared), agreement)
+        completion, self._agreements[name] = self._done[key]
         return completion
 
 
@@ -130,8 +140,8 @@ def _complete(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _C
     return {**styles, **added}, [layers for layers in shared if len(layers) > 1]
 
 
-def _check_whole(model: nn.Module, plan: TensorPlan, run: ModelRun, size: int) -> None:
-    """Checks the model as a whole, if it is small enough without its repeated blocks.
+def _check_whole(model: nn.Module, plan: TensorPlan, run: ModelRun, size: int) -> Agreement | None:
+    """Checks the model as a whole, if it is small enough without its repeated blocks; None if not.
 
     Raises:
         WrongTensorPlanError: it is wrong, or too large to check although entries outside of the blocks ask
@@ -143,33 +153,32 @@ def _check_whole(model: nn.Module, plan: TensorPlan, run: ModelRun, size: int) -
         for name, style in styles.items()
         if style.kind not in _ALWAYS_RIGHT and not any(_is_inside(name, unit) for unit in run.calls)
     }
-    smaller = without_repetition(model, run.calls)
+    smaller = _smallest_that_runs(model, run)
     if sum(p.numel() for p in smaller.parameters()) > _LARGEST_MODEL:
         if outside:
             raise WrongTensorPlanError(
                 f"{_listed(outside)} are outside of the model's blocks, which is too large to be checked as a whole; "
                 f"use {', '.join(_ALWAYS_RIGHT)} there, or turn the check off"
             )
-        return
+        return None
     kept = {name for name, _ in smaller.named_modules()} | {name for name, _ in smaller.named_parameters()}
-    call = _as_call(run.inputs)
+    check = BlockCheck(smaller, _as_call(run.inputs), size)
     try:
-        check = BlockCheck(smaller, call, size)
-    except Exception:  # some models count on all of their blocks
-        smaller, kept = model, set(styles)
-        check = BlockCheck(model, call, size)
-    try:
-        agreement = check.check({name: style for name, style in styles.items() if name in kept})
+        return check.check({name: style for name, style in styles.items() if name in kept})
     except MismatchError as error:
         raise WrongTensorPlanError(
             f"the model as a whole does not compute what it does on one device with the table\n{plan.describe()}\n"
             f"although its blocks do: split over {size} ranks, {error}"
         ) from error
-    if agreement.sharded_outputs:
-        raise WrongTensorPlanError(
-            f"the model's output would be split over the ranks with the table\n{plan.describe()}\nand a loss needs it "
-            f"whole: use colwise_gather for the last layer"
-        )
+
+
+def _smallest_that_runs(model: nn.Module, run: ModelRun) -> nn.Module:
+    smaller = without_repetition(model, run.calls)
+    try:
+        capture_calls(smaller, [], run.inputs)
+    except Exception:  # some models count on all of their blocks
+        return model
+    return smaller
 
 
 def _as_call(inputs: Any) -> BlockCall:

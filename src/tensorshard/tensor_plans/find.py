@@ -67,6 +67,7 @@ def find_tensor_plan(model: nn.Module, size: int = 2, *, inputs: Any = None) -> 
 
     Raises:
         NoTensorPlanError: nothing can be split; names the reasons.
+        WrongTensorPlanError: blocks that can be split one by one cannot be split together.
         ValueError: the model does not run on `inputs`, or none were given and none could be guessed.
     """
     units = find_units(model)

@@ -75,12 +75,17 @@ def structure_of(block: nn.Module, call: BlockCall) -> tuple[object, ...]:
             name,
             type(module),
             tuple((key, tuple(p.shape)) for key, p in module._parameters.items() if p is not None),
-            tuple((key, value) for key, value in vars(module).items() if isinstance(value, bool)),
+            tuple((key, value) for key, value in vars(module).items() if _matters(key, value)),
         )
         for name, module in block.named_modules()
     )
     leaves = tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensor_leaves((call.args, call.kwargs)))
     return (modules, leaves)
+
+
+def _matters(attribute: str, value: object) -> bool:
+    """Whether blocks that differ in this attribute may compute differently; which of the layers it is does not."""
+    return isinstance(value, int) and not attribute.endswith(("idx", "index", "_id", "number"))
 
 
 def without_repetition(model: nn.Module, calls: Mapping[str, BlockCall]) -> nn.Module:

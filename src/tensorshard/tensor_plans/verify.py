@@ -106,7 +106,7 @@ class BlockCheck:
         try:
             layouts = find_layouts(self._block, styles, self.size)
             runs = run_as_ranks(self.size, lambda group: self._split_run(group, styles, layouts, sliced, shared_inputs))
-        except (MismatchError, NotImplementedError):
+        except MismatchError:
             raise
         except Exception as error:  # whatever a model's forward makes of parts that do not fit
             raise MismatchError(f"it does not run: {type(error).__name__}: {_first_line(error)}") from error

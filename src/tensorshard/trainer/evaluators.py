@@ -61,9 +61,7 @@ class MetricEvaluator:
         max_batches: how many to use, or None for all.
     """
 
-    def __init__(
-        self, loader: Iterable[Any], metrics: Mapping[str, "Metric"], max_batches: int | None = None
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], metrics: Mapping[str, "Metric"], max_batches: int | None = None) -> None:
         self.loader = loader
         self.metrics = dict(metrics)
         self.max_batches = max_batches

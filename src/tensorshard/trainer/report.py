@@ -85,6 +85,4 @@ def _by_rank(sizes: Sequence[int], spell: Callable[[int], str]) -> str:
     if len(sizes) <= _RANKS_SHOWN:
         return "  ".join(f"rank {rank}: {spell(size)}" for rank, size in enumerate(sizes))
     largest = max(sizes)
-    return (
-        f"{spell(min(sizes))} to {spell(largest)} on {len(sizes)} ranks, most on rank {sizes.index(largest)}"
-    )
+    return f"{spell(min(sizes))} to {spell(largest)} on {len(sizes)} ranks, most on rank {sizes.index(largest)}"

@@ -83,9 +83,7 @@ class _Run:
     evaluation: EvaluationHook
 
 
-def _prepare(
-    config: DictConfig, settings: TrainSettings, start: Start, console: Console, stop: StopRequest
-) -> _Run:
+def _prepare(config: DictConfig, settings: TrainSettings, start: Start, console: Console, stop: StopRequest) -> _Run:
     engine = parallelize(
         functools.partial(instantiate, config.model),
         settings.plan,

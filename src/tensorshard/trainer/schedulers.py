@@ -10,9 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def warmup_cosine(
-    optimizer: Optimizer, *, warmup_steps: int, total_steps: int, min_ratio: float = 0.1
-) -> LambdaLR:
+def warmup_cosine(optimizer: Optimizer, *, warmup_steps: int, total_steps: int, min_ratio: float = 0.1) -> LambdaLR:
     """Linear warm-up, then half a cosine down to `min_ratio` of the peak (Loshchilov and Hutter 2017).
 
     The peak is each parameter group's own ``lr``. The first step is taken at ``1 / warmup_steps`` of it (or
@@ -32,16 +30,12 @@ def warmup_cosine(
     def ratio(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
-        return min_ratio + (1 - min_ratio) * 0.5 * (
-            1 + math.cos(math.pi * _progress(step, warmup_steps, total_steps))
-        )
+        return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * _progress(step, warmup_steps, total_steps)))
 
     return LambdaLR(optimizer, ratio)
 
 
-def warmup_linear(
-    optimizer: Optimizer, *, warmup_steps: int, total_steps: int, min_ratio: float = 0.0
-) -> LambdaLR:
+def warmup_linear(optimizer: Optimizer, *, warmup_steps: int, total_steps: int, min_ratio: float = 0.0) -> LambdaLR:
     """Linear warm-up, then a straight line down to `min_ratio` of the peak: BERT's (Devlin et al. 2019).
 
     Arguments and errors are those of :func:`warmup_cosine`.

@@ -60,8 +60,7 @@ class TrainSettings:
                 raise ConfigError(f"train.{name} is {value!r}; expected an integer of at least {bound}")
         if not isinstance(self.plan, Plan):
             raise ConfigError(
-                f"train.plan is a {type(self.plan).__name__}; expected LazyCall(Plan)(...), as in "
-                f"common/train.py"
+                f"train.plan is a {type(self.plan).__name__}; expected LazyCall(Plan)(...), as in common/train.py"
             )
 
     @classmethod

@@ -26,9 +26,7 @@ class BatchSize:
             TypeError, ValueError: `inputs` from which no number of samples can be told.
         """
         samples = batch_size(inputs)
-        first = next(
-            leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0
-        )
+        first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0)
         is_text = first.dim() == 2 and not first.is_floating_point()
         return cls(samples, first.numel() if is_text else None)
 

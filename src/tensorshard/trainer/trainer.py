@@ -113,6 +113,4 @@ class Trainer:
                 count += 1
                 yield batch
             if not count:
-                raise ValueError(
-                    "The loader gave no batch; expected at least one batch of (inputs, targets)."
-                )
+                raise ValueError("The loader gave no batch; expected at least one batch of (inputs, targets).")

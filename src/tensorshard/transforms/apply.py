@@ -18,9 +18,7 @@ from tensorshard.transforms.tensor_split import choose_tensor_split, split_over_
 from tensorshard.transforms.units import find_blocks
 
 
-def apply_plan(
-    source: TensorSource, plan: Plan, mesh: Mesh, device: torch.device, *, broadcast: bool
-) -> ShardedModel:
+def apply_plan(source: TensorSource, plan: Plan, mesh: Mesh, device: torch.device, *, broadcast: bool) -> ShardedModel:
     """The source's model, laid out over `mesh` as `plan` says, its values on `device`.
 
     Args:
@@ -35,7 +33,7 @@ def apply_plan(
         keep_norms_fp32(model)
     if mesh.dp_size > 1:
         synchronize_batch_norm(model, mesh.dp_group)
-    split = split_over_tensor_ranks(model, found, mesh)
+    split = split_over_tensor_ranks(model, found, plan, mesh)
     repeated = list(blocks.values()) or [model]  # a model without blocks is one
     apply_recompute(repeated, plan.recompute)
     if plan.compile:

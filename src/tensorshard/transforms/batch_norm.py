@@ -28,9 +28,7 @@ def running_statistics(model: nn.Module) -> list[torch.Tensor]:
     return [buffer for module in model.modules() if isinstance(module, _NormBase) for buffer in module.buffers()]
 
 
-def _forward(
-    module: _BatchNorm, local_forward: Any, group: dist.ProcessGroup, input: torch.Tensor
-) -> torch.Tensor:
+def _forward(module: _BatchNorm, local_forward: Any, group: dist.ProcessGroup, input: torch.Tensor) -> torch.Tensor:
     if not module.training and module.track_running_stats:
         return local_forward(input)
     module._check_input_dim(input)
@@ -56,16 +54,14 @@ def _statistics(input: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Te
     return mean, squares / count, count
 
 
-def _update_running(
-    module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor
-) -> None:
+def _update_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
     assert module.num_batches_tracked is not None
     assert module.running_mean is not None and module.running_var is not None
     module.num_batches_tracked.add_(1)
     if module.momentum is None:  # a plain average over all batches so far
-        momentum = 1.0 / module.num_batches_tracked.float()
+        momentum = 1.0 / module.num_batches_tracked.double()
     else:
-        momentum = torch.as_tensor(module.momentum, device=mean.device)
+        momentum = torch.tensor(module.momentum, dtype=torch.float64, device=mean.device)
     unbiased = variance * (count / (count - 1))
     module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum.to(module.running_mean.dtype))
     module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum.to(module.running_var.dtype))

@@ -1,5 +1,6 @@
 """ZeRO 3: parameters are sharded too, and gathered unit by unit for forward and backward. On PyTorch's FSDP2."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,6 @@ class FullyShardedModel(ShardedModel):
         reduce_dtype: torch.dtype,
     ) -> None:
         super().__init__(model, split)
-        self._value_of = value_of
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._places = ParameterPlaces(model)
         self._dtype = next(master_dtype(p.dtype) for p in self._names if p.requires_grad)  # one for all, it was checked
@@ -49,7 +49,7 @@ class FullyShardedModel(ShardedModel):
         self._dp_size = mesh.dp_size
         self._dp_group = mesh.dp_group
         self._hybrid = hybrid
-        self._scalars = self._keep_scalars_whole()
+        self._scalars = self._keep_scalars_whole(value_of)
         options: dict[str, Any] = {
             "mesh": mesh.device_mesh["dp_replicate", "dp_shard"] if hybrid else mesh.device_mesh["dp_shard"],
             "mp_policy": MixedPrecisionPolicy(
@@ -62,12 +62,14 @@ class FullyShardedModel(ShardedModel):
         tied = _shared_between(units)
         for unit in units:
             if not any(parameter in tied for module in unit for parameter in module.parameters()):
-                self._fill(unit)
+                self._fill(unit, value_of)
                 fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=True, **options)
-        self._fill([model])
+        self._fill([model], value_of)
         fully_shard(model, reshard_after_forward=False, **options)
         # Kept, because between a forward and its backward the modules show whole parameters.
         self._masters = dict(model.named_parameters())
+        for template, name in self._names.items():
+            vars(self._masters[name]).update(vars(template))  # what users hung on it
         self._last = True
         model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
         if is_gloo(mesh.group("dp_shard"), torch.device(mesh.device_mesh.device_type)):
@@ -108,26 +110,27 @@ class FullyShardedModel(ShardedModel):
         """FSDP gathers in forward and backward alone."""
 
     @torch.no_grad()
-    def _fill(self, unit: list[nn.Module]) -> None:
+    def _fill(self, unit: list[nn.Module], value_of: Callable[[str], torch.Tensor]) -> None:
         """Gives the parameters of `unit` that are still on the meta device their full values."""
         for module in unit:
             for parameter in list(module.parameters()):
                 if parameter.is_meta:
-                    value = self._value_of(self._names[parameter])
+                    value = value_of(self._names[parameter])
                     value = value.to(master_dtype(value.dtype)) if value.is_floating_point() else value
                     self._places.replace(parameter, like(parameter, value.contiguous()))
 
-    def _keep_scalars_whole(self) -> list[nn.Parameter]:
+    def _keep_scalars_whole(self, value_of: Callable[[str], torch.Tensor]) -> list[nn.Parameter]:
         """FSDP cannot shard a parameter without dimensions: each rank keeps it whole, and averages its gradient."""
         scalars = []
         for meta, name in self._names.items():
             if meta.dim() == 0:
-                value = self._value_of(name)
+                value = value_of(name)
                 scalar = like(meta, value.to(master_dtype(value.dtype)).clone())
                 self._places.replace(meta, scalar)
                 scalars.append(scalar)
                 if scalar.requires_grad:
-                    scalar.register_post_accumulate_grad_hook(self._average_scalar)
+                    average = weakref.WeakMethod(self._average_scalar)  # else the model would never be freed
+                    scalar.register_post_accumulate_grad_hook(lambda s, average=average: average()(s))  # type: ignore[misc]
         return scalars
 
     def _average_scalar(self, scalar: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ As with FSDP2, a module shows its masters as parameters, but for the time from t
 the backward that follows: so ``model.parameters()`` is what an optimizer or ``clip_grad_norm_`` should be given.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -57,13 +58,13 @@ class _Parameter:
         whole.copy_(value)
         self.compute = like(template, whole)
         self.own = slice(index * self.chunk, (index + 1) * self.chunk)
-        if self.parts == 1 and narrow == wide:
+        if shard_mesh is None and narrow == wide:
             self.master = self.compute
             return
         first = min(index * self.chunk_rows, rows)
         mine = slice(first, min(first + self.chunk_rows, rows))
         if narrow == wide:
-            local = whole[mine]
+            local = whole[mine] if value.dim() else whole
         else:
             local = (value[mine] if value.dim() else value).to(wide).clone()
         if self.parts > 1:
@@ -203,7 +204,7 @@ class ReplicatedModel(ShardedModel):
         return 1
 
     def begin_micro_batch(self, last: bool) -> None:
-        self._last = last or self._level == 2
+        self._last = last or (self._level == 2 and self._groups.shard is not None)
         self._complete = False
         self._in_step = True
 
@@ -223,9 +224,7 @@ class ReplicatedModel(ShardedModel):
     # -- parameters --
 
     @torch.no_grad()
-    def _materialize(
-        self, values: Iterable[tuple[str, torch.Tensor]], precision: str
-    ) -> dict[str, _Parameter]:
+    def _materialize(self, values: Iterable[tuple[str, torch.Tensor]], precision: str) -> dict[str, _Parameter]:
         """Puts real parameters in the place of the meta ones, ties kept."""
         made: dict[str, _Parameter] = {}
         templates = dict(self.model.named_parameters())
@@ -273,7 +272,15 @@ class ReplicatedModel(ShardedModel):
     # -- gradients --
 
     def _watch(self, parameter: _Parameter) -> None:
-        parameter.compute.register_post_accumulate_grad_hook(lambda _: self._gradient_ready(parameter))
+        # Weak, because the garbage collector does not see what such a hook refers to, and so would never free a model.
+        model, watched = weakref.ref(self), weakref.ref(parameter)
+
+        def ready(_: torch.Tensor) -> None:
+            this, its = model(), watched()
+            assert this is not None and its is not None
+            this._gradient_ready(its)
+
+        parameter.compute.register_post_accumulate_grad_hook(ready)
 
     def _gradient_ready(self, parameter: _Parameter) -> None:
         if self._bucket_of[parameter].gathering:

@@ -57,7 +57,7 @@ def apply_tensor_parallel(
         if style is not None:
             _apply(module, style, process_group)
         parameters = [key for key in module._parameters if (s := styles.get(_join(name, key))) and s.sums_gradients]
-        if parameters:
+        if parameters and not (style is not None and style.sums_gradients):
             module.forward = partial(_forward_summing, module, module.forward, parameters, process_group)  # type: ignore[method-assign]
     for names in shared_inputs:
         layers = [model.get_submodule(name) for name in names if (style := styles.get(name)) and style.kind in _COLUMNS]

@@ -61,9 +61,7 @@ class TensorSplit:
         mine[: local.numel()] = local.reshape(-1)
         gathered = local.new_empty(longest * self.size)
         all_gather_into(gathered, mine, self.group)
-        parts = [
-            flat[: part.numel()].view(part) for flat, part in zip(gathered.chunk(self.size), shapes, strict=True)
-        ]
+        parts = [flat[: part.numel()].view(part) for flat, part in zip(gathered.chunk(self.size), shapes, strict=True)]
         return join_parts(parts, layout)
 
 
@@ -79,11 +77,15 @@ def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh) -> FoundPlan |
         return choose_tensor_plan(model, mesh.degrees["tp"], plan.tp_plan, check=plan.tp_check)
 
 
-def split_over_tensor_ranks(model: nn.Module, found: FoundPlan | None, mesh: Mesh) -> TensorSplit:
+def split_over_tensor_ranks(model: nn.Module, found: FoundPlan | None, plan: Plan, mesh: Mesh) -> TensorSplit:
     """Makes `model` compute this rank's part of what the table `found` splits."""
     if found is None:
         return TensorSplit()
     from tensorshard.transforms.tensor import apply_tensor_parallel
 
     group = mesh.group("tp")
-    return TensorSplit(apply_tensor_parallel(model, found.plan, group), group, found)
+    # Layers that share an input reduce its gradient together, for which the first reads the others' weights: these are
+    # not there under ZeRO 3 where units by name may part them.
+    parted = plan.zero == 3 and isinstance(plan.shard_units, list)
+    layouts = apply_tensor_parallel(model, found.plan, group, shared_inputs=() if parted else found.shared_inputs)
+    return TensorSplit(layouts, group, found)

@@ -92,9 +92,7 @@ def _is_stage(module: nn.Module, path: str, inner: dict[str, nn.Module]) -> bool
     if len(lists) == len(children):
         return True
     mere = [f"{path}.{name}." for name, child in lists.items() if _is_mere_list(child)]
-    within = sum(
-        p.numel() for name, block in inner.items() if name.startswith(tuple(mere)) for p in block.parameters()
-    )
+    within = sum(p.numel() for name, block in inner.items() if name.startswith(tuple(mere)) for p in block.parameters())
     return within >= _STAGE_SHARE * sum(p.numel() for p in module.parameters())
 
 

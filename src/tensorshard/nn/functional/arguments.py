@@ -40,9 +40,7 @@ def check_same_ranks(own: dist.ProcessGroup, group: Group | None, what: str) -> 
         return
     held, given = dist.get_process_group_ranks(own), dist.get_process_group_ranks(resolve_group(group))
     if held != given:
-        raise ValueError(
-            f"{what} is split over the ranks {held}, and group= names the ranks {given}: leave group= out"
-        )
+        raise ValueError(f"{what} is split over the ranks {held}, and group= names the ranks {given}: leave group= out")
 
 
 def check_dim(dim: int | None, what: str) -> None:
@@ -52,14 +50,10 @@ def check_dim(dim: int | None, what: str) -> None:
         ValueError: `dim` is none of None, 0, 1, -1.
     """
     if dim not in (None, 0, 1, -1):
-        raise ValueError(
-            f"dim={dim!r} was given for {what}: use 0 (rows), 1 or -1 (columns), or None (not split)"
-        )
+        raise ValueError(f"dim={dim!r} was given for {what}: use 0 (rows), 1 or -1 (columns), or None (not split)")
 
 
-def check_indices(
-    indices: torch.Tensor, size: int, what: str, of_what: str, ignore_index: int | None = None
-) -> None:
+def check_indices(indices: torch.Tensor, size: int, what: str, of_what: str, ignore_index: int | None = None) -> None:
     """Refuses indices outside [0, size), as ``torch`` does where one rank holds everything.
 
     On a GPU the check is asynchronous, as torch's own is, so that nobody waits for it.
@@ -72,9 +66,7 @@ def check_indices(
     outside = (indices < 0) | (indices >= size)
     if ignore_index is not None:
         outside &= indices != ignore_index
-    if (
-        indices.device.type != "cpu" or type(indices) is not torch.Tensor
-    ):  # nothing to read yet, as in tracing
+    if indices.device.type != "cpu" or type(indices) is not torch.Tensor:  # nothing to read yet, as in tracing
         torch._assert_async(~outside.any(), f"{what} outside the {size} {of_what}")
         return
     if outside.any():

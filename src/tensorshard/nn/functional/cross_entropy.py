@@ -56,9 +56,7 @@ class _CrossEntropy(Function):
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         weight = None if weight is None else weight.to(wide)
         columns, here = _target_columns(targets, spec.start, logits.size(1))
-        lse, target_logit, weighted_sum = _combine(
-            _statistics(logits, columns, here, weight, spec, wide), spec
-        )
+        lse, target_logit, weighted_sum = _combine(_statistics(logits, columns, here, weight, spec, wide), spec)
 
         valid = targets != spec.ignore_index
         target_weight = valid.to(wide) if weight is None else weight[targets.where(valid, 0)] * valid
@@ -97,9 +95,7 @@ class _CrossEntropy(Function):
         local_weight = None
         if spec.label_smoothing:
             local_weight = (
-                logits.new_ones(logits.size(1), dtype=ctx.wide)
-                if weight is None
-                else _own(weight, logits, spec)
+                logits.new_ones(logits.size(1), dtype=ctx.wide) if weight is None else _own(weight, logits, spec)
             )
 
         grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -191,9 +187,7 @@ def parallel_cross_entropy(
     check_targets(input, target, class_dim, classes, weight=weight, ignore_index=ignore_index)
     spec = _Spec(start, classes, ignore_index, label_smoothing, z_loss, reduction, process_group)
     logits = input.movedim(class_dim, -1)
-    loss = _CrossEntropy.apply(
-        logits.reshape(target.numel(), logits.size(-1)), target.flatten(), weight, spec
-    )
+    loss = _CrossEntropy.apply(logits.reshape(target.numel(), logits.size(-1)), target.flatten(), weight, spec)
     return loss.view(target.shape) if reduction == "none" else loss
 
 

@@ -94,9 +94,7 @@ def parallel_embedding(
     if dim is None:
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if sparse:
-        raise ValueError(
-            "sparse=True was given for a split embedding, whose gradients are dense: leave it out"
-        )
+        raise ValueError("sparse=True was given for a split embedding, whose gradients are dense: leave it out")
     process_group = parameter_group(weight, group, "weight")
     embedding_dim = None
     if isinstance(weight, DTensor):

@@ -123,9 +123,7 @@ def parallel_linear(
         )
     input, local_weight, local_bias = autocast(input, local_weight, local_bias)  # type: ignore[assignment]
     output = _ColumnLinear.apply(input, local_weight, local_bias, process_group)
-    return set_mark(
-        output, ParallelMark(-1, weight.size(0) if isinstance(weight, DTensor) else None, process_group)
-    )
+    return set_mark(output, ParallelMark(-1, weight.size(0) if isinstance(weight, DTensor) else None, process_group))
 
 
 def _weight_gradient(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
@@ -151,9 +149,7 @@ def _is_split(mark: ParallelMark) -> bool:
     return mark.group is None or mark.group.size() > 1
 
 
-def _as_row_input(
-    input: torch.Tensor, part: int, whole: int | None, group: dist.ProcessGroup
-) -> torch.Tensor:
+def _as_row_input(input: torch.Tensor, part: int, whole: int | None, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part of the input of a row layer, which has `part` of `whole` input features here."""
     mark = get_mark(input)
     width = input.size(-1)

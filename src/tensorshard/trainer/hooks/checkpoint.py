@@ -35,9 +35,7 @@ class CheckpointHook(Hook):
 
     def __init__(self, directory: RunDirectory, every: int, keep: int = 2) -> None:
         if every < 0:
-            raise ValueError(
-                f"every is {every}; expected a number of steps, or 0 for a checkpoint at the end alone."
-            )
+            raise ValueError(f"every is {every}; expected a number of steps, or 0 for a checkpoint at the end alone.")
         if keep < 0:
             raise ValueError(f"keep is {keep}; expected a number of checkpoints, or 0 to keep all.")
         self.directory = directory

@@ -27,9 +27,7 @@ class EvaluationHook(Hook):
 
     def __init__(self, evaluators: Sequence[Evaluator], every: int) -> None:
         if every < 0:
-            raise ValueError(
-                f"every is {every}; expected a number of steps, or 0 for an evaluation at the end alone."
-            )
+            raise ValueError(f"every is {every}; expected a number of steps, or 0 for an evaluation at the end alone.")
         self.evaluators = list(evaluators)
         self.every = every
         self.latest: dict[str, float] = {}

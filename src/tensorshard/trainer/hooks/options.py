@@ -29,9 +29,7 @@ class OptimizerOptionsHook(Hook):
         return {"groups": self._configured}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for group, now, then in zip(
-            self.optimizer.param_groups, self._configured, state["groups"], strict=True
-        ):
+        for group, now, then in zip(self.optimizer.param_groups, self._configured, state["groups"], strict=True):
             for key, value in now.items():
                 # Compared as JSON, through which what was saved has gone.
                 if json.dumps(value) != json.dumps(then.get(key)):

@@ -63,9 +63,7 @@ class PlainLogger(Logger):
         clock: seconds of some monotonic clock.
     """
 
-    def __init__(
-        self, console: Console, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, console: Console, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._seconds = seconds
         self._clock = clock
@@ -105,9 +103,7 @@ class ConsoleHandler(logging.Handler):
 
 def format_figures(metrics: Mapping[str, float]) -> str:
     """What a person follows: losses and scores, speed, peak memory. The rest is in the files."""
-    parts = [
-        f"{name} {value:.4f}" for name, value in metrics.items() if name == "loss" or name.startswith("val_")
-    ]
+    parts = [f"{name} {value:.4f}" for name, value in metrics.items() if name == "loss" or name.startswith("val_")]
     if "tokens_per_second" in metrics:
         parts.append(f"{format_count(metrics['tokens_per_second'])} tokens/s")
     elif "samples_per_second" in metrics:

@@ -45,9 +45,7 @@ class JsonLinesLogger(Logger):
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """The whole lines of a ``metrics.jsonl``, in order; an unfinished last line is left out."""
-    return [
-        json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.endswith("}")
-    ]
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.endswith("}")]
 
 
 def _keep_until(path: Path, step: int) -> None:
