@@ -21,6 +21,7 @@ def _serve(connection: Connection) -> None:
     """A worker's life: join a fresh process group, run a function, report, repeat."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -48,6 +49,8 @@ def _serve(connection: Connection) -> None:
                 os.environ.pop(name, None)
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # Its meshes belong to the groups of this test, but equal, by their ranks, those of later ones.
+            _clear_sharding_prop_cache()
         try:
             connection.send(outcome)
         except Exception:

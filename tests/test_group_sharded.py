@@ -206,7 +206,7 @@ def _no_gradients() -> dict[str, Any]:
         (dict(offload=True), ValueError, "offload=True is not implemented"),
         (dict(model=Regular), TypeError, "model is a type; it must be a built nn.Module"),
         (dict(optimizer=torch.optim.SGD), TypeError, "optimizer is a type; it must be a torch Optimizer"),
-        (dict(segment_size=0), ValueError, "segment_size is 0; it must be at least 1"),
+        (dict(segment_size=0), ValueError, "segment_size is 0; it must be a number of bytes, at least 1"),
         (_stepped, ValueError, "the optimizer has already stepped"),
         (_of_another_model, ValueError, "holds a parameter of shape .* that is not the model's"),
         (_no_gradients, ValueError, "no parameter of the model requires a gradient"),

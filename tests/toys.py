@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 class Odd(nn.Module):
-    """Frozen, unused, tied, scalar and tiny parameters; some that only batches with a positive first entry use; buffers."""
+    """Frozen, unused, tied, scalar and tiny parameters; some used by batches with a positive first entry alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -241,7 +241,7 @@ class Engine:
     # -- state --
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The original model's state dict, full tensors on the CPU (masters, so fp32 or wider): on rank 0; {} elsewhere.
+        """The original model's state dict: full tensors on the CPU, fp32 or wider, on rank 0; {} elsewhere.
 
         A collective: every rank must call it.
         """
@@ -360,8 +360,8 @@ def _build_optimizer(factory: OptimizerFactory, masters: dict[str, nn.Parameter]
         for parameter in group["params"]:
             if parameter not in known:
                 raise ValueError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that it was not given; build it "
-                    f"from the parameters that the callable receives"
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that it was not given; build "
+                    f"it from the parameters that the callable receives"
                 )
         # The for-loop that torch chooses on CPUs is 7 times slower; the fused kernel computes the same. Those of other
         # optimizers do not take DTensors.

@@ -61,7 +61,7 @@ def group_sharded_parallel(
         The same three objects.
 
     Raises:
-        ValueError: an unknown level; a group that this process is not in; an optimizer that has already stepped or holds
+        ValueError: an unknown level; a group without this process; an optimizer that has already stepped or holds
             parameters of another model; a model that cannot be sharded; ``offload=True``.
         TypeError: a model or an optimizer of another type.
     """
@@ -69,6 +69,8 @@ def group_sharded_parallel(
         raise ValueError(f"level is {level!r}; it must be one of {', '.join(map(repr, ZERO_NAMES))}")
     if offload:
         raise ValueError("offload=True is not implemented in this version; leave it at False")
+    if segment_size is not None and (not isinstance(segment_size, int) or segment_size < 1):
+        raise ValueError(f"segment_size is {segment_size!r}; it must be a number of bytes, at least 1, or None")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a built nn.Module")
     if hasattr(model, _ATTRIBUTE):
@@ -99,7 +101,7 @@ def group_sharded_parallel(
 def save_group_sharded_model(
     model: nn.Module, output: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Writes whole weights to ``output/model.pt`` and, if given, the whole optimizer's state to ``output/optimizer.pt``.
+    """Writes whole weights to ``output/model.pt`` and, if given, the optimizer's whole state to ``optimizer.pt``.
 
     The names are those of the original model, so that it reads them with ``load_state_dict(torch.load(...))``; the
     optimizer's state is by these names as well. A collective of the group; its first rank writes.

@@ -71,6 +71,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) in _ALLOWED or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)
         raise ValueError(
-            f"the checkpoint's metadata names {module}.{name}, which no checkpoint of tensors needs; it was not opened, "
-            f"because such a file could run code"
+            f"the checkpoint's metadata names {module}.{name}, which no checkpoint of tensors needs; it was not "
+            f"opened, because such a file could run code"
         )

@@ -17,8 +17,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         plan: a resolved plan.
 
     Raises:
-        ValueError: a parameter that cannot be trained or laid out, a module with sparse gradients, nothing to train, or a
-            name in ``plan.shard_units`` that no module has.
+        ValueError: a parameter that cannot be trained or laid out, a module with sparse gradients, nothing to train,
+            or a name in ``plan.shard_units`` that no module has.
     """
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
@@ -63,8 +63,8 @@ def _check_fully_shardable(model: nn.Module, trained: dict[str, nn.Parameter]) -
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
             raise ValueError(
-                f"parameter {name!r} of shape {tuple(parameter.shape)} is empty, and zero=3 cannot shard it; use zero=2, "
-                f"or leave the parameter out (None)"
+                f"parameter {name!r} of shape {tuple(parameter.shape)} is empty, and zero=3 cannot shard it; use "
+                f"zero=2, or leave the parameter out (None)"
             )
     by_dtype = {master_dtype(p.dtype): name for name, p in trained.items()}
     if len(by_dtype) > 1:

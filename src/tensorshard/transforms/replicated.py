@@ -285,7 +285,7 @@ class ReplicatedModel(ShardedModel):
     def _gradient_ready(self, parameter: _Parameter) -> None:
         if self._bucket_of[parameter].gathering:
             raise RuntimeError(
-                f"parameter {parameter.name!r} was used before its update had arrived from the other ranks, because the "
+                f"parameter {parameter.name!r} was used before its update had arrived from the other ranks, as the "
                 f"module that stands for its unit was never called itself; name the modules that are in shard_units"
             )
         if not self._in_backward:

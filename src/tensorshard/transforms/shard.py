@@ -88,7 +88,7 @@ class ShardedModel(ABC):
             yield name, self.split.whole(name, local, self._shapes[name])
 
     def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
-        """The original model's state dict, whole tensors on the CPU; {} on ranks that do not `keep` it. A collective."""
+        """The original model's state dict, whole, on the CPU; {} on ranks that do not `keep` it. A collective."""
         full: dict[str, torch.Tensor] = {}
         for name, tensor in self.full_parameters():
             if keep:

@@ -14,7 +14,8 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated parts of `model`, by name, in the order in which they are registered.
 
     Blocks are the members of a ModuleList, ModuleDict or Sequential of which at least two are of one class and hold
-    parameters. Lists that are members of a list are gone through, since nobody calls them, and so are stages (of a ResNet,
+    parameters. Lists that are members of a list are gone through, since nobody calls them, and so are stages (of a
+    ResNet,
     a Swin Transformer, a U-Net), which hold little but lists of blocks. A model without such lists of composite modules
     (a plain Sequential of layers) has its layers as blocks.
     """
