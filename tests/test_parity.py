@@ -43,21 +43,21 @@ FP32: dict[str, tuple[str, int, dict[str, Any]]] = {
     "vit-2x2-zero2-clip": ("vit", 4, dict(dp_replicate=2, zero=2, clip_grad_norm=CLIP)),
     "resnet-1-micro4": ("resnet", 1, dict(micro_batches=4)),
     "resnet-2-zero0-selective": ("resnet", 2, dict(zero=0, recompute="selective")),
-    "resnet-2-zero3-micro4": ("resnet", 2, dict(zero=3, micro_batches=4)),
+    "resnet-2-zero3-micro2": ("resnet", 2, dict(zero=3, micro_batches=2)),
     "resnet-4-zero1-full": ("resnet", 4, dict(zero=1, recompute="full")),
     "llama-2-zero3-full": ("llama", 2, dict(zero=3, recompute="full")),
     "llama-4-zero1": ("llama", 4, dict(zero=1)),
     "hf_bert-2-zero0": ("hf_bert", 2, dict(zero=0)),
-    "hf_bert-4-zero2-micro4": ("hf_bert", 4, dict(zero=2, micro_batches=4)),
+    "hf_bert-4-zero2": ("hf_bert", 4, dict(zero=2)),
 }
 
 BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-2-zero0": ("gpt", 2, dict(zero=0)),
     "gpt-2-zero2-micro4": ("gpt", 2, dict(zero=2, micro_batches=4)),
-    "gpt-4-zero1-full-clip": ("gpt", 4, dict(zero=1, recompute="full", clip_grad_norm=CLIP)),
+    "gpt-4-zero1-full": ("gpt", 4, dict(zero=1, recompute="full")),
     "gpt-4-zero3-selective": ("gpt", 4, dict(zero=3, recompute="selective")),
     "tied-2x2-zero3": ("gpt_tied", 4, dict(dp_replicate=2, zero=3)),
-    "bert-2-zero3-micro4": ("bert", 2, dict(zero=3, micro_batches=4)),
+    "bert-2-zero3": ("bert", 2, dict(zero=3)),
     "vit-4-zero2": ("vit", 4, dict(zero=2)),
     "resnet-2-zero1": ("resnet", 2, dict(zero=1)),
     "llama-2-zero3": ("llama", 2, dict(zero=3)),
@@ -92,8 +92,8 @@ def bf16_alone(ranks):
     """One process's bf16 training, and what it becomes when the samples of each batch come in another order."""
 
     @cache
-    def run(kind: str, micro_batches: int, clip: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        fields = dict(precision="bf16", micro_batches=micro_batches, clip_grad_norm=clip)
+    def run(kind: str, micro_batches: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        fields = dict(precision="bf16", micro_batches=micro_batches)
         return ranks(1, parity.train, kind, fields)[0], ranks(1, parity.train, kind, fields, flip=True)[0]
 
     return run
@@ -104,7 +104,7 @@ def test_bf16_is_within_the_spread_of_reduction_orders(ranks, bf16_alone, case):
     """Which way a sum of 8-bit numbers rounds differs with the order of its terms, and training amplifies it."""
     kind, world_size, fields = BF16[case]
     found = ranks(world_size, parity.train, kind, dict(precision="bf16", **fields))[0]
-    alone, flipped = bf16_alone(kind, fields.get("micro_batches", 1), fields.get("clip_grad_norm"))
+    alone, flipped = bf16_alone(kind, fields.get("micro_batches", 1))
     assert [(n, v.dtype) for n, v in found["state"].items()] == [(n, v.dtype) for n, v in alone["state"].items()]
     for distance in (_loss_distance, _weight_distance):
         assert distance(found, alone) <= 3 * distance(flipped, alone)

@@ -125,7 +125,7 @@ class Engine:
     # -- one step --
 
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
-        """One optimizer step on this data rank's batch, all its micro-batches.
+        """One optimizer step on this data rank's batch, all its micro-batches. Gradients from before are discarded.
 
         Args:
             inputs: a tensor, or a tuple or dict of them (positional or keyword arguments of the model), samples first.
@@ -150,6 +150,7 @@ class Engine:
 
     def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
         parts = split_batch(inputs, targets, self.plan.micro_batches)
+        self.sharded.discard_gradients()
         tally = _LossTally(self)
         for index, (part_inputs, part_targets) in enumerate(parts):
             last = index == len(parts) - 1

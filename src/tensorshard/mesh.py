@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from tensorshard.plan import AXES, Plan
@@ -16,7 +17,8 @@ class Mesh:
     """A plan's axes laid over the processes of the world.
 
     Ranks are numbered with the last axis of :data:`tensorshard.plan.AXES` innermost, so that ``tp`` neighbours are
-    on one host and pipeline stages are the furthest apart.
+    on one host and pipeline stages are the furthest apart. The arithmetic of ranks is real under a ``FakeTensorMode``
+    too.
 
     Args:
         plan: a resolved plan.
@@ -37,11 +39,12 @@ class Mesh:
         # Axes of degree 1 need no group, but for dp_shard, over which ZeRO's tensors are always laid out.
         self._axes = tuple(axis for axis in AXES if self.degrees[axis] > 1 or axis == "dp_shard")
         shape = tuple(self.degrees[axis] for axis in self._axes)
-        if group is not None and shape == (self.world_size,):
-            self.device_mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=self._axes)
-        else:
-            ranks = torch.tensor(self._members, device="cpu").view(shape)
-            self.device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=self._axes)
+        with unset_fake_temporarily():
+            if group is not None and shape == (self.world_size,):
+                self.device_mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=self._axes)
+            else:
+                ranks = torch.tensor(self._members, device="cpu").view(shape)
+                self.device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=self._axes)
 
     def index(self, axis: str) -> int:
         """This rank's place along `axis`."""
@@ -56,6 +59,11 @@ class Mesh:
         if axis not in self._axes:
             raise ValueError(f"the {axis} axis has degree {self.degrees[axis]} and therefore no group")
         return self.device_mesh.get_group(axis)
+
+    def along(self, *axes: str) -> DeviceMesh:
+        """The part of the device mesh that has `axes` alone."""
+        with unset_fake_temporarily():
+            return self.device_mesh[axes]
 
     @property
     def dp_size(self) -> int:
@@ -74,7 +82,8 @@ class Mesh:
             return self.world_group
         if self.degrees["dp_replicate"] == 1:
             return self.group("dp_shard")
-        return self.device_mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
+        with unset_fake_temporarily():
+            return self.along("dp_replicate", "dp_shard")._flatten("dp").get_group()
 
     def describe(self) -> str:
         """One line an axis: its degree, this rank's index, and the ranks of its group; then every rank's groups."""

@@ -51,7 +51,7 @@ class FullyShardedModel(ShardedModel):
         self._hybrid = hybrid
         self._scalars = self._keep_scalars_whole(value_of)
         options: dict[str, Any] = {
-            "mesh": mesh.device_mesh["dp_replicate", "dp_shard"] if hybrid else mesh.device_mesh["dp_shard"],
+            "mesh": mesh.along("dp_replicate", "dp_shard") if hybrid else mesh.along("dp_shard"),
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=compute_dtype(self._dtype, precision),
                 reduce_dtype=reduce_dtype if self._dtype == torch.float32 else self._dtype,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -203,6 +204,18 @@ class ReplicatedModel(ShardedModel):
     def gradient_divisor(self) -> int:
         return 1
 
+    def discard_gradients(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().finish()
+        self._launched = 0
+        self._accumulated.clear()
+        for bucket in self._buckets:
+            bucket.ready.clear()
+        for parameter in self._parameters.values():
+            parameter.compute.grad = None
+        self._in_backward = False
+        super().discard_gradients()
+
     def begin_micro_batch(self, last: bool) -> None:
         self._last = last or (self._level == 2 and self._groups.shard is not None)
         self._complete = False
@@ -342,6 +355,8 @@ class ReplicatedModel(ShardedModel):
         if self._groups.communicate:
             while self._launched < len(self._order):
                 self._reduce(self._order[self._launched])
+            for reduction in self._in_flight:
+                reduction.advance()
             while self._in_flight:
                 self._in_flight.popleft().finish()
             self._launched = 0
@@ -444,7 +459,7 @@ class _Reduction:
         self._groups = groups
         self._scale = scale
         self._bucket = bucket
-        self._missing = any(gradient is None for gradient in gradients.values())
+        self._missing = {p for p, gradient in gradients.items() if gradient is None}
         self._alone: list[tuple[_Parameter, Any, torch.Tensor]] = []
         for p in bucket.alone:
             gradient = gradients[p]
@@ -498,11 +513,12 @@ class _Reduction:
     @torch.no_grad()
     def finish(self) -> None:
         """Waits, and hands each master its gradient."""
+        self.advance()  # all second halves under way before the first is waited for
         bucket = self._bucket
         work, packed = self._packed
         work.wait()
-        absent: set[_Parameter] = set()
-        if self._missing:
+        absent = self._missing
+        if absent and detect_fake_mode(packed) is None:  # fake tensors have no counts; there, all ranks are alike
             counts = packed[packed.numel() - len(bucket.parameters) :].tolist()
             absent = {p for p, count in zip(bucket.parameters, counts, strict=True) if count < 0.5}
         if self._scale != 1.0:
@@ -530,4 +546,4 @@ def _layout(mesh: Mesh, level: int) -> tuple[DeviceMesh | None, _Groups]:
     if level == 0 or mesh.degrees["dp_shard"] == 1:
         return None, _Groups(None, mesh.dp_group if mesh.dp_size > 1 else None, mesh.dp_size)
     replicate = mesh.group("dp_replicate") if mesh.degrees["dp_replicate"] > 1 else None
-    return mesh.device_mesh["dp_shard"], _Groups(mesh.group("dp_shard"), replicate, mesh.dp_size)
+    return mesh.along("dp_shard"), _Groups(mesh.group("dp_shard"), replicate, mesh.dp_size)

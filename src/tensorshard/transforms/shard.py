@@ -54,6 +54,11 @@ class ShardedModel(ABC):
     def gradient_divisor(self) -> int:
         """What the sum of the ranks' gradients is divided by within a step; outside of one, by the data ranks."""
 
+    def discard_gradients(self) -> None:
+        """Called before a step: forgets the gradients that there are, also those that a failed step left unfinished."""
+        for master in self.masters().values():
+            master.grad = None
+
     @abstractmethod
     def begin_micro_batch(self, last: bool) -> None:
         """Called before each forward of a step; `last` when the step's gradients are complete after its backward."""
