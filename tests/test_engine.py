@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parity
 import tensorshard as ts
+from tensorshard.materialize import Recording
 from toys import Block, Odd, Regular, data, plain_loop, squares
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-3)
@@ -695,6 +696,34 @@ def test_what_a_level_shards_is_sharded(ranks, level, parameters, states, accumu
             "accumulated": WHOLE // accumulated,
             "gradients": WHOLE // gradients,
         }
+
+
+def _stack() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(8)])
+
+
+def _whole_at_once(level: int) -> int:
+    """The most bytes of whole initial values that were alive at any time."""
+    alive: dict[int, int] = {}
+    most = 0
+
+    def tensor(self: Recording, name: str) -> torch.Tensor:
+        nonlocal most
+        value = original(self, name)
+        alive[id(value.untyped_storage())] = value.nbytes
+        weakref.finalize(value.untyped_storage(), alive.pop, id(value.untyped_storage()))
+        most = max(most, sum(alive.values()))
+        return value
+
+    original = Recording.tensor
+    with unittest.mock.patch.object(Recording, "tensor", tensor):
+        engine_of(_stack, zero=level)
+    return most
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_callables_weights_are_made_one_unit_at_a_time(ranks, level):
+    assert max(ranks(2, _whole_at_once, level)) <= 2 * WIDTH * WIDTH * 4
 
 
 def _freed(fields: dict[str, Any]) -> list[bool]:
