@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import tensorshard as ts
+from tensor_plan_models import make
 from tensorshard.models import GPT, Bert, ViT, image_classification_loss, next_token_loss
 
 STEPS = 20
@@ -24,11 +25,11 @@ def build(kind: str) -> nn.Module:
     return _BUILDERS[kind]()
 
 
-def _resnet() -> nn.Module:
+def _resnet(classes: int = 5) -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 12], depths=[2, 2], layer_type="basic", num_labels=5, num_channels=3
+        embedding_size=8, hidden_sizes=[8, 12], depths=[2, 2], layer_type="basic", num_labels=classes, num_channels=3
     )
     return ResNetForImageClassification(config)
 
@@ -59,15 +60,26 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "bert": lambda: Bert(61, 16, 2, 2, 30, dropout=0.0),
     "vit": lambda: ViT(16, 4, 5, 2, 2, 30),
     "resnet": _resnet,
+    "resnet_37": partial(_resnet, 37),
+    "gpt_101": lambda: GPT(101, 16, 2, 4, 32),
+    "gpt2": partial(make, "gpt2"),
+    "gpt_neox": partial(make, "gpt_neox"),
+    "phi3": partial(make, "phi3"),
+    "t5": partial(make, "t5"),
     "llama": _llama,
     "hf_bert": _hf_bert,
 }
 
 
+# How many tokens or classes there are, of models that have not 61 or 5.
+_OTHER_SIZES = {"gpt_101": 101, "resnet_37": 37}
+_IMAGES = ("vit", "resnet", "resnet_37")
+
+
 def loss_function(kind: str) -> Callable[[Any, Any], Any]:
-    if kind in ("vit", "resnet"):
+    if kind in _IMAGES:
         return image_classification_loss if kind == "vit" else _loss_of_logits(image_classification_loss)
-    return next_token_loss if kind in ("gpt", "gpt_tied", "bert") else _loss_of_logits(next_token_loss)
+    return next_token_loss if kind in ("gpt", "gpt_tied", "gpt_101", "bert") else _loss_of_logits(next_token_loss)
 
 
 def _loss_of_logits(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -81,10 +93,10 @@ def _on_logits(loss: Callable[[Any, Any], Any], output: Any, targets: Any) -> An
 def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Tensor]:
     """The global batch of a step; in text some targets are padding, unevenly over the samples."""
     generator = torch.Generator().manual_seed(1000 + step)
-    if kind in ("vit", "resnet"):
+    if kind in _IMAGES:
         images = torch.randn(size, 3, 16, 16, generator=generator)
-        return images, torch.randint(0, 5, (size,), generator=generator)
-    tokens = torch.randint(0, 61, (size, 13), generator=generator)
+        return images, torch.randint(0, _OTHER_SIZES.get(kind, 5), (size,), generator=generator)
+    tokens = torch.randint(0, _OTHER_SIZES.get(kind, 61), (size, 13), generator=generator)
     inputs: Any = tokens[:, :-1]
     targets = tokens[:, 1:].clone()
     lengths = torch.randint(4, 13, (size, 1), generator=generator)
@@ -93,7 +105,9 @@ def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Te
     if kind in ("bert", "hf_bert"):
         name = "tokens" if kind == "bert" else "input_ids"
         inputs = {name: inputs, "attention_mask": (~padding).long()}
-    elif kind == "llama":
+    elif kind == "t5":
+        inputs = {"input_ids": inputs.flip(1), "decoder_input_ids": inputs}
+    elif kind in ("llama", "gpt2", "gpt_neox", "phi3"):
         inputs = {"input_ids": inputs}
     return inputs, targets
 

@@ -24,11 +24,16 @@ def build(kind: str) -> nn.Module:
     """A model with the same weights every time; none of its biases and norms as their initialisation leaves
     them."""
     torch.manual_seed(1)
-    model = _BUILDERS[kind]().eval()
+    model = make(kind).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
+
+
+def make(kind: str) -> nn.Module:
+    """A model as its constructor makes it."""
+    return _BUILDERS[kind]()
 
 
 def inputs(kind: str) -> Any:
@@ -48,15 +53,16 @@ def inputs(kind: str) -> Any:
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **_NO_TOKENS))
+    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "use_cache": False}
+    undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **undropped, **_NO_TOKENS))
 
 
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0))
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, use_cache=False))
 
 
 def _hf_vit() -> nn.Module:

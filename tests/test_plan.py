@@ -73,8 +73,8 @@ def test_options_of_such_axes_are_not_ignored(name, value):
 
 
 def test_options_that_would_have_no_effect_are_not_ignored():
-    with pytest.raises(ValueError, match="sequence_parallel=True is not implemented"):
-        Plan(tp=2, sequence_parallel=True).resolve(2)
+    with pytest.raises(ValueError, match="sequence_parallel=True splits sequences over .* but tp=1"):
+        Plan(sequence_parallel=True).resolve(2)
     with pytest.raises(ValueError, match="tp_plan was given, but tp=1 splits nothing"):
         Plan(tp_plan={"layers.*": "colwise"}).resolve(1)
 

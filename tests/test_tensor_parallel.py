@@ -18,31 +18,74 @@ MATRIX = {
     "tp2_zero1": (4, dict(tp=2, zero=1), ["gpt", "bert"]),
     "tp2_zero0": (4, dict(tp=2, zero=0), ["llama"]),
     "tp2_recompute": (4, dict(tp=2, zero=3, recompute="full"), ["gpt"]),
+    "tp2_selective": (2, dict(tp=2, recompute="selective"), ["gpt", "llama"]),
     "tp2_hybrid": (8, dict(tp=2, dp_replicate=2, zero=3), ["gpt_tied"]),
     "tp2_hybrid_zero1": (8, dict(tp=2, dp_replicate=2, zero=1), ["llama"]),
 }
-CASES = [(name, kind) for name, (_, _, kinds) in MATRIX.items() for kind in kinds]
+# Of these, fewer steps.
+SHORT_MATRIX = {
+    "tp2_short": (2, dict(tp=2), ["gpt2", "gpt_neox", "phi3", "t5", "resnet_37"]),
+    "tp4_short": (4, dict(tp=4), ["gpt_101", "gpt2", "gpt_neox", "t5", "resnet_37"]),
+    "tp4_selective": (4, dict(tp=4, recompute="selective", micro_batches=2), ["gpt_101"]),
+    "tp2_zero3_short": (4, dict(tp=2, zero=3), ["t5", "phi3", "vit", "resnet_37"]),
+    "tp2_zero3_selective": (4, dict(tp=2, zero=3, recompute="selective"), ["bert"]),
+    "tp2_zero1_short": (4, dict(tp=2, zero=1), ["gpt_neox", "t5", "vit"]),
+    "tp2_zero1_full_micro": (4, dict(tp=2, zero=1, recompute="full", micro_batches=2), ["gpt2"]),
+    "tp2_hybrid_short": (8, dict(tp=2, dp_replicate=2, zero=3), ["gpt2", "bert"]),
+    "tp4_zero3_hybrid": (8, dict(tp=4, dp_replicate=2, dp_shard=1, zero=3), ["gpt_101"]),
+}
+SHORT = 6
+CASES = [(name, kind) for name, (_, _, kinds) in (MATRIX | SHORT_MATRIX).items() for kind in kinds]
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[str, dict[str, Any]]:
+def references() -> dict[tuple[str, int], dict[str, Any]]:
     return {}
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_parity_with_one_process(ranks, references, name, kind):
-    if kind not in references:
-        references[kind] = parity.reference(kind, clip=CLIP)
-    world_size, fields, _ = MATRIX[name]
-    found = ranks(world_size, parity.train, kind, {**fields, "clip_grad_norm": CLIP})[0]
-    parity.assert_same(found, references[kind], 1e-5)
-    torch.testing.assert_close(torch.tensor(found["norms"]), torch.tensor(references[kind]["norms"]), rtol=1e-5, atol=0)
+    world_size, fields, _ = (MATRIX | SHORT_MATRIX)[name]
+    steps = SHORT if name in SHORT_MATRIX else parity.STEPS
+    if (kind, steps) not in references:
+        references[kind, steps] = parity.reference(kind, clip=CLIP, steps=steps)
+    expected = references[kind, steps]
+    found = ranks(world_size, parity.train, kind, {**fields, "clip_grad_norm": CLIP}, steps)[0]
+    parity.assert_same(found, expected, 1e-5)
+    torch.testing.assert_close(torch.tensor(found["norms"]), torch.tensor(expected["norms"]), rtol=1e-5, atol=0)
 
 
 def test_bf16_within_the_spread_of_reduction_orders(ranks):
     one = ranks(1, parity.train, "gpt", dict(precision="bf16"))[0]
     two = ranks(2, parity.train, "gpt", dict(precision="bf16", tp=2))[0]
     torch.testing.assert_close(torch.tensor(two["losses"]), torch.tensor(one["losses"]), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("kind", "world_size", "fields"),
+    [("llama", 4, dict(tp=2, zero=3)), ("bert", 4, dict(tp=2, zero=1, micro_batches=2)), ("gpt_101", 4, dict(tp=4))],
+    ids=str,
+)
+def test_16_bits_are_as_exact_as_on_one_process(ranks, precision, kind, world_size, fields):
+    """As far from fp32 as one process that computes in 16 bits is, and no further."""
+    alone = dict(precision=precision, micro_batches=fields.get("micro_batches", 1))
+    one = ranks(1, parity.train, kind, alone, SHORT)[0]
+    found = ranks(world_size, parity.train, kind, dict(precision=precision, **fields), SHORT)[0]
+    exact = parity.reference(kind, steps=SHORT)
+    assert [(n, v.dtype) for n, v in found["state"].items()] == [(n, v.dtype) for n, v in one["state"].items()]
+    assert 0 < _distance(found, exact) <= 1.5 * _distance(one, exact)
+    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(exact["losses"]), rtol=2e-3, atol=0)
+
+
+def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    return torch.stack([(a["state"][n].double() - b["state"][n].double()).norm() for n in a["state"]]).norm().item()
+
+
+def test_a_head_that_is_split_by_hand(ranks):
+    fields = dict(tp=2, tp_plan={"classifier.1": "colwise_gather"})
+    expected = parity.reference("resnet", steps=SHORT)
+    parity.assert_same(ranks(2, parity.train, "resnet", fields, SHORT)[0], expected, 1e-5)
 
 
 def _save(fields: dict[str, Any], path: str) -> list[float]:

@@ -114,11 +114,51 @@ def test_what_reshapes_to_the_full_width_stays_whole_and_says_why():
     assert "split over 2 ranks, it does not run" in found.whole["blocks.*.attention.qkv"]
 
 
-def test_layers_whose_weights_other_code_reads_stay_whole():
+def test_attention_of_plain_pytorch():
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     found = find_tensor_plan(nn.TransformerEncoder(layer, 2), 2, inputs=torch.zeros(2, 3, 16))
-    assert found.plan.to_dict() == {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"}
-    assert found.whole == {"layers.*.self_attn.out_proj": "it is not called as a module"}
+    assert found.plan.to_dict() == {
+        "layers.*.self_attn": "heads",
+        "layers.*.self_attn.out_proj": "rowwise",
+        "layers.*.linear1": "colwise",
+        "layers.*.linear2": "rowwise",
+    }
+    assert found.whole == {}
+
+
+class Masked(nn.Module):
+    """Blocks that are handed a mask of booleans, which says what to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(16, 4, batch_first=True) for _ in range(2))
+        self.register_buffer("mask", torch.ones(5, 5, dtype=torch.bool).triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x, x, x, attn_mask=self.mask)[0]
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_masks_that_tell_what_to_ignore(device):
+    with torch.device(device):
+        model = Masked()
+    assert find(model, inputs=torch.zeros(2, 5, 16))["blocks.1"] == "heads"
+
+
+def test_layers_whose_weights_other_code_reads_stay_whole():
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.out = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.down(torch.relu(self.up(x))), self.out.weight)
+
+    found = find_tensor_plan(nn.Sequential(Reader(), Reader()), 2, inputs=torch.zeros(2, 3, 8))
+    assert found.plan.to_dict() == {"*.up": "colwise", "*.down": "rowwise"}
+    assert found.whole == {"*.out": "it is not called as a module"}
 
 
 def test_a_plain_sequential():

@@ -52,7 +52,9 @@ class Plan:
         tp_plan: which layers ``tp`` splits and how, as a table of name globs to styles; None to find one. See
             ``docs/tensor-parallelism.md``.
         tp_check: whether a table given as `tp_plan` is checked by numbers on small tensors before it is used.
-        pp_schedule, pp_split: belong to ``pp``. sequence_parallel: not implemented.
+        sequence_parallel: whether blocks compute on parts of a sequence between the layers that ``tp`` splits, so that
+            norms, dropout and residuals are divided over its ranks, too (Korthikanti et al. 2022).
+        pp_schedule, pp_split: belong to ``pp``.
         offload: where optimizer states go; None keeps them on the device.
 
     Raises:
@@ -144,10 +146,10 @@ class Plan:
                     f"{name}={getattr(self, name)!r} belongs to the {axis} axis, which this version does not "
                     f"implement; leave it at {defaults[name]!r}"
                 )
-        if self.sequence_parallel:
+        if self.sequence_parallel and self.tp == 1:
             raise ValueError(
-                "sequence_parallel=True is not implemented in this version; leave it at False (recompute='full' saves "
-                "the memory of activations)"
+                "sequence_parallel=True splits sequences over the tensor-parallel ranks, but tp=1; set tp, or "
+                "sequence_parallel=False"
             )
         if self.tp_plan is not None and self.tp == 1:
             raise ValueError("tp_plan was given, but tp=1 splits nothing; set tp, or leave tp_plan at None")
@@ -184,6 +186,7 @@ class Plan:
         ]
         if self.tp != 1:
             lines.append(f"tp_plan        {'to be found' if self.tp_plan is None else f'{len(self.tp_plan)} entries'}")
+            lines.append(f"sequences      {'split between split layers' if self.sequence_parallel else 'whole'}")
         return "\n".join(lines)
 
     def _describe_units(self) -> str:

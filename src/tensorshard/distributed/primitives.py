@@ -4,7 +4,8 @@ The layers under them (`collectives`) move flat buffers; these cut, pad, and put
 past the group's monitor, if it has one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -38,18 +39,54 @@ def exchange_sizes(size: int, group: dist.ProcessGroup, device: torch.device) ->
     return gather_flat(torch.tensor([size], device=device), group).flatten().tolist()
 
 
+@dataclass
+class Started:
+    """A collective under way."""
+
+    work: dist.Work | None
+    finish: Callable[[], torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        """Its result."""
+        if self.work is not None:
+            self.work.wait()
+        return self.finish()
+
+
 def gather_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Concatenates along `dim` what the ranks hold, of which rank i's has ``sizes[i]`` elements there."""
+    return start_gather_dim(tensor, dim, sizes, group, async_op=False).wait()
+
+
+def start_gather_dim(
+    tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup, *, async_op: bool = True
+) -> Started:
+    """As :func:`gather_dim`, which waits for it."""
     widest = max(sizes)
     padding = widest - tensor.size(dim)
     if padding:
         shape = list(tensor.shape)
         shape[dim] = padding
         tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    stacked = gather_flat(tensor, group)
-    if dim == 0 and min(sizes) == widest:
-        return stacked.flatten(0, 1)
-    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(stacked, sizes, strict=True)], dim)
+    tensor = tensor.contiguous()
+    stacked = tensor.new_empty((group.size(), *tensor.shape))
+    work = None
+    if group.size() == 1:
+        stacked[0].copy_(tensor)
+    else:
+        _announce("all_gather", tensor, group)
+        if tensor.numel():
+            work = all_gather_into(stacked.view(-1), tensor.view(-1), group, async_op=async_op)
+
+    def finish() -> torch.Tensor:
+        even = min(sizes) == widest
+        if even and (dim == 0 or all(size == 1 for size in tensor.shape[:dim])):
+            shape = list(tensor.shape)
+            shape[dim] = sum(sizes)
+            return stacked.view(shape)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(stacked, sizes, strict=True)], dim)
+
+    return Started(work, finish)
 
 
 def slice_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], rank: int) -> torch.Tensor:
@@ -60,17 +97,43 @@ def slice_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], rank: int) -
 
 def reduce_scatter_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Sums `tensor` over the ranks and returns this rank's part along `dim`."""
+    return start_reduce_scatter_dim(tensor, dim, sizes, group, async_op=False).wait()
+
+
+def start_reduce_scatter_dim(
+    tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup, *, async_op: bool = True
+) -> Started:
+    """As :func:`reduce_scatter_dim`, which waits for it."""
     widest = max(sizes)
-    parts = tensor.movedim(dim, 0).split(list(sizes))
-    # One padded part per rank, the cut dimension first: what reduce-scatter takes.
-    stacked = tensor.new_zeros((group.size(), widest, *parts[0].shape[1:]))
-    for slot, part in zip(stacked, parts, strict=True):
-        slot[: len(part)].copy_(part)
+    shape = list(tensor.shape)
+    shape[dim] = widest
+    stacked = _stacked_parts(tensor, dim, sizes, widest)
     _announce("reduce_scatter", stacked, group)
-    output = torch.empty_like(stacked[0])
+    output = tensor.new_empty(shape)
+    work = None
     if output.numel():
-        reduce_scatter_into(output, stacked, group)
-    return output[: sizes[group.rank()]].movedim(0, dim).contiguous()
+        work = reduce_scatter_into(output.view(-1), stacked.view(-1), group, async_op=async_op)
+
+    def finish() -> torch.Tensor:
+        mine = sizes[group.rank()]
+        return output if mine == widest else output.narrow(dim, 0, mine).contiguous()
+
+    return Started(work, finish)
+
+
+def _stacked_parts(tensor: torch.Tensor, dim: int, sizes: Sequence[int], widest: int) -> torch.Tensor:
+    """One padded part per rank, one after the other: what reduce-scatter takes."""
+    if min(sizes) == widest and (dim == 0 or all(size == 1 for size in tensor.shape[:dim])):
+        return tensor.contiguous()  # cut along its outermost dimension, it is that already
+    shape = list(tensor.shape)
+    shape[dim] = widest
+    stacked = tensor.new_empty((len(sizes), *shape))
+    for slot, part in zip(stacked, tensor.split(list(sizes), dim), strict=True):
+        held = part.size(dim)
+        slot.narrow(dim, 0, held).copy_(part)
+        if held < widest:
+            slot.narrow(dim, held, widest - held).zero_()
+    return stacked
 
 
 def all_to_all_dims(

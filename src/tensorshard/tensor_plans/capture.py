@@ -38,10 +38,15 @@ class Capture:
         calls: first calls of blocks, by name, in the order of the run.
         used_outside: parameters that an operation read outside of the forward of a splittable layer that
             holds them.
+        escaped: outputs of blocks, as (block, index among its output's leaves), that something else than the call of a
+            block reads: code between the blocks, or the caller of the model.
+        repeated: blocks that were called more than once.
     """
 
     calls: dict[str, BlockCall]
     used_outside: set[str]
+    escaped: set[tuple[str, int]] = field(default_factory=set)
+    repeated: set[str] = field(default_factory=set)
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -66,8 +71,8 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
         for parameter in twin.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         with recorder:  # with gradients: which inputs of a block have any is part of what is to be found
-            call_model(twin, fakes)
-    return Capture(recorder.calls, recorder.used_outside)
+            recorder.returned(call_model(twin, fakes))
+    return Capture(recorder.calls, recorder.used_outside, recorder.escaped, recorder.repeated)
 
 
 class _Recorder(TorchDispatchMode):
@@ -75,6 +80,10 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: dict[str, BlockCall] = {}
         self.used_outside: set[str] = set()
+        self.escaped: set[tuple[str, int]] = set()
+        self.repeated: set[str] = set()
+        self._outputs: dict[int, tuple[str, int]] = {}  # of blocks, by storage
+        self._in_block = 0
         self._kept: list[torch.Tensor] = []  # so that ids are not used again
         self._made_by: dict[int, tuple[str, int]] = {}
         self._names = {storage_key(p): name for name, p in model.named_parameters()}
@@ -94,11 +103,20 @@ class _Recorder(TorchDispatchMode):
                 key = storage_key(leaf)
                 if key in self._names and not any(key in own for own in self._running):
                     self.used_outside.add(self._names[key])
+                if not self._in_block and key in self._outputs:
+                    self.escaped.add(self._outputs[key])
         return func(*args, **(kwargs or {}))
+
+    def returned(self, output: Any) -> None:
+        """Notes what the model returned."""
+        keys = [storage_key(leaf) for leaf in tensor_leaves(output)]
+        self.escaped |= {self._outputs[key] for key in keys if key in self._outputs}
 
     def watch(self, name: str, block: nn.Module) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._in_block += 1
             if name in self.calls:
+                self.repeated.add(name)
                 return
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             providers = {i: self._made_by[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._made_by}
@@ -109,6 +127,9 @@ class _Recorder(TorchDispatchMode):
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             self._kept += leaves
             self._made_by.update({id(leaf): (name, index) for index, leaf in enumerate(leaves)})
+            self._in_block -= 1
+            if not self._in_block:
+                self._outputs.update({storage_key(leaf): (name, index) for index, leaf in enumerate(leaves)})
 
         block.register_forward_pre_hook(before, with_kwargs=True)
         block.register_forward_hook(after, with_kwargs=True)

@@ -1,13 +1,17 @@
 """Whether a whole table is right: every distinct block by numbers, then the model around them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from tensorshard.tensor_plans.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_plans.capture import BlockCall, capture_calls
 from tensorshard.tensor_plans.dataflow import follow
+from tensorshard.tensor_plans.head_counts import undivided_heads
+from tensorshard.tensor_plans.sequence import SequenceSplit
+from tensorshard.tensor_plans.sequence_search import SplitBlocks, find_sequence_splits, link_splits
 from tensorshard.tensor_plans.styles import SUM_GRADIENTS, Style
 from tensorshard.tensor_plans.table import TensorPlan, collapse, starred
 from tensorshard.tensor_plans.units import ModelRun, find_units, run_once, structure_of, without_repetition
@@ -30,21 +34,28 @@ class CheckedPlan:
         plan: the table, with what it left out and the data tells: parameters between column and row layers, whose
             gradients have to be summed.
         shared_inputs: names of column layers that read the same tensor.
+        sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
+        not_in_parts: blocks that do not, as globs, and why.
     """
 
     plan: TensorPlan
     shared_inputs: list[tuple[str, ...]]
+    sequence: dict[str, SequenceSplit] = field(default_factory=dict)
+    not_in_parts: dict[str, str] = field(default_factory=dict)
 
 
 class WrongTensorPlanError(ValueError):
     """A table under which a model would not compute what it does on one device."""
 
 
-def check_tensor_plan(model: nn.Module, plan: TensorPlan, size: int, *, inputs: Any = None) -> CheckedPlan:
+def check_tensor_plan(
+    model: nn.Module, plan: TensorPlan, size: int, *, inputs: Any = None, sequence_parallel: bool = False
+) -> CheckedPlan:
     """Checks by numbers that `plan` splits `model` over `size` ranks, on random weights and simulated ranks.
 
     Args:
         inputs: as for ``Engine.step``; None to guess from the model.
+        sequence_parallel: whether to find out, too, how its blocks can compute on parts of a sequence.
 
     Raises:
         WrongTensorPlanError: it does not; names the block, its entries, and what was seen.
@@ -52,44 +63,39 @@ def check_tensor_plan(model: nn.Module, plan: TensorPlan, size: int, *, inputs: 
     """
     find_layouts(model, plan.resolve(model), size)
     run = run_once(model, list(find_units(model)), inputs)
-    return check_around_run(model, plan, size, run, BlockChecks(size))
+    return check_around_run(model, plan, run, BlockChecks(size), sequence_parallel=sequence_parallel)
 
 
-class BlockChecks:
-    """The checks of blocks, one for those that are alike: making one costs more than using it."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._made: dict[tuple[object, ...], BlockCheck] = {}
-
-    def of(self, block: nn.Module, call: BlockCall) -> BlockCheck:
-        """The check of blocks like `block`."""
-        structure = structure_of(block, call)
-        if structure not in self._made:
-            self._made[structure] = BlockCheck(block, call, self.size)
-        return self._made[structure]
-
-
-def check_around_run(model: nn.Module, plan: TensorPlan, size: int, run: ModelRun, checks: BlockChecks) -> CheckedPlan:
+def check_around_run(
+    model: nn.Module, plan: TensorPlan, run: ModelRun, checks: BlockChecks, *, sequence_parallel: bool = False
+) -> CheckedPlan:
     """As :func:`check_tensor_plan`, for a model that was run already."""
     styles = plan.resolve(model)
     units = find_units(model)
     checker = _Checker(checks)
     shared_inputs: list[tuple[str, ...]] = []
     for name, call in run.calls.items():
-        inner = _inside(name, styles)
+        inner = styles_inside(name, styles)
         if inner:
             completed, shared = checker.check(name, units[name], call, inner)
             styles.update({_join(name, key): style for key, style in completed.items()})
             shared_inputs += [tuple(_join(name, layer) for layer in layers) for layers in shared]
     complete = collapse(styles, model)
-    agreement = checker.agreement_of_model if "" in units else _check_whole(model, complete, run, size)
+    sequence: dict[str, SequenceSplit] = {}
+    refused: dict[str, str] = {}
+    if sequence_parallel:
+        split = SplitBlocks(complete.resolve(model), shared_inputs, checker.sliced_inputs)
+        sequence, refused = find_sequence_splits(model, split, run, checks)
+    if "" in units:
+        agreement = checker.agreement_of_model
+    else:
+        agreement = _check_whole(model, complete, sequence, run, checks.size)
     if agreement is not None and agreement.sharded_outputs:
         raise WrongTensorPlanError(
             f"the model's output would be split over the ranks with the table\n{plan.describe()}\nand a loss needs it "
             f"whole: use colwise_gather for the last layer"
         )
-    return CheckedPlan(complete, shared_inputs)
+    return CheckedPlan(complete, shared_inputs, sequence, refused)
 
 
 class _Checker:
@@ -99,6 +105,7 @@ class _Checker:
         self._checks = checks
         self._done: dict[tuple[object, ...], tuple[_Completed, Agreement]] = {}
         self._agreements: dict[str, Agreement] = {}
+        self.sliced_inputs: dict[str, dict[int, int]] = {}
 
     @property
     def agreement_of_model(self) -> Agreement | None:
@@ -117,6 +124,8 @@ class _Checker:
                 dim = self._agreements[provider].sharded_outputs.get(output)
                 if dim is not None:
                     sliced[index] = dim
+        if sliced:
+            self.sliced_inputs[name] = sliced
         structure = structure_of(block, call)
         key = (structure, tuple(styles.items()), tuple(sliced.items()))
         if key not in self._done:
@@ -124,7 +133,7 @@ class _Checker:
             try:
                 agreement = self._checks.of(block, call).check(completed, sliced, shared)
             except MismatchError as error:
-                raise WrongTensorPlanError(_refusal(name, styles, self._checks.size, error)) from error
+                raise WrongTensorPlanError(_refusal(name, block, styles, self._checks.size, error)) from error
             self._done[key] = ((completed, shared), agreement)
         completion, self._agreements[name] = self._done[key]
         return completion
@@ -140,7 +149,9 @@ def _complete(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _C
     return {**styles, **added}, [layers for layers in shared if len(layers) > 1]
 
 
-def _check_whole(model: nn.Module, plan: TensorPlan, run: ModelRun, size: int) -> Agreement | None:
+def _check_whole(
+    model: nn.Module, plan: TensorPlan, sequence: Mapping[str, SequenceSplit], run: ModelRun, size: int
+) -> Agreement | None:
     """Checks the model as a whole, if it is small enough without its repeated blocks; None if not.
 
     Raises:
@@ -161,10 +172,14 @@ def _check_whole(model: nn.Module, plan: TensorPlan, run: ModelRun, size: int) -
                 f"use {', '.join(_ALWAYS_RIGHT)} there, or turn the check off"
             )
         return None
-    kept = {name for name, _ in smaller.named_modules()} | {name for name, _ in smaller.named_parameters()}
+    modules = {name for name, _ in smaller.named_modules()}
+    if sequence:
+        capture = capture_calls(smaller, [name for name in sequence if name in modules], run.inputs)
+        sequence = link_splits({name: sequence[name] for name in capture.calls}, capture)
+    kept = modules | {name for name, _ in smaller.named_parameters()}
     check = BlockCheck(smaller, _as_call(run.inputs), size)
     try:
-        return check.check({name: style for name, style in styles.items() if name in kept})
+        return check.check({name: style for name, style in styles.items() if name in kept}, sequence=sequence)
     except MismatchError as error:
         raise WrongTensorPlanError(
             f"the model as a whole does not compute what it does on one device with the table\n{plan.describe()}\n"
@@ -187,10 +202,13 @@ def _as_call(inputs: Any) -> BlockCall:
     return BlockCall(inputs if isinstance(inputs, tuple) else (inputs,), {})
 
 
-def _refusal(name: str, styles: dict[str, Style], size: int, error: MismatchError) -> str:
+def _refusal(name: str, block: nn.Module, styles: dict[str, Style], size: int, error: MismatchError) -> str:
+    columns = [key for key, style in styles.items() if style.kind in ("colwise", "packed_colwise")]
+    heads = undivided_heads(block, columns, size)
     where = f"{starred(name)} (as {name})" if name else "the model"
     return (
         f"the tensor-parallel table is wrong for {where}: {_listed(styles)}. Split so over {size} ranks, {error}. "
+        f"{f'Note that {heads}. ' if heads else ''}"
         f"find_tensor_plan(model, {size}) shows what can be split; without tp_plan it is what is used"
     )
 
@@ -199,14 +217,9 @@ def _listed(styles: Mapping[str, Style]) -> str:
     return ", ".join(f"{name} {style}" for name, style in styles.items())
 
 
-def _inside(name: str, styles: Mapping[str, Style]) -> dict[str, Style]:
-    prefix = f"{name}." if name else ""
-    return {key.removeprefix(prefix): style for key, style in styles.items() if key.startswith(prefix)}
-
-
 def _is_inside(name: str, unit: str) -> bool:
     return name == unit or name.startswith(f"{unit}.")
 
 
 def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+    return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -1,7 +1,7 @@
 """Copies of modules that share nothing with the original, on fake or real tensors, without its weights."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -30,6 +30,11 @@ def blank(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
+def mixed_mask(shape: Sequence[int]) -> torch.Tensor:
+    """A mask that leaves something of each row to attend to, whether True means to attend or to ignore."""
+    return sum(torch.meshgrid(*map(torch.arange, shape), indexing="ij"), start=torch.zeros(())) % 2 == 0
+
+
 def random_values(generator: torch.Generator) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """Values under which a wrong split shows: of the size of trained weights, with biases, and norms not all
     1.
@@ -43,8 +48,12 @@ def random_values(generator: torch.Generator) -> Callable[[str, torch.Tensor], t
         if not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             return tensor.detach().to("cpu", dtype, copy=True)
         if not tensor.is_floating_point():
+            if dtype == torch.bool and tensor.ndim > 1:
+                return mixed_mask(tensor.shape)
             return torch.ones(tensor.shape, dtype=dtype)  # nothing masked, the first of what is counted
         noise = torch.randn(tensor.shape, generator=generator)
+        if not isinstance(tensor, nn.Parameter) and tensor.ndim < 2:
+            return noise.abs_().add_(0.5)  # a variance, a frequency, a count
         if tensor.ndim < 2:
             return noise.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
         # Somewhat above the usual scale, so that attention is far from uniform.

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from tensorshard.tensor_plans.capture import BlockCall, storage_key, tensor_leaves
 from tensorshard.tensor_plans.copies import blank, copy_with
-from tensorshard.tensor_plans.layers import as_splittable
+from tensorshard.tensor_plans.layers import as_splittable, is_multihead_attention
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Region:
     """Layers of a block that would be split together; names are relative to the block.
 
     Args:
-        columns: linear layers and per-head embeddings at its start, whose output features would be split.
+        columns: linear layers and per-head embeddings at its start, whose output features would be split; or one
+            ``nn.MultiheadAttention``.
         rows: the linear layers at its end, whose input features would be.
         between: parameters that are applied in between, to what each rank has of its own.
         inputs: tensor inputs of the block that are, by their index.
@@ -90,7 +91,13 @@ class _Labels(TorchDispatchMode):
         self._met: dict[str, frozenset[str]] = {}
         self._consumers: dict[str, frozenset[str]] = {}
         self._inside: list[str] = []
+        self._attentions: dict[str, None] = {}
         for name, module in block.named_modules():
+            if is_multihead_attention(module):  # whole tensors go in and come out
+                module.register_forward_pre_hook(self._entered(name, "attention"))
+                module.register_forward_hook(self._left(name, False))
+                if name not in whole:
+                    self._attentions[name] = None
             layer = as_splittable(module)
             if layer is not None:
                 module.register_forward_pre_hook(self._entered(name, layer.kind))
@@ -110,10 +117,11 @@ class _Labels(TorchDispatchMode):
         return hook
 
     def _left(self, name: str, may_start: bool) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._inside.pop()
             starts = may_start and name not in self._consumers
-            self._set(output, frozenset([name]) if starts else frozenset())
+            for tensor in tensor_leaves(output):
+                self._set(tensor, frozenset([name]) if starts else frozenset())
 
         return hook
 
@@ -153,7 +161,7 @@ class _Labels(TorchDispatchMode):
         return [group for group in groups if len(group) > 1]
 
     def regions(self) -> list[Region]:
-        """Rows that share a column belong together."""
+        """Rows that share a column belong together; an ``nn.MultiheadAttention`` is a region by itself."""
         merged: list[tuple[set[str], list[str]]] = []
         for row, columns in self._consumers.items():
             together = [entry for entry in merged if entry[0] & columns]
@@ -164,7 +172,12 @@ class _Labels(TorchDispatchMode):
                     [r for entry in together for r in entry[1]] + [row],
                 )
             )
-        return [
+        attentions = [
+            Region((name,), (f"{name}.out_proj" if name else "out_proj",), (), ())
+            for name in self._attentions
+            if name in self.called
+        ]
+        return attentions + [
             Region(
                 tuple(sorted(columns)),
                 tuple(rows),

@@ -1,17 +1,19 @@
 """The search for a tensor-parallel table of any model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from tensorshard.tensor_plans.block_checks import BlockChecks
 from tensorshard.tensor_plans.capture import BlockCall
-from tensorshard.tensor_plans.check import BlockChecks, check_around_run
+from tensorshard.tensor_plans.check import check_around_run
 from tensorshard.tensor_plans.huggingface import published_plan
 from tensorshard.tensor_plans.layers import as_splittable
 from tensorshard.tensor_plans.outer import split_outer_layers
 from tensorshard.tensor_plans.search import BlockSearch, SplitRegion, search_block
+from tensorshard.tensor_plans.sequence import SequenceSplit
 from tensorshard.tensor_plans.styles import Style
 from tensorshard.tensor_plans.table import TensorPlan, collapse, starred
 from tensorshard.tensor_plans.units import find_units, run_once, structure_of
@@ -33,6 +35,7 @@ class FoundPlan:
         size: number of ranks that it is for.
         shared_inputs: names of column layers that read the same tensor, which can communicate once for all.
         checked: whether it was checked by numbers.
+        sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
     """
 
     plan: TensorPlan
@@ -41,6 +44,7 @@ class FoundPlan:
     size: int
     shared_inputs: list[tuple[str, ...]]
     checked: bool = True
+    sequence: dict[str, SequenceSplit] = field(default_factory=dict)
 
     def describe(self) -> str:
         """The table, what stays whole and why, and how much is split."""
@@ -50,10 +54,16 @@ class FoundPlan:
             width = max(map(len, self.whole))
             lines += ["stays whole:", *(f"{name:<{width}}  {reason}" for name, reason in self.whole.items())]
         lines.append(f"{self.split_share:.0%} of the parameters are split")
+        if self.sequence:
+            shown = {starred(name): split.describe() for name, split in self.sequence.items()}
+            width = max(map(len, shown))
+            lines += ["in parts of a sequence:", *(f"{name:<{width}}  {how}" for name, how in shown.items())]
         return "\n".join(lines)
 
 
-def find_tensor_plan(model: nn.Module, size: int = 2, *, inputs: Any = None) -> FoundPlan:
+def find_tensor_plan(
+    model: nn.Module, size: int = 2, *, inputs: Any = None, sequence_parallel: bool = False
+) -> FoundPlan:
     """Finds a table that splits `model` over `size` ranks, and checks it by numbers.
 
     Per distinct block: layers that could be split together are proposed from the flow of the data, and each
@@ -64,6 +74,7 @@ def find_tensor_plan(model: nn.Module, size: int = 2, *, inputs: Any = None) -> 
         model: any module.
         size: number of tensor-parallel ranks.
         inputs: as for ``Engine.step``, of any values; None to guess from the model.
+        sequence_parallel: whether to find out, too, how its blocks can compute on parts of a sequence.
 
     Raises:
         NoTensorPlanError: nothing can be split; names the reasons.
@@ -82,9 +93,10 @@ def find_tensor_plan(model: nn.Module, size: int = 2, *, inputs: Any = None) -> 
     for name, search in searches.items():
         styles.update({_join(name, key): style for key, style in search.styles().items()})
         whole.update({_join(name, key): reason for key, reason in search.whole.items()})
-    outer, outer_whole = split_outer_layers(model, list(units), size, run.used_outside, styles)
+    ends = {_join(name, layer) for name, search in searches.items() for layer in search.ends}
+    outer, outer_whole = split_outer_layers(model, list(units), size, run.capture.used_outside, styles, ends)
     styles.update(outer)
-    whole.update(outer_whole)
+    whole = {name: reason for name, reason in (whole | outer_whole).items() if name not in styles}
     reasons = {starred(name): reason for name, reason in whole.items()}
     if not styles:
         told = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
@@ -94,8 +106,9 @@ def find_tensor_plan(model: nn.Module, size: int = 2, *, inputs: Any = None) -> 
             f"nothing of this {type(model).__name__} can be split over {size} ranks:\n{told}\n"
             f"if you know better, give a table as Plan(tp_plan=...), starting from {start}"
         )
-    found = check_around_run(model, collapse(styles, model), size, run, checks)
-    return FoundPlan(found.plan, reasons, split_share(model, found.plan, size), size, found.shared_inputs)
+    found = check_around_run(model, collapse(styles, model), run, checks, sequence_parallel=sequence_parallel)
+    share = split_share(model, found.plan, size)
+    return FoundPlan(found.plan, reasons | found.not_in_parts, share, size, found.shared_inputs, True, found.sequence)
 
 
 def split_share(model: nn.Module, plan: TensorPlan, size: int) -> float:
@@ -118,7 +131,7 @@ def _search_all(
             given = published.restricted_to(name, units[name])
             known[structure] = search_block(units[name], call, checks.of(units[name], call), given)
         search = known[structure]
-        searches[name] = BlockSearch(list(search.split), dict(search.whole))
+        searches[name] = BlockSearch(list(search.split), dict(search.whole), list(search.ends))
     return searches
 
 

@@ -28,7 +28,8 @@ def example_inputs(model: nn.Module) -> list[Any]:
             return [torch.zeros(_SAMPLES, module.in_channels, *size) for size in sizes]
         if isinstance(module, nn.Linear):
             features = module.in_features
-            return [torch.zeros(_SAMPLES, features), torch.zeros(_SAMPLES, _TOKENS, features)]
+            sequences = torch.zeros(_SAMPLES, _TOKENS, features)
+            return [torch.zeros(_SAMPLES, features), sequences, (sequences, sequences)]
     return []
 
 

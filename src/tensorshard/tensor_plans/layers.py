@@ -38,6 +38,11 @@ def as_splittable(module: nn.Module) -> SplittableLayer | None:
     return None
 
 
+def is_multihead_attention(module: nn.Module) -> bool:
+    """Whether `module` is an unmodified ``nn.MultiheadAttention``, which reads its weights past its layers."""
+    return isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Whether `module` is GPT-2's ``Conv1D``: a linear layer whose weight is [inputs, outputs]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")

@@ -12,7 +12,12 @@ _WORTHWHILE_SHARE = 0.5
 
 
 def split_outer_layers(
-    model: nn.Module, units: list[str], size: int, used_outside: Container[str], inner: Mapping[str, Style]
+    model: nn.Module,
+    units: list[str],
+    size: int,
+    used_outside: Container[str],
+    inner: Mapping[str, Style],
+    ends: Container[str] = (),
 ) -> tuple[dict[str, Style], dict[str, str]]:
     """Styles of embeddings and output layers outside of `units`, and why others stay whole.
 
@@ -22,17 +27,19 @@ def split_outer_layers(
     Args:
         used_outside: parameters that something reads past their modules' forwards.
         inner: styles found so far, which are kept.
+        ends: of a model without blocks, the linear layers whose output no other layer takes: only these, and its
+            embeddings, are outside of what its search could split.
     """
     styles: dict[str, Style] = {}
     whole: dict[str, str] = {}
-    if units == [""]:
-        return styles, whole
     names = {id(p): name for name, p in model.named_parameters()}
     layers = {
         name: module
         for name, module in model.named_modules()
         if as_splittable(module) and name not in inner and not any(name.startswith(f"{unit}.") for unit in units)
     }
+    if units == [""]:
+        layers = {name: m for name, m in layers.items() if isinstance(m, nn.Embedding) or name in ends}
     tables = [m.weight.numel() for m in layers.values() if isinstance(m, nn.Embedding)]
     embedded = {id(m.weight) for m in layers.values() if isinstance(m, nn.Embedding)}
     for name, module in layers.items():

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tensorshard.tensor_plans.dataflow import Dataflow, Region
-from tensorshard.tensor_plans.layers import as_splittable
-from tensorshard.tensor_plans.styles import COLWISE, ROWWISE, SUM_GRADIENTS, Style
+from tensorshard.tensor_plans.layers import as_splittable, is_multihead_attention
+from tensorshard.tensor_plans.styles import COLWISE, HEADS, ROWWISE, SUM_GRADIENTS, Style
 
 # At most so many attributes are divided at once, and so many ways tried: what needs more has never been seen.
 _MOST_ATTRIBUTES = 3
@@ -38,6 +38,9 @@ def proposals(
     that their forward reads); into how many parts the columns are packed; whether a per-head input of the
     block comes split; and whether a parameter in between is per feature, and thus sliced.
     """
+    if is_multihead_attention(block.get_submodule(region.columns[0])):
+        yield Proposal({region.columns[0]: HEADS, **dict.fromkeys(region.rows, ROWWISE)}, {})
+        return
     numbers = _owned_numbers(region, flow)
     divisible = [(owner, name) for owner, name, value in numbers if value % size == 0]
     packings = list(_packings(block, region, sorted({value for _, _, value in numbers})))

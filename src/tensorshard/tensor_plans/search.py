@@ -7,6 +7,7 @@ from torch import nn
 
 from tensorshard.tensor_plans.capture import BlockCall
 from tensorshard.tensor_plans.dataflow import Dataflow, Region, follow
+from tensorshard.tensor_plans.head_counts import undivided_heads
 from tensorshard.tensor_plans.layers import as_splittable
 from tensorshard.tensor_plans.proposals import Proposal, proposals
 from tensorshard.tensor_plans.styles import SUM_GRADIENTS, Style
@@ -35,10 +36,12 @@ class BlockSearch:
     Args:
         split: what can be split.
         whole: why the other linear layers stay whole.
+        ends: those of them whose output features no other layer takes as input.
     """
 
     split: list[SplitRegion] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
+    ends: list[str] = field(default_factory=list)
 
     def styles(self) -> dict[str, Style]:
         """The styles of everything that is split, together."""
@@ -58,6 +61,7 @@ def search_block(
     found = BlockSearch()
     refused: set[str] = set()
     reasons: dict[str, str] = {}
+    taken: set[str] = set()
     while True:
         # Where a region is refused, its layers stay whole, and may be rows' and columns' neighbours in
         # another way.
@@ -67,6 +71,7 @@ def search_block(
         if not regions:
             break
         for region in regions:
+            taken.update(region.columns)
             outcome = _split(block, check, region, flow, published or {})
             if isinstance(outcome, SplitRegion):
                 found.split.append(outcome)
@@ -80,6 +85,8 @@ def search_block(
         if name not in used and described is not None and described.kind == "linear":
             unused = "no other layer takes its output features as input"
             found.whole[name] = reasons.get(name, unused if name in flow.called else "it is not called as a module")
+            if name not in taken and name in flow.called:
+                found.ends.append(name)
     return found
 
 
@@ -87,6 +94,7 @@ def _split(
     block: nn.Module, check: BlockCheck, region: Region, flow: Dataflow, published: Mapping[str, Style]
 ) -> SplitRegion | str:
     """How `region` can be split, or why it cannot."""
+    heads = undivided_heads(block, region.columns, check.size)
     reason = "there is no way to try"
     own = proposals(block, region, flow, check.inputs, check.size)
     for tries, proposal in enumerate(_all_proposals(region, own, published), start=1):
@@ -97,7 +105,7 @@ def _split(
                 reason = f"split over {check.size} ranks, {error}"
             continue
         return SplitRegion(region, proposal, tries, agreement.sharded_outputs)
-    return reason
+    return heads or reason
 
 
 def _all_proposals(region: Region, own: Iterator[Proposal], published: Mapping[str, Style]) -> Iterator[Proposal]:

@@ -62,6 +62,14 @@ class ThreadGroup(dist.ProcessGroup):
 
     all_gather_single = _allgather_base  # what torch 2.13 calls it
 
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        total = torch.stack([part.flatten() for part in self._exchange(input)]).sum(0)
+        output.copy_(total.chunk(self.size())[self._rank].view_as(output))
+        self._board.barrier.wait()
+        return _Done()
+
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+
     def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self._board.slots[self._rank] = tensor.detach()
         self._board.barrier.wait()

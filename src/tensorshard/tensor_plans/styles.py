@@ -17,6 +17,7 @@ STYLES = {
     "that its gradients are to be added",
     "slice": "slice(dim): a parameter, or a module's parameters, cut along a dimension; for what works element by "
     "element on split features",
+    "heads": "an nn.MultiheadAttention's heads are split, and with them its packed weights; its out_proj is rowwise",
     "divide": "divide(name, ...): attributes of a module that are to be divided by the number of ranks, such as "
     "divide(num_heads); config.name for one of the module's config",
 }
@@ -52,6 +53,7 @@ COLWISE = Style("colwise")
 ROWWISE = Style("rowwise")
 COLWISE_GATHER = Style("colwise_gather")
 VOCAB = Style("vocab")
+HEADS = Style("heads")
 SUM_GRADIENTS = Style("replicate", names=("sum_grad",))
 
 

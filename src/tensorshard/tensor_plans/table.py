@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
-from tensorshard.tensor_plans.layers import as_splittable
-from tensorshard.tensor_plans.styles import COLWISE_GATHER, VOCAB, Style, parse_style
+from tensorshard.tensor_plans.layers import as_splittable, is_multihead_attention
+from tensorshard.tensor_plans.styles import COLWISE_GATHER, HEADS, ROWWISE, VOCAB, Style, parse_style
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TensorPlan:
         Raises:
             ValueError: an entry matches nothing, names the nearest; two globs disagree on a name.
         """
-        names = [name for name, _ in model.named_modules() if name]
+        names = [name for name, _ in model.named_modules() if name or "" in self.entries]  # itself: of a block alone
         names += [name for name, _ in model.named_parameters()]
         for pattern in self.entries:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -96,7 +96,7 @@ class TensorPlan:
                 raise ValueError(f"{name} is matched by {said}, which disagree: make one of them more specific")
             if matching:
                 found[name] = self.entries[matching[0]]
-        return found | _tied_layers(model, found)
+        return found | _tied_layers(model, found) | _output_projections(model, found)
 
     def restricted_to(self, name: str, module: nn.Module) -> dict[str, Style]:
         """The styles of what is inside `module`, which a model calls `name`, by the names in `module`."""
@@ -144,6 +144,25 @@ def _tied_layers(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Sty
         if layer is not None and name not in styles and id(module.weight) in split:
             tied[name] = VOCAB if layer.kind == "embedding" else COLWISE_GATHER
     return tied
+
+
+def _output_projections(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Styles of the ``out_proj`` of attentions whose heads are split.
+
+    Raises:
+        ValueError: the table says something else of one.
+    """
+    implied = {}
+    for name, module in model.named_modules():
+        if styles.get(name) == HEADS and is_multihead_attention(module):
+            projection = f"{name}.out_proj" if name else "out_proj"
+            if styles.get(projection, ROWWISE) != ROWWISE:
+                raise ValueError(
+                    f"{projection} is {str(styles[projection])!r}, but the heads of {name} are split ('heads'), so "
+                    f"that each rank has a part of its input: leave it out, or give it 'rowwise'"
+                )
+            implied[projection] = ROWWISE
+    return implied
 
 
 def _nothing_matches(pattern: str, names: Iterable[str]) -> str:

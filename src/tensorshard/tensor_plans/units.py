@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.tensor_plans.capture import BlockCall, capture_calls, tensor_leaves
+from tensorshard.tensor_plans.capture import BlockCall, Capture, capture_calls, tensor_leaves
 from tensorshard.tensor_plans.inputs import example_inputs
-from tensorshard.tensor_plans.layers import as_splittable
+from tensorshard.tensor_plans.layers import as_splittable, is_multihead_attention
 from tensorshard.transforms.units import find_blocks
 
 # Of blocks that are alike, a shrunken model keeps this many, so that what one hands to the next is there.
@@ -23,7 +23,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     units = {
         name: block
         for name, block in find_blocks(model).items()
-        if sum(as_splittable(module) is not None for module in block.modules()) > 1
+        if sum(as_splittable(m) is not None or is_multihead_attention(m) for m in block.modules()) > 1
     }
     return units or {"": model}
 
@@ -33,14 +33,17 @@ class ModelRun:
     """One run of a model on fake tensors.
 
     Args:
-        calls: the first call of each unit, in the order of the run.
-        used_outside: parameters of splittable layers that other code read.
+        capture: what it showed of the units.
         inputs: what the model was run on.
     """
 
-    calls: dict[str, BlockCall]
-    used_outside: set[str]
+    capture: Capture
     inputs: Any
+
+    @property
+    def calls(self) -> dict[str, BlockCall]:
+        """The first call of each unit, in the order of the run."""
+        return self.capture.calls
 
 
 def run_once(model: nn.Module, units: list[str], inputs: Any) -> ModelRun:
@@ -53,8 +56,7 @@ def run_once(model: nn.Module, units: list[str], inputs: Any) -> ModelRun:
     error: Exception | None = None
     for candidate in candidates:
         try:
-            capture = capture_calls(model, units, candidate)
-            return ModelRun(capture.calls, capture.used_outside, candidate)
+            return ModelRun(capture_calls(model, units, candidate), candidate)
         except Exception as caught:  # whatever a model makes of inputs that are not its own
             error = error or caught
     remedy = "give find_tensor_plan inputs= of the right kind, and its table to Plan(tp_plan=...)"

@@ -13,11 +13,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tensorshard.tensor_plans.capture import BlockCall, tensor_leaves
-from tensorshard.tensor_plans.copies import copy_with, random_values
+from tensorshard.tensor_plans.copies import copy_with, mixed_mask, random_values
 from tensorshard.tensor_plans.layout import Layout, join_parts, local_part
+from tensorshard.tensor_plans.sequence import SequenceSplit
 from tensorshard.tensor_plans.simulation import ThreadGroup, run_as_ranks
 from tensorshard.tensor_plans.styles import Style
 from tensorshard.tensor_plans.table import TensorPlan
+from tensorshard.transforms.sequence_parallel import apply_sequence_parallel
 from tensorshard.transforms.tensor import apply_tensor_parallel, find_layouts
 
 TOLERANCE = 1e-3
@@ -46,6 +48,13 @@ class Agreement:
     """
 
     sharded_outputs: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Split:
+    styles: Mapping[str, Style]
+    shared_inputs: Sequence[Sequence[str]]
+    sequence: Mapping[str, SequenceSplit]
 
 
 @dataclass
@@ -91,6 +100,7 @@ class BlockCheck:
         styles: Mapping[str, Style],
         sliced_inputs: Mapping[int, int] | None = None,
         shared_inputs: Iterable[Sequence[str]] = (),
+        sequence: Mapping[str, SequenceSplit] | None = None,
     ) -> Agreement:
         """Compares the block, split as `styles` say, with the whole one.
 
@@ -98,14 +108,16 @@ class BlockCheck:
             styles: of modules and parameters of the block, by their names in it.
             sliced_inputs: tensor inputs of which each rank gets its part alone, and along which dimension.
             shared_inputs: as for :func:`apply_tensor_parallel`.
+            sequence: as for :func:`apply_sequence_parallel`; "" is the block itself.
 
         Raises:
             MismatchError: they differ, or the split block does not run; says what was seen.
         """
         sliced = {index: Layout(dim, (self.inputs[index].shape[dim],)) for index, dim in (sliced_inputs or {}).items()}
         try:
+            split = _Split(styles, list(shared_inputs), sequence or {})
             layouts = find_layouts(self._block, styles, self.size)
-            runs = run_as_ranks(self.size, lambda group: self._split_run(group, styles, layouts, sliced, shared_inputs))
+            runs = run_as_ranks(self.size, lambda group: self._split_run(group, split, layouts, sliced))
         except MismatchError:
             raise
         except Exception as error:  # whatever a model's forward makes of parts that do not fit
@@ -117,14 +129,14 @@ class BlockCheck:
     def _split_run(
         self,
         group: ThreadGroup,
-        styles: Mapping[str, Style],
+        split: _Split,
         layouts: Mapping[str, Layout],
         sliced: Mapping[int, Layout],
-        shared_inputs: Iterable[Sequence[str]],
     ) -> _Run:
         rank, size = group.rank(), group.size()
         part = copy_with(self._block, lambda name, t: t.detach())
-        apply_tensor_parallel(part, TensorPlan(dict(styles)), group, shared_inputs=shared_inputs)
+        apply_tensor_parallel(part, TensorPlan(dict(split.styles)), group, shared_inputs=split.shared_inputs)
+        apply_sequence_parallel(part, split.sequence, group, shared_inputs=split.shared_inputs)
         with torch.no_grad():
             for name, parameter in part.named_parameters():
                 parameter.data = local_part(parameter.data, layouts[name], rank, size)
@@ -200,8 +212,7 @@ def _random_input(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tenso
     if leaf.is_floating_point():
         return torch.randn(leaf.shape, generator=generator)
     if leaf.dtype == torch.bool:
-        mask = torch.ones(leaf.shape, dtype=torch.bool)
-        return mask.tril() if leaf.ndim > 1 else mask  # as masks are: no row without an element
+        return mixed_mask(leaf.shape) if leaf.ndim > 1 else torch.ones(leaf.shape, dtype=torch.bool)
     return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
 
 

@@ -73,7 +73,7 @@ class _WideParameters:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        return _widen(value) if isinstance(value, nn.Parameter) else value
+        return _widen(value) if name in self._module._parameters else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)

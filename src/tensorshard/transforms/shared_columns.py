@@ -102,14 +102,20 @@ class SharedColumns:
         return outputs[0]
 
     def _compute(self, layers: list[nn.Module], input: torch.Tensor) -> list[torch.Tensor]:
-        parameters: list[Any] = []
+        parameters: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for layer in layers:
             weight = to_local(layer.weight)  # type: ignore[arg-type]
-            parameters.append(weight.t() if is_transposed(layer) else weight)
-            parameters.append(None if layer.bias is None else to_local(layer.bias))  # type: ignore[arg-type]
-        computed, *parameters = autocast(input, *parameters)
-        outputs = _Columns.apply(computed, self._group, *parameters)
+            bias = None if layer.bias is None else to_local(layer.bias)  # type: ignore[arg-type]
+            parameters.append((weight.t() if is_transposed(layer) else weight, bias))
+        outputs = self._outputs(input, parameters)
         return [set_mark(output, ParallelMark(-1, None, self._group)) for output in outputs]
+
+    def _outputs(
+        self, input: torch.Tensor, parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> Sequence[torch.Tensor]:
+        """This rank's columns of the outputs of layers of these weights and biases."""
+        computed, *flat = autocast(input, *(tensor for pair in parameters for tensor in pair))
+        return _Columns.apply(computed, self._group, *flat)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from tensorshard.tensor_plans.layers import SplittableLayer, as_splittable, is_t
 from tensorshard.tensor_plans.layout import WHOLE, Layout, check_can_split
 from tensorshard.tensor_plans.styles import Style
 from tensorshard.tensor_plans.table import TensorPlan
+from tensorshard.transforms.multihead_attention import attention_layouts, keep_layers_called, split_attention
 from tensorshard.transforms.shared_columns import SharedColumns
 
 _COLUMNS = ("colwise", "packed_colwise")
@@ -52,6 +53,7 @@ def apply_tensor_parallel(
     process_group = resolve_group(group)
     styles = plan.resolve(model)
     layouts = find_layouts(model, styles, process_group.size())
+    keep_layers_called(model, {name for name, layout in layouts.items() if layout.dim is not None})
     for name, module in model.named_modules():
         style = styles.get(name)
         if style is not None:
@@ -111,6 +113,8 @@ def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int
         for attribute in style.names:
             _check_divides(name, module, attribute, size)
         return {}
+    if style.kind == "heads":
+        return attention_layouts(name, module, size)
     if style.kind == "slice":
         return {
             key: _parameter_layout(_join(name, key), p, style) for key, p in module._parameters.items() if p is not None
@@ -180,6 +184,9 @@ def _attribute_owner(module: nn.Module, attribute: str) -> tuple[Any, str]:
 def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup) -> None:
     if style.kind == "divide":
         _divide(module, style.names, group)
+        return
+    if style.kind == "heads":
+        split_attention(module, group)
         return
     if style.sums_gradients:
         names = [key for key, p in module._parameters.items() if p is not None]

@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tensorshard.distributed.collectives import all_gather_into
+from tensorshard.distributed.decide import decide_once
 from tensorshard.mesh import Mesh
 from tensorshard.plan import Plan
 from tensorshard.tensor_plans.choose import choose_tensor_plan
@@ -68,24 +69,39 @@ class TensorSplit:
 def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh) -> FoundPlan | None:
     """The table for `model` under `plan`, found or checked by numbers; None where nothing is to be split.
 
+    The first rank works it out and tells the others. A collective of the mesh.
+
     Raises:
         ValueError: the plan's table is wrong for this model, or none can be found.
     """
     if mesh.degrees["tp"] == 1:
         return None
+
+    def choose() -> FoundPlan:
+        return choose_tensor_plan(
+            model,
+            mesh.degrees["tp"],
+            plan.tp_plan,
+            check=plan.tp_check,
+            sequence_parallel=plan.sequence_parallel,
+        )
+
     with unset_fake_temporarily():  # the check computes numbers, on small tensors of its own
-        return choose_tensor_plan(model, mesh.degrees["tp"], plan.tp_plan, check=plan.tp_check)
+        return decide_once(choose, mesh.world_group)
 
 
 def split_over_tensor_ranks(model: nn.Module, found: FoundPlan | None, plan: Plan, mesh: Mesh) -> TensorSplit:
     """Makes `model` compute this rank's part of what the table `found` splits."""
     if found is None:
         return TensorSplit()
+    from tensorshard.transforms.sequence_parallel import apply_sequence_parallel
     from tensorshard.transforms.tensor import apply_tensor_parallel
 
     group = mesh.group("tp")
     # Layers that share an input reduce its gradient together, for which the first reads the others' weights: these are
     # not there under ZeRO 3 where units by name may part them.
     parted = plan.zero == 3 and isinstance(plan.shard_units, list)
-    layouts = apply_tensor_parallel(model, found.plan, group, shared_inputs=() if parted else found.shared_inputs)
+    shared_inputs = () if parted else found.shared_inputs
+    layouts = apply_tensor_parallel(model, found.plan, group, shared_inputs=shared_inputs)
+    apply_sequence_parallel(model, found.sequence, group, shared_inputs=shared_inputs, whole_units=not parted)
     return TensorSplit(layouts, group, found)

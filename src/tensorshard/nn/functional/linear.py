@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tensorshard.distributed import primitives
 from tensorshard.distributed.collectives import advance
@@ -68,6 +69,8 @@ class _RowLinear(Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         output = F.linear(input, weight)
+        if _get_current_dispatch_mode() is not None:
+            output = output.clone()  # selective recomputation keeps the product, and what follows writes into it
         primitives.all_reduce(output, group)
         return output if bias is None else output.add_(bias)
 
