@@ -1,5 +1,6 @@
 """Plan(sequence_parallel=True): parity with one process, composed with the rest, and what cannot be split."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -114,13 +115,14 @@ def _refusal(build: Any, fields: dict[str, Any], inputs: Any) -> str:
 class Features(nn.Module):
     """Layers over [batch, features]: there is no sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, flat: bool = True) -> None:
         super().__init__()
+        self.flat = flat
         self.blocks = nn.ModuleList(Residual() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = block(x)
+            x = block(x.flatten(1) if self.flat else x)
         return x
 
 
@@ -128,6 +130,8 @@ def test_what_cannot_be_split_is_refused(ranks):
     plan = dict(tp=2, sequence_parallel=True)
     message = ranks(2, _refusal, Features, plan, torch.zeros(4, 8))[1]
     assert "no block of this Features can be split along a sequence" in message and "sequence_parallel=False" in message
+    flat = ranks(2, _refusal, partial(Features, flat=False), plan, torch.zeros(4, 8))[0]
+    assert "was given a tensor [4, 8], and expected 3 dimensions, of which dimension 1 is the sequence" in flat
     short = ranks(2, _refusal, _gpt, plan, torch.zeros(4, 1, dtype=torch.long))[1]
     assert "1 positions along dimension 1, which cannot be split over tp=2 ranks" in short
     unchecked = {**plan, "tp_plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, "tp_check": False}

@@ -62,7 +62,7 @@ def check_tensor_plan(
         ValueError: an entry that matches nothing or cannot be applied; the model does not run on `inputs`.
     """
     find_layouts(model, plan.resolve(model), size)
-    run = run_once(model, list(find_units(model)), inputs)
+    run = run_once(model, list(find_units(model)), inputs, sequences=sequence_parallel)
     return check_around_run(model, plan, run, BlockChecks(size), sequence_parallel=sequence_parallel)
 
 

@@ -82,7 +82,7 @@ def find_tensor_plan(
         ValueError: the model does not run on `inputs`, or none were given and none could be guessed.
     """
     units = find_units(model)
-    run = run_once(model, list(units), inputs)
+    run = run_once(model, list(units), inputs, sequences=sequence_parallel)
     checks = BlockChecks(size)
     published = published_plan(model)
     searches = _search_all(units, run.calls, checks, published.plan)

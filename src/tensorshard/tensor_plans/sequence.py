@@ -12,7 +12,7 @@ class SequenceSplit:
     the features.
 
     Args:
-        dim: the dimension along which the sequence runs.
+        ndim: dimensions of the input that is split. dim: the one along which the sequence runs.
         input: the tensor input of the block that is split, by its index among the leaves of (args, kwargs).
         outputs: the tensor outputs that are.
         columns: column layers that read the sequence, and whether they gather their input themselves; if not, a module
@@ -26,6 +26,7 @@ class SequenceSplit:
         gathers: whether the outputs are needed whole.
     """
 
+    ndim: int
     dim: int
     input: int
     outputs: tuple[int, ...]

@@ -130,7 +130,7 @@ def _search_block(
         flow = _follow(block, call, styles, index)
         if not flow.columns or not flow.outputs_of(dim, length):
             continue
-        for split in _ways(flow, index, dim, length):
+        for split in _ways(flow, index, dim, check.inputs[index].shape):
             tries += 1
             if tries > _MOST_TRIES:
                 return reason
@@ -181,12 +181,13 @@ class _Flow:
         return _as_long(self.outputs, dim, length)
 
 
-def _ways(flow: _Flow, index: int, dim: int, length: int) -> Iterator[SequenceSplit]:
+def _ways(flow: _Flow, index: int, dim: int, shape: torch.Size) -> Iterator[SequenceSplit]:
     """Where the sequence may be put together: by each column layer, or by the module around several.
 
     First with all layers that are not split applied to parts of the sequence, then with the modules around these run on
     the whole of it.
     """
+    length = shape[dim]
     for around in ((), _owners(flow.unsplit)):
         whole = {}
         for owner in around:
@@ -205,6 +206,7 @@ def _ways(flow: _Flow, index: int, dim: int, length: int) -> Iterator[SequenceSp
         for way in ways:
             gathered = dict(zip(owners, way, strict=True))
             yield SequenceSplit(
+                len(shape),
                 dim,
                 index,
                 flow.outputs_of(dim, length),

@@ -46,13 +46,17 @@ class ModelRun:
         return self.capture.calls
 
 
-def run_once(model: nn.Module, units: list[str], inputs: Any) -> ModelRun:
-    """Runs `model` on fake tensors, on guessed inputs if `inputs` is None.
+def run_once(model: nn.Module, units: list[str], inputs: Any, *, sequences: bool = False) -> ModelRun:
+    """Runs `model` on fake tensors, on guessed inputs if `inputs` is None; on `sequences` if it takes any.
 
     Raises:
         ValueError: it does not run.
     """
     candidates = example_inputs(model) if inputs is None else [inputs]
+    if sequences:
+        candidates.sort(
+            key=lambda candidate: all(t.is_floating_point() and t.ndim < 3 for t in tensor_leaves(candidate))
+        )
     error: Exception | None = None
     for candidate in candidates:
         try:

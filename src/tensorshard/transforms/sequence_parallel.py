@@ -187,6 +187,11 @@ def _enter(
     """Cuts a block's input, if it comes whole, and tells the block how long the sequence is."""
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim != split.ndim:
+            raise ValueError(
+                f"{name} was given a tensor {list(tensor.shape)}, and expected {split.ndim} dimensions, of which dimension "
+                f"{split.dim} is the sequence; give such sequences, or set sequence_parallel=False"
+            )
         if split.scatters:
             flow.length = tensor.size(split.dim)
             if tensor.size(split.dim) < flow.group.size():

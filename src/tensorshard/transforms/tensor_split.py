@@ -94,6 +94,8 @@ def split_over_tensor_ranks(model: nn.Module, found: FoundPlan | None, plan: Pla
     """Makes `model` compute this rank's part of what the table `found` splits."""
     if found is None:
         return TensorSplit()
+    from tensorshard.tensor_plans.units import find_units
+    from tensorshard.transforms.randomness import split_randomness
     from tensorshard.transforms.sequence_parallel import apply_sequence_parallel
     from tensorshard.transforms.tensor import apply_tensor_parallel
 
@@ -103,5 +105,7 @@ def split_over_tensor_ranks(model: nn.Module, found: FoundPlan | None, plan: Pla
     parted = plan.zero == 3 and isinstance(plan.shard_units, list)
     shared_inputs = () if parted else found.shared_inputs
     layouts = apply_tensor_parallel(model, found.plan, group, shared_inputs=shared_inputs)
+    styles = found.plan.resolve(model)
+    split_randomness(model, find_units(model), styles, found.sequence, group)
     apply_sequence_parallel(model, found.sequence, group, shared_inputs=shared_inputs, whole_units=not parted)
     return TensorSplit(layouts, group, found)
