@@ -2,13 +2,15 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks import tables
-from benchmarks.harness import memory, results
+from benchmarks.harness import layers, memory, results
 from benchmarks.harness.hardware import hardware_name, installed_versions
+from benchmarks.harness.layers_rank import LayerMismatchError, check_same
 from benchmarks.harness.ranks import RankError, run_ranks
 from benchmarks.harness.report import format_value
 from benchmarks.harness.results import (
@@ -22,7 +24,7 @@ from benchmarks.harness.results import (
 from benchmarks.harness.statistics import LossMismatchError, check_losses_agree, compare
 from benchmarks.harness.training import RankMeasurement, summarize_ranks
 from benchmarks.registry import find_suites
-from benchmarks.suites import zero
+from benchmarks.suites import tensor, zero
 
 TIME = Quantity("step_seconds", "step time", "s")
 CPU_TIME = Quantity("cpu_seconds", "CPU time", "s", headline=False)
@@ -213,7 +215,7 @@ def test_values_are_printed_with_their_unit():
 
 def test_suites_are_found():
     suites = find_suites()
-    assert {"import", "zero"} <= set(suites)
+    assert {"import", "tensor", "zero"} <= set(suites)
     for suite in suites.values():
         suite.add_arguments(argparse.ArgumentParser())
 
@@ -237,6 +239,73 @@ def test_contender_of_a_missing_library_is_not_installed():
     assert zero.Contender("torch", "ddp", "torch.nn").installed
     assert not zero.Contender("x", "x", "no_such_library").installed
     assert not zero.Contender("x", "x", "no_such_library.part").installed
+
+
+@pytest.mark.parametrize("work", tensor.WORKS.values(), ids=list(tensor.WORKS))
+def test_every_layer_has_peers_and_ours(work):
+    lineup = tensor.contenders(work.kind)
+    assert lineup[0].name == "parallelize_module" and not lineup[0].ours
+    assert [contender.ours for contender in lineup].count(True) == 2
+    assert len({contender.name for contender in lineup}) == len(lineup)
+    builders = Path(tables.__file__).parent / "peers"
+    assert all((builders / f"{contender.builder}.py").exists() for contender in lineup)
+
+
+def test_unknown_layer_is_refused():
+    message = "no layer 'convolution'; there are 'block', 'mlp' and 'llama'"
+    with pytest.raises(ValueError, match=message):
+        tensor.contenders("convolution")
+    with pytest.raises(ValueError, match=message):
+        replace(tensor.WORKS["block 512"], kind="convolution").module()
+
+
+def test_a_layer_and_its_batch_are_the_same_on_every_rank():
+    work = tensor.WORKS["MLP 512, 256 tokens"]
+    first, second = work.module(), work.module()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    inputs, gradient = work.batch()
+    assert inputs.requires_grad and inputs.shape == gradient.shape == (1, 256, 512)
+    assert torch.equal(inputs, work.batch()[0])
+    assert first(inputs).shape == gradient.shape
+
+
+def test_a_contender_has_to_compute_what_the_plain_layer_does():
+    expected = torch.tensor([1.0, -4.0]), torch.tensor([2.0])
+    check_same("a", (torch.tensor([1.0, -4.00001]), torch.tensor([2.0])), expected)
+    with pytest.raises(LayerMismatchError, match=r"the output of a is 0\.025 from the plain layer's"):
+        check_same("a", (torch.tensor([1.1, -4.0]), expected[1]), expected)
+    with pytest.raises(LayerMismatchError, match="gradient of the input of a is nan"):
+        check_same("a", (expected[0], torch.tensor([float("nan")])), expected)
+    with pytest.raises(LayerMismatchError, match=r"the output of a is \[1\], not \[2\]"):
+        check_same("a", (torch.tensor([1.0]), expected[1]), expected)
+
+
+def test_a_layer_is_as_slow_as_its_slowest_rank():
+    of_ranks = [
+        layers.RankLayerMeasurement([[1.0, 5.0, 2.0], [1.0, 1.0, 1.0]], [0.5, 0.25], 10),
+        layers.RankLayerMeasurement([[3.0, 1.0, 2.5], [2.0, 1.0, 2.0]], [0.75, 0.5], 20),
+    ]
+    assert layers.summarize_layer(of_ranks, [7, 8]) == layers.LayerMeasurement([3.0, 2.0], [1.25, 0.75], [7, 8])
+
+
+def test_layers_are_measured_on_ranks():
+    work = replace(tensor.WORKS["MLP 512, 256 tokens"], width=16, sequence=8)
+    lineup = [contender for contender in tensor.contenders("mlp") if contender.ours or "torch." in contender.requires]
+    measured = layers.measure_layers(
+        work,
+        lineup,
+        2,
+        rounds=2,
+        memory_rounds=0,
+        warmup_steps=1,
+        measured_steps=1,
+        environment=tensor.NO_GPU,
+        timeout=60,
+    )
+    assert list(measured) == ["parallelize_module", "tensorshard tp=2", "ts.nn.ParallelLinear"]
+    for measurement in measured.values():
+        assert len(measurement.step_seconds) == len(measurement.cpu_seconds) == 2
+        assert min(*measurement.step_seconds, *measurement.cpu_seconds) > 0
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many"])

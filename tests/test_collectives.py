@@ -62,6 +62,26 @@ def test_maximum(ranks):
     assert ranks(4, _maximum) == [3.0] * 4
 
 
+def _of_every_length() -> None:
+    """All-reduces around the lengths at which the number of hops changes, in the order of the ranks' sums."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for limit in (collectives._SMALL_BYTES, collectives._SMALL_BYTES_OF_PAIR):
+        for numel in (limit // 4 - 1, limit // 4, limit // 4 + 1):
+            terms = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+            tensor, expected = terms[rank].clone(), terms[0].clone()
+            for term in terms[1:]:
+                expected += term
+            collectives.all_reduce_(tensor, group)
+            assert torch.equal(tensor, expected), f"{numel} elements on {size} ranks"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_of_every_length_are_in_the_order_of_the_ranks(ranks, world_size):
+    ranks(world_size, _of_every_length)
+
+
 def test_other_operations_are_refused(ranks):
     with pytest.raises(AssertionError, match="it sums"):
         ranks(2, _product)

@@ -62,7 +62,7 @@ def _searches_of(fields: dict[str, Any]) -> tuple[int, str, str]:
     """How often this rank searched; the table and the refusal that it came to."""
     searches: list[int] = []
     search = finding.run_once
-    finding.run_once = lambda *args: searches.append(1) or search(*args)
+    finding.run_once = lambda *args, **kwargs: searches.append(1) or search(*args, **kwargs)
     try:
         engine = parity.make_engine("gpt", fields)
         return len(searches), engine.sharded.split.found.describe(), ""

@@ -59,6 +59,12 @@ def test_a_wrong_table_is_refused_by_numbers(kind, table, size):
         check(kind, table, size)
 
 
+def test_a_refusal_names_heads_that_do_not_divide():
+    said = "Note that self_attn.config.num_key_value_heads is 2, which cannot be divided over 4 ranks; tp can be 2"
+    with pytest.raises(WrongTensorPlanError, match=said):
+        check("llama", LLAMA, 4)
+
+
 def test_a_split_output_is_refused():
     with pytest.raises(WrongTensorPlanError, match="use colwise_gather for the last layer"):
         check("gpt", {"head": "colwise"})

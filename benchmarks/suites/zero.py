@@ -2,13 +2,12 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import date
-from importlib.util import find_spec
-from typing import Any
 
 from rich.console import Console
 
+from benchmarks.harness.contender import Contender
 from benchmarks.harness.hardware import hardware_name, installed_versions
 from benchmarks.harness.report import make_console, print_group
 from benchmarks.harness.results import Group, Quantity, Results, make_rows, save_results
@@ -34,35 +33,6 @@ QUANTITIES = (
     Quantity("steady_peak_bytes", "peak memory per rank", "bytes"),
     Quantity("process_peak_bytes", "start included", "bytes", headline=False),
 )
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to train at a ZeRO level.
-
-    Args:
-        builder: its module in :mod:`benchmarks.peers`.
-        options: of the module's ``build``.
-        requires: a module that has to be installed.
-        environment: variables of its ranks.
-    """
-
-    name: str
-    builder: str
-    requires: str
-    options: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def ours(self) -> bool:
-        return self.builder == "ours"
-
-    @property
-    def installed(self) -> bool:
-        try:
-            return find_spec(self.requires) is not None
-        except ModuleNotFoundError:  # the package that the module is in
-            return False
 
 
 def contenders(level: int) -> list[Contender]:

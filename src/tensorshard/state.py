@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from tensorshard.distributed import groups, primitives
 from tensorshard.distributed.data_parallel import register_ddp_parameters_to_ignore
 from tensorshard.distributed.marks import get_mark, get_parallel_dim, register_parallel_dim
-from tensorshard.distributed.sharding import distribute_like, normalize_dim, shard_range, shard_sizes
+from tensorshard.distributed.parts import gather_whole, own_part
+from tensorshard.distributed.sharding import distribute_like, normalize_dim, shard_sizes
 
 __all__ = [
     "collect_state_dict",
@@ -70,7 +71,8 @@ def collect_state_dict(
     besides those it is to return.
 
     Args:
-        model: a module, or an optimizer of its parameters.
+        model: a module, or an optimizer of its parameters. A ``ZeroRedundancyOptimizer`` is consolidated, on the
+            first rank of its group if `rank0_only`.
         state_dict: ``model.state_dict()``, which is taken if None.
         prefix: put before every name in the result.
         rank0_only: return the state on the first rank of each model-parallel group alone, and {} on the
@@ -80,8 +82,11 @@ def collect_state_dict(
     Returns:
         A dict of the structure of `state_dict`, of plain tensors; tensors that were tied still are.
     """
-    state_dict = model.state_dict() if state_dict is None else state_dict
     keep = not rank0_only or _is_first_rank()
+    if state_dict is None and hasattr(model, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer
+        keep = not rank0_only or model.rank == 0  # type: ignore[assignment, union-attr]
+        state_dict = _consolidate(model, keep)
+    state_dict = model.state_dict() if state_dict is None else state_dict
     marked = _marked_parameters(model)
     originals = _original_names(model)
     done: dict[str, torch.Tensor | None] = {}
@@ -93,7 +98,7 @@ def collect_state_dict(
         if isinstance(tensor, DTensor):
             whole = tensor.full_tensor()
         elif path[0] in marked:
-            whole = _gather_marked(tensor, marked[path[0]])
+            whole = gather_whole(tensor, marked[path[0]])
         else:
             whole = tensor
         done[name] = whole.detach().to(device) if keep else None
@@ -139,7 +144,7 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
     def relocate(path: _Path, tensor: Any) -> torch.Tensor:
         whole = fetch(tensor)
         if path[0] in marked:
-            return _slice_marked(whole, marked[path[0]])
+            return own_part(whole, marked[path[0]])
         reference = references.get(path if path in references else path[:-1])
         scalar = len(path) > 1 and whole.shape != getattr(reference, "shape", None)  # a step count, say
         if reference is None or isinstance(whole, DTensor) or scalar:
@@ -151,6 +156,18 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
 
     relocated = _map_tensors(state_dict, relocate)
     return {prefix + name: value for name, value in relocated.items()}
+
+
+def _consolidate(optimizer: Any, keep: bool) -> dict[str, Any]:
+    """The state of all ranks of an optimizer that splits it: on the ranks that `keep` it; {} elsewhere."""
+    flag = torch.tensor([int(keep)], device=_communication_device(optimizer.process_group))
+    keepers = primitives.gather_flat(flag, optimizer.process_group).flatten().tolist()
+    state: dict[str, Any] = {}
+    for rank, keeps in enumerate(keepers):
+        if keeps:
+            optimizer.consolidate_state_dict(to=rank)
+            state = optimizer.state_dict() if rank == optimizer.rank else state
+    return state
 
 
 def _is_first_rank() -> bool:
@@ -221,19 +238,3 @@ def _original_names(model: Stateful) -> dict[str, str]:
         return {}
     first: dict[int, str] = {}
     return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
-
-
-def _gather_marked(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    mark = get_mark(parameter)
-    assert mark is not None
-    group = mark.group or groups.get_group()
-    dim = normalize_dim(mark.dim, tensor.ndim)
-    return primitives.gather_dim(tensor, dim, primitives.exchange_sizes(tensor.size(dim), group, tensor.device), group)
-
-
-def _slice_marked(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    mark = get_mark(parameter)
-    assert mark is not None
-    group = mark.group or groups.get_group()
-    dim = normalize_dim(mark.dim, whole.ndim)
-    return whole.narrow(dim, *shard_range(whole.size(dim), group.size(), group.rank())).clone()

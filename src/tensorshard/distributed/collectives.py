@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tensorshard._compat import all_gather_single, reduce_scatter_single
 
-# Up to this many bytes an all-reduce sends every rank's tensor to every other: one hop instead of two. Between two ranks
-# that moves no byte more; all that it costs is memory for the other's tensor, and a sum that both compute.
+# Up to this many bytes an all-reduce sends every rank's tensor to every other: one hop instead of two. Between two
+# ranks that moves no byte more; all that it costs is memory for the other's tensor, and a sum that both compute.
 _SMALL_BYTES = 1 << 16
 _SMALL_BYTES_OF_PAIR = 1 << 21
 

@@ -1,13 +1,18 @@
 """Split parameters inside a model that torch's ``DistributedDataParallel`` replicates."""
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._api import _ToTorchTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tensorshard.distributed import groups, primitives
-from tensorshard.distributed.marks import get_mark
+from tensorshard.distributed.parts import is_split, own_group
 
 # On parameters whose gradients are averaged over the data-parallel group already.
 _AVERAGED = "_tensorshard_averaged"
@@ -15,6 +20,8 @@ _AVERAGED = "_tensorshard_averaged"
 
 def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
     """Has ``DistributedDataParallel`` leave the split parameters of `module` alone. Call it before wrapping.
+
+    (Wrapping calls it itself where it was forgotten, for parameters split over the model-parallel group.)
 
     Where model-parallel groups are smaller than the world, other groups hold the same shards and see other
     samples: then the shards of the first group are copied to them now, and gradients of split parameters are
@@ -31,7 +38,7 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
         (module_name, name): parameter
         for module_name, owner in module.named_modules()
         for name, parameter in owner.named_parameters(recurse=False)
-        if isinstance(parameter, DTensor) or get_mark(parameter) is not None
+        if is_split(parameter)
     }
     names = [f"{module_name}.{name}" if module_name else name for module_name, name in split]
     for name, parameter in zip(names, split.values(), strict=True):
@@ -42,13 +49,69 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
     return names
 
 
+def leaving_split_parameters_alone(original: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of ``DistributedDataParallel``, which registers split parameters that nobody has registered.
+
+    Only those split over a model-parallel group of :func:`tensorshard.distributed.init_process_group`: what to make
+    of other DTensors, torch itself knows.
+    """
+
+    @wraps(original)
+    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, nn.Module) and groups.is_initialized():
+            known = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+            if any(
+                is_split(parameter) and name not in known and own_group(parameter) is groups.get_group()
+                for name, parameter in module.named_parameters()
+            ):
+                register_ddp_parameters_to_ignore(module)
+        original(self, module, *args, **kwargs)
+
+    return __init__
+
+
+def ranks_to_add_up(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> int:
+    """How many ranks of `group` have gradients that are to be added and that ``DistributedDataParallel`` averages.
+
+    That is so inside its forward, where dimension 0 is that of samples and the ranks have different ones: what is
+    computed from them gets, in backward, this rank's part of the gradient.
+
+    Args:
+        tensor: what is gathered or scattered. A parameter, or what this rank holds of one, is no samples.
+        dim: as it was given: 0 is the dimension of samples; -1 is that of features, even where there is only one.
+        group: over whose ranks.
+
+    Returns:
+        1 where there is nothing to make up for.
+
+    Raises:
+        RuntimeError: a reentrant ``torch.utils.checkpoint`` is computing again during backward, where it is not
+            known whether it was DDP that called.
+    """
+    is_samples = dim == 0 or (tensor.ndim > 1 and dim == -tensor.ndim)
+    if not is_samples or not torch.is_grad_enabled() or not tensor.requires_grad:
+        return 1
+    if tensor.is_leaf or isinstance(tensor.grad_fn, _ToTorchTensor._backward_cls):  # the latter: a DTensor's to_local()
+        return 1
+    module = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if module is not None:
+        averaged = set(dist.get_process_group_ranks(module.process_group))
+        return len(averaged.intersection(dist.get_process_group_ranks(group)))
+    in_backward = torch._C._current_graph_task_id() != -1
+    # The other kind of checkpoint saves what it computes again through such a hook, and keeps the first graph.
+    if in_backward and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        raise RuntimeError(
+            "a gather or scatter along dimension 0 is being computed again by torch.utils.checkpoint with "
+            "use_reentrant=True, where it cannot be seen whether DistributedDataParallel will average the gradient: "
+            "use use_reentrant=False, or say grad_scale=get_group_size() (1 / get_group_size() for scatter) under "
+            "DistributedDataParallel, grad_scale=1 elsewhere"
+        )
+    return 1
+
+
 def _synchronize_replicas(name: str, parameter: torch.Tensor) -> None:
     """Makes the shards that other model-parallel groups hold equal, and keeps them so."""
-    mark = get_mark(parameter)
-    if isinstance(parameter, DTensor):
-        own = parameter.device_mesh.get_group()
-    else:
-        own = mark.group if mark is not None and mark.group is not None else groups.get_group()
+    own = own_group(parameter)
     if own.size() == dist.get_world_size() or hasattr(parameter, _AVERAGED):
         return
     if not groups.is_initialized() or own is not groups.get_group():

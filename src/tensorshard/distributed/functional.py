@@ -25,10 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
+from torch.distributed.tensor import DTensor
 
 from tensorshard.distributed import primitives
+from tensorshard.distributed.agreement import held_sizes
+from tensorshard.distributed.data_parallel import ranks_to_add_up
 from tensorshard.distributed.groups import Group, resolve_group
 from tensorshard.distributed.marks import ParallelMark, set_mark
+from tensorshard.distributed.parts import local_of, refuse_dtensor
 from tensorshard.distributed.sharding import normalize_dim, shard_sizes
 
 
@@ -59,14 +63,20 @@ class _Reduce(Function):
 class _Scatter(Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup
+        ctx: Any,
+        tensor: torch.Tensor,
+        dim: int,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup,
+        grad_scale: float,
     ) -> torch.Tensor:
-        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
+        ctx.dim, ctx.sizes, ctx.group, ctx.grad_scale = dim, sizes, group, grad_scale
         return primitives.slice_dim(tensor, dim, sizes, group.rank())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Gather.apply(grads[0], ctx.dim, ctx.sizes, ctx.group, 1.0), None, None, None
+        grad = _Gather.apply(grads[0], ctx.dim, ctx.sizes, ctx.group, 1.0)
+        return grad if ctx.grad_scale == 1.0 else grad * ctx.grad_scale, None, None, None, None
 
 
 class _Gather(Function):
@@ -84,7 +94,7 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad = _Scatter.apply(grads[0], ctx.dim, ctx.sizes, ctx.group)
+        grad = _Scatter.apply(grads[0], ctx.dim, ctx.sizes, ctx.group, 1.0)
         return grad if ctx.grad_scale == 1.0 else grad * ctx.grad_scale, None, None, None, None
 
 
@@ -139,7 +149,11 @@ def copy(tensor: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     """Hands a whole tensor to computations that differ by rank: the identity, whose gradients are summed.
 
     Put it where a replicated activation enters a region in which each rank computes its own part.
+
+    Raises:
+        TypeError: a DTensor.
     """
+    refuse_dtensor(tensor, "copy")
     process_group = resolve_group(group)
     if process_group.size() == 1:
         return tensor
@@ -147,26 +161,42 @@ def copy(tensor: torch.Tensor, group: Group | None = None) -> torch.Tensor:
 
 
 def reduce(tensor: torch.Tensor, group: Group | None = None) -> torch.Tensor:
-    """The sum of `tensor` over the ranks, on every rank. The input is left as it is."""
+    """The sum of `tensor` over the ranks, on every rank. The input is left as it is.
+
+    Raises:
+        TypeError: a DTensor.
+    """
+    refuse_dtensor(tensor, "reduce")
     process_group = resolve_group(group)
     if process_group.size() == 1:
         return tensor
     return _Reduce.apply(tensor, process_group)
 
 
-def scatter(tensor: torch.Tensor, dim: int = -1, group: Group | None = None) -> torch.Tensor:
+def scatter(
+    tensor: torch.Tensor, dim: int = -1, group: Group | None = None, *, grad_scale: float | None = None
+) -> torch.Tensor:
     """This rank's part of a tensor that every rank holds whole, cut along `dim`; marked as such.
+
+    Args:
+        grad_scale: multiplies the gradient of `tensor`. By default 1; inside the forward of a
+            ``DistributedDataParallel`` over the ranks of the group and along dimension 0, that of the samples,
+            one over their number: the opposite of what `gather` does there.
 
     Raises:
         IndexError: the tensor has no dimension `dim`.
+        TypeError: a DTensor.
+        RuntimeError: see :func:`tensorshard.distributed.data_parallel.ranks_to_add_up`.
     """
+    refuse_dtensor(tensor, "scatter")
     process_group = resolve_group(group)
     axis = normalize_dim(dim, tensor.ndim)
     size = tensor.size(axis)
     if process_group.size() == 1:
         part = tensor.view_as(tensor)
     else:
-        part = _Scatter.apply(tensor, axis, shard_sizes(size, process_group.size()), process_group)
+        scale = 1 / ranks_to_add_up(tensor, dim, process_group) if grad_scale is None else grad_scale
+        part = _Scatter.apply(tensor, axis, shard_sizes(size, process_group.size()), process_group, scale)
     return set_mark(part, ParallelMark(dim, size, process_group))
 
 
@@ -176,28 +206,36 @@ def gather(
     group: Group | None = None,
     *,
     size: int | None = None,
-    grad_scale: float = 1.0,
+    grad_scale: float | None = None,
 ) -> torch.Tensor:
     """The ranks' tensors, concatenated along `dim`, on every rank.
 
     Args:
-        tensor: equal in shape on all ranks but along `dim`.
+        tensor: equal in shape on all ranks but along `dim`. A DTensor that is split along `dim`, such as a
+            parameter of a parallel layer, is put together over its own ranks.
         size: elements of the result along `dim`, if known, cut over the ranks as `scatter` cuts. Without it
             the ranks first tell each other what they hold, which may then be anything.
-        grad_scale: multiplies the gradient of `tensor`. Needed where a batch is gathered inside a model under
-            ``DistributedDataParallel``: each rank then gets the gradient of its own samples' part of the
-            group's mean loss; DDP averages those parts although they are to be added.
-            ``grad_scale=get_group_size()`` makes the result the one of a single device.
+        grad_scale: multiplies the gradient of `tensor`. By default 1; inside the forward of a
+            ``DistributedDataParallel`` over the ranks of the group and along dimension 0, their number. There
+            each rank has other samples, and gets the gradient of their part of the group's mean loss: these
+            parts are to be added, and DDP averages them. So it is exactly the gradient of a single device.
 
     Raises:
         IndexError: the tensor has no dimension `dim`.
-        ValueError: `size` is given and this rank does not hold its part of it.
+        ValueError: `size` is given and this rank does not hold its part of it; the ranks' tensors differ in more
+            than their size along `dim`; a DTensor that is not split along `dim`, or over another group.
+        RuntimeError: see :func:`tensorshard.distributed.data_parallel.ranks_to_add_up`.
     """
+    if isinstance(tensor, DTensor):
+        tensor, group, size = local_of(tensor, dim, group)
+        grad_scale = 1.0 if grad_scale is None else grad_scale
     process_group = resolve_group(group)
-    dim = normalize_dim(dim, tensor.ndim)
+    axis = normalize_dim(dim, tensor.ndim)
     if process_group.size() == 1:
         return tensor
-    return _Gather.apply(tensor, dim, _held_sizes(tensor, dim, size, process_group), process_group, grad_scale)
+    scale = ranks_to_add_up(tensor, dim, process_group) if grad_scale is None else grad_scale
+    sizes = held_sizes(tensor, axis, size, process_group, "gather")
+    return _Gather.apply(tensor, axis, sizes, process_group, float(scale))
 
 
 def reduce_scatter(tensor: torch.Tensor, dim: int = -1, group: Group | None = None) -> torch.Tensor:
@@ -245,7 +283,7 @@ def all_to_all(
     if process_group.size() == 1:
         part = tensor.view_as(tensor)
     else:
-        concat_sizes = _held_sizes(tensor, concat_dim, size, process_group)
+        concat_sizes = held_sizes(tensor, concat_dim, size, process_group, "all_to_all")
         split_sizes = shard_sizes(whole, process_group.size())
         part = _AllToAll.apply(tensor, split_dim, split_sizes, concat_dim, concat_sizes, process_group)
     return set_mark(part, ParallelMark(given, whole, process_group))
@@ -266,17 +304,5 @@ def gather_for_sum(
     dim = normalize_dim(dim, tensor.ndim)
     if process_group.size() == 1:
         return tensor
-    return _GatherForSum.apply(tensor, dim, _held_sizes(tensor, dim, size, process_group), process_group)
-
-
-def _held_sizes(tensor: torch.Tensor, dim: int, size: int | None, group: dist.ProcessGroup) -> list[int]:
-    """How many elements along `dim` each rank holds: by convention if the whole `size` is known, else asked."""
-    if size is None:
-        return primitives.exchange_sizes(tensor.size(dim), group, tensor.device)
-    sizes = shard_sizes(size, group.size())
-    if tensor.size(dim) != sizes[group.rank()]:
-        raise ValueError(
-            f"size={size} along dimension {dim} was given, of which rank {group.rank()} of {group.size()} "
-            f"holds {sizes[group.rank()]} elements; its tensor {list(tensor.shape)} has {tensor.size(dim)}"
-        )
-    return sizes
+    sizes = held_sizes(tensor, dim, size, process_group, "gather_for_sum")
+    return _GatherForSum.apply(tensor, dim, sizes, process_group)

@@ -5,6 +5,7 @@ data-parallel group. With 4 processes and groups of 2: model-parallel {0, 1} and
 and {1, 3}.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tensorshard.distributed import torch_hooks
 from tensorshard.distributed.monitor import CollectiveMonitor
 from tensorshard.distributed.world import default_device, join_world
 
@@ -29,6 +31,7 @@ class ParallelGroups:
         model_mesh: this rank's model-parallel group, the axis "tp" of `mesh`.
         settings: what was asked for.
         monitor: compares the ranks' calls, if that was asked for.
+        remove_hooks: takes away what :mod:`tensorshard.distributed.torch_hooks` put in place for them.
     """
 
     world: dist.ProcessGroup
@@ -36,6 +39,7 @@ class ParallelGroups:
     model_mesh: DeviceMesh
     settings: tuple[object, ...]
     monitor: CollectiveMonitor | None
+    remove_hooks: Callable[[], None]
 
 
 class _Session:
@@ -45,6 +49,8 @@ class _Session:
         self._groups: ParallelGroups | None = None
 
     def set(self, groups: ParallelGroups | None) -> None:
+        if self._groups is not None:
+            self._groups.remove_hooks()
         self._groups = groups
 
     def get(self) -> ParallelGroups | None:
@@ -76,7 +82,8 @@ def init_process_group(
     """Makes the model-parallel groups, and the data-parallel groups across them. Every process calls it.
 
     A world that does not exist yet is joined first: torchrun's if this process was started by it, else a
-    world of one.
+    world of one. As long as the groups exist, torch's ``GradScaler``, ``clip_grad_norm_`` and
+    ``ZeroRedundancyOptimizer`` know of split parameters (:mod:`tensorshard.distributed.torch_hooks`).
 
     Args:
         group_size: ranks per model-parallel group; None for all of the world.
@@ -122,7 +129,8 @@ def init_process_group(
     if check_collectives:
         side_group = _own_group(ranks, timeout, "gloo")
         monitor = CollectiveMonitor(side_group, ranks[dist.get_rank() // group_size].tolist(), timeout)
-    _session.set(ParallelGroups(world_group(), mesh, mesh["tp"], settings, monitor))
+    _session.set(None)  # the groups of a world that is gone leave their hooks behind
+    _session.set(ParallelGroups(world_group(), mesh, mesh["tp"], settings, monitor, torch_hooks.install()))
 
 
 def _own_group(ranks: torch.Tensor, timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:

@@ -2,15 +2,20 @@
 
 from tensorshard.nn import functional, init
 from tensorshard.nn.embedding import ParallelEmbedding
+from tensorshard.nn.heads.margins import ArcFace, CosFace
 from tensorshard.nn.linear import ParallelLinear
+from tensorshard.nn.linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.nn.loss import ParallelCrossEntropyLoss
 from tensorshard.nn.module import ParallelModule
 from tensorshard.nn.register import RegisterParallelDim
 
 __all__ = [
+    "ArcFace",
+    "CosFace",
     "ParallelCrossEntropyLoss",
     "ParallelEmbedding",
     "ParallelLinear",
+    "ParallelLinearCrossEntropy",
     "ParallelModule",
     "RegisterParallelDim",
     "functional",

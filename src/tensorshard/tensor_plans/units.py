@@ -54,9 +54,7 @@ def run_once(model: nn.Module, units: list[str], inputs: Any, *, sequences: bool
     """
     candidates = example_inputs(model) if inputs is None else [inputs]
     if sequences:
-        candidates.sort(
-            key=lambda candidate: all(t.is_floating_point() and t.ndim < 3 for t in tensor_leaves(candidate))
-        )
+        candidates.sort(key=_is_flat)
     error: Exception | None = None
     for candidate in candidates:
         try:
@@ -71,6 +69,10 @@ def run_once(model: nn.Module, units: list[str], inputs: Any, *, sequences: bool
         f"{type(model).__name__} does not run on {what}, {type(error).__name__}: {error}"
         + (f"; {remedy}" if inputs is None else "")
     ) from error
+
+
+def _is_flat(inputs: Any) -> bool:
+    return all(tensor.is_floating_point() and tensor.ndim < 3 for tensor in tensor_leaves(inputs))
 
 
 def structure_of(block: nn.Module, call: BlockCall) -> tuple[object, ...]:

@@ -1,9 +1,9 @@
 """Dropout under tensor parallelism: ranks draw alike where they hold the same values, and apart where they do not.
 
-Tensor-parallel ranks begin with equal generators, so that what is replicated is dropped alike on all of them. Where each
-has heads, features or positions of its own, the generators are seeded anew from a number that all ranks draw alike and
-from the rank, and afterwards they go on where they were. Nothing but the generators is state: recomputation, which
-restores these, draws the same again, and so does a run with the same seed. (Megatron-LM keeps a second generator for this.)
+Tensor-parallel ranks begin with equal generators, so that what is replicated is dropped alike on all of them. Where
+each has heads, features or positions of its own, the generators are seeded anew from a number that all ranks draw alike
+and from the rank, and afterwards they go on where they were. Nothing but the generators is state: recomputation, which
+restores these, draws the same again, and so does a run with the same seed. (Megatron-LM keeps a second generator.)
 """
 
 from collections.abc import Callable, Iterable, Mapping

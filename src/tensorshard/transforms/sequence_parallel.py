@@ -189,8 +189,8 @@ def _enter(
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim != split.ndim:
             raise ValueError(
-                f"{name} was given a tensor {list(tensor.shape)}, and expected {split.ndim} dimensions, of which dimension "
-                f"{split.dim} is the sequence; give such sequences, or set sequence_parallel=False"
+                f"{name} was given a tensor {list(tensor.shape)}, and expected {split.ndim} dimensions, of which "
+                f"dimension {split.dim} is the sequence; give such sequences, or set sequence_parallel=False"
             )
         if split.scatters:
             flow.length = tensor.size(split.dim)

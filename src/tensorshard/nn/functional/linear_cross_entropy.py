@@ -1,0 +1,187 @@
+"""A linear layer and the cross entropy of its outputs, with the classes split over a group and never all at once.
+
+However many classes there are, no more than a tile of their logits exists at a time: see
+:mod:`tensorshard.nn.heads.passes`. One exchange of two or three numbers per sample and rank in forward, and the sum of
+the input's gradient in backward, are all that travels.
+"""
+
+import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor, Shard
+
+from tensorshard.distributed import primitives
+from tensorshard.distributed.groups import Group, resolve_group
+from tensorshard.distributed.sharding import shard_range
+from tensorshard.nn.functional.arguments import parameter_group, to_local
+from tensorshard.nn.heads.check import check_head
+from tensorshard.nn.heads.function import Extras, head_loss
+from tensorshard.nn.heads.margins import Margin
+from tensorshard.nn.heads.spec import HeadSpec, Precision, autocast_dtype, choose_keep
+
+
+def parallel_linear_cross_entropy(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    class_weight: torch.Tensor | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    num_classes: int | None = None,
+    group: Group | None = None,
+    keep_logits: bool | None = None,
+    margin: Margin | None = None,
+    scale: float = 1.0,
+    normalize: bool = False,
+) -> torch.Tensor:
+    """``F.cross_entropy(F.linear(input, weight, bias), target)`` without its logits, the classes split over a group.
+
+    Exact: every class is in every softmax. Sums are taken in fp32, or fp64 for fp64 tensors, those over the classes of a
+    sample in fp64. Under ``torch.autocast`` a GPU multiplies in its type; the CPU in fp32. Under ``torch.compile`` it
+    runs as it is, between two graphs.
+
+    Args:
+        input: [*, D], the same on every rank of the group.
+        weight: [C, D], as a DTensor split along 0, or this rank's rows of it.
+        target: [*]: classes, numbered over all ranks, the same on every rank.
+        bias: [C], split as the weight.
+        ignore_index, label_smoothing, reduction: as in ``F.cross_entropy``. Smoothing counts the classes of all ranks.
+        class_weight: [C]: of all classes, on every rank. It gets no gradient.
+        z_loss: this times the squared log-sum-exp is added per target that is not ignored (Chowdhery et al. 2022);
+            with "mean", its mean over those.
+        num_classes: C, where `weight` is this rank's rows; without it the ranks tell each other what they hold.
+        group: the ranks that hold the classes; by default the weight's own, else the model-parallel group. A process
+            that has not joined a process group holds them all.
+        keep_logits: whether backward finds this rank's logits (their exponentials, in bf16, whose rounding of 2^-9 is
+            then in the gradients) as forward left them, 2 bytes a sample and class, or computes them again. None: they
+            are kept, in bf16 for narrow inputs and without rounding for others, where that takes at most a quarter of
+            the bytes of this rank's weight.
+        margin: ``ArcFace`` or ``CosFace``, for the target's logit; needs `normalize`.
+        scale: multiplies the logits.
+        normalize: whether the rows of input and weight are taken at length 1, so that logits are `scale` times cosines.
+
+    Returns:
+        The loss, the same on every rank of the group; fp32, or fp64 for fp64 tensors.
+
+    Raises:
+        IndexError: a target outside the classes.
+        ValueError: shapes, types or options that do not fit.
+        RuntimeError: there is a process group, but no model-parallel one, and none was given.
+    """
+    return tiled_loss(
+        input,
+        weight,
+        target,
+        bias,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        class_weight=class_weight,
+        z_loss=z_loss,
+        reduction=reduction,
+        num_classes=num_classes,
+        group=group,
+        keep_logits=keep_logits,
+        margin=margin,
+        scale=scale,
+        normalize=normalize,
+        extras=Extras(),
+    )
+
+
+@_disable_dynamo
+def tiled_loss(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    class_weight: torch.Tensor | None,
+    z_loss: float,
+    reduction: str,
+    num_classes: int | None,
+    group: Group | None,
+    keep_logits: bool | None,
+    margin: Margin | None,
+    scale: float,
+    normalize: bool,
+    extras: Extras,
+) -> torch.Tensor:
+    """:func:`parallel_linear_cross_entropy` with what only the module asks for."""
+    process_group = head_group(weight, group)
+    local_weight, local_bias = to_local(weight), None if bias is None else to_local(bias)
+    start, classes = _place(weight, num_classes, process_group)
+    check_head(
+        input,
+        local_weight,
+        target,
+        local_bias,
+        classes=classes,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        margin=margin,
+        scale=scale,
+        normalize=normalize,
+        extras=extras,
+    )
+    precision = Precision.choose(input, autocast_dtype(input))
+    spec = HeadSpec(
+        start,
+        classes,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        reduction,
+        process_group,
+        precision,
+        keep=choose_keep(keep_logits, input, local_weight, local_bias, extras.sample),
+        margin=margin,
+        scale=scale,
+        normalize=normalize,
+    )
+    loss = head_loss(input, local_weight, target.reshape(-1), local_bias, class_weight, spec, extras)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def head_group(weight: torch.Tensor, group: Group | None) -> dist.ProcessGroup | None:
+    """The ranks that hold a head's classes; None where one process holds them all.
+
+    Raises:
+        ValueError: the weight is a DTensor that is not split along its classes.
+    """
+    if not isinstance(weight, DTensor):
+        return resolve_group(group) if dist.is_initialized() or group is not None else None
+    if tuple(weight.placements) != (Shard(0),):
+        raise ValueError(
+            f"a weight {list(weight.shape)} with placements {weight.placements} was given: a head's classes are split "
+            "along dimension 0 of a one-dimensional mesh, (Shard(dim=0),)"
+        )
+    return parameter_group(weight, group, "weight")
+
+
+def _place(weight: torch.Tensor, classes: int | None, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """The first class of this rank, and the number of classes of all ranks, asked for if not known."""
+    if isinstance(weight, DTensor):
+        if classes not in (None, weight.size(0)):
+            raise ValueError(f"num_classes={classes} was given with a weight of {weight.size(0)} classes: leave it out")
+        classes = weight.size(0)
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    held = to_local(weight).size(0)
+    if classes is None and group is not None and size > 1:
+        widths = primitives.exchange_sizes(held, group, weight.device)
+        return sum(widths[:rank]), sum(widths)
+    classes = held if classes is None else classes
+    start, width = shard_range(classes, size, rank)
+    if held != width:
+        hint = ": it seems to be whole; cut it with tensorshard.slice(weight, ranks, 0)" if held == classes else ""
+        raise ValueError(
+            f"a weight of {held} rows was given to rank {rank} of {size}, which holds {width} of {classes} classes{hint}"
+        )
+    return start, classes

@@ -1,0 +1,61 @@
+"""Margins for recognition: the target's cosine is made smaller, so that training has to make it larger."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+# Cosines nearer to 1 than this are taken as this far: the angle's derivative is infinite at 1 itself.
+_EDGE = 1e-7
+
+
+@dataclass(frozen=True)
+class ArcFace:
+    """An additive angular margin (Deng et al. 2019): cos(a) becomes cos(a + margin).
+
+    Where a + margin exceeds pi, and cos(a + margin) would grow again, it is cos(a) - margin * sin(margin), as in
+    InsightFace.
+
+    Args:
+        margin: in radians.
+
+    Raises:
+        ValueError: `margin` is outside [0, pi).
+    """
+
+    margin: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.margin < math.pi:
+            raise ValueError(f"ArcFace was given margin={self.margin}: use an angle from 0 to pi, in radians")
+
+    def apply(self, cosine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosine with its margin, and its derivative."""
+        clamped = cosine.clamp(-1 + _EDGE, 1 - _EDGE)
+        angle = clamped.acos()
+        turned = angle + self.margin
+        monotone = turned <= math.pi
+        value = torch.where(monotone, turned.cos(), cosine - self.margin * math.sin(self.margin))
+        return value, torch.where(monotone, turned.sin() / angle.sin(), 1.0)
+
+
+@dataclass(frozen=True)
+class CosFace:
+    """An additive cosine margin (Wang et al. 2018): cos(a) becomes cos(a) - margin.
+
+    Raises:
+        ValueError: `margin` is outside [0, 2).
+    """
+
+    margin: float = 0.35
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.margin < 2:
+            raise ValueError(f"CosFace was given margin={self.margin}: use a number from 0 to 2, the range of a cosine")
+
+    def apply(self, cosine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosine with its margin, and its derivative."""
+        return cosine - self.margin, torch.ones_like(cosine)
+
+
+Margin = ArcFace | CosFace

@@ -1,0 +1,83 @@
+"""Narrow numbers for states that are updated in place: stochastic rounding, and 8 bits with a scale per block."""
+
+import random
+
+import torch
+
+_BLOCK = 128
+_SMALLEST_BLOCK = 32
+_LEVELS = 127
+
+
+class Noise:
+    """Random bits for the rounding of one step's tiles, the same for the same seed and step.
+
+    They are drawn once a step; each use reads them from another place. Rounding needs a number that is fresh for each
+    element from step to step, not one that is independent of other elements'.
+
+    Args:
+        numel: the most that one use takes.
+        seed: of everything drawn.
+    """
+
+    _PLACES = 1 << 16
+
+    def __init__(self, numel: int, seed: int, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        bits = torch.empty(numel + self._PLACES, dtype=torch.int32, device=device)
+        self._bits = bits.random_(0, 1 << 16, generator=generator)
+        self._places = random.Random(seed)
+
+    def bits(self, shape: torch.Size) -> torch.Tensor:
+        """16 random bits an element."""
+        place = self._places.randrange(self._PLACES)
+        return self._bits[place : place + shape.numel()].view(shape)
+
+
+def round_to_bfloat16_(tensor: torch.Tensor, noise: Noise) -> torch.Tensor:
+    """fp32 numbers to one of their two neighbours in bf16, the nearer one more often, so that the mean is kept.
+
+    Without it an update smaller than a 512th of a weight would be lost each time. (Used for training in bf16 by
+    Zamirai et al. 2020.)
+
+    Args:
+        tensor: contiguous; changed in place, and still fp32.
+    """
+    tensor.view(torch.int32).add_(noise.bits(tensor.shape)).bitwise_and_(-(1 << 16))
+    return tensor
+
+
+def block_size(features: int) -> int:
+    """How many elements of a row share a scale: up to 128, a whole row where that does not divide into such."""
+    size = next(size for size in range(min(_BLOCK, features), 0, -1) if features % size == 0)
+    return size if size >= _SMALLEST_BLOCK else features
+
+
+def quantize(tensor: torch.Tensor, noise: Noise, room: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """fp32 rows as 8-bit codes: code c of a block of scale s stands for s * c * |c| / 127^2.
+
+    Squares put the levels close together near zero, where most of a momentum is; a block's scale is its largest
+    magnitude (block-wise quantisation of optimizer states: Dettmers et al. 2022). Rounded stochastically, the mean is
+    kept exactly.
+
+    Args:
+        tensor: [rows, D], contiguous; overwritten.
+        room: of the same shape, overwritten.
+        codes: [rows, D] int8, written. scales: [rows, D / block] fp32, written.
+    """
+    blocks = tensor.view(*scales.shape, -1)
+    scales.copy_(torch.linalg.vector_norm(blocks, torch.inf, dim=-1))
+    magnitude = torch.abs(blocks, out=room.view(blocks.shape))
+    magnitude.mul_((_LEVELS * _LEVELS / scales).nan_to_num_(posinf=0.0)[..., None])  # in units of the smallest level
+    level = magnitude.sqrt().floor_()
+    # Between the levels k^2 and (k + 1)^2, 2k + 1 apart: up with the probability that keeps the mean.
+    up = magnitude.addcmul_(level, level, value=-1).div_(level * 2 + 1).mul_(1 << 16)
+    level += noise.bits(level.shape) < up
+    codes.copy_(torch.copysign(level.clamp_(max=_LEVELS), blocks, out=level).view(tensor.shape))
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The fp32 rows that 8-bit codes stand for, written to `out`."""
+    blocks = out.copy_(codes).view(*scales.shape, -1)
+    blocks.mul_(blocks.abs()).mul_((scales / (_LEVELS * _LEVELS))[..., None])
+    return out

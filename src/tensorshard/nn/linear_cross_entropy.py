@@ -1,0 +1,361 @@
+"""The head of a classifier: its last linear layer and its loss, for any number of classes."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tensorshard.distributed import primitives
+from tensorshard.distributed.groups import Group, resolve_group
+from tensorshard.distributed.marks import ParallelMark, set_mark
+from tensorshard.distributed.sharding import shard_range
+from tensorshard.nn.functional.linear_cross_entropy import tiled_loss
+from tensorshard.nn.heads import gathering
+from tensorshard.nn.heads.check import check_options
+from tensorshard.nn.heads.function import Extras
+from tensorshard.nn.heads.logits import head_tiles, local_logits
+from tensorshard.nn.heads.margins import Margin
+from tensorshard.nn.heads.optimizer import HeadSGD
+from tensorshard.nn.heads.parameter import as_torch_parameter, refuse_grad_when, without_grad
+from tensorshard.nn.heads.rows import initial_rows
+from tensorshard.nn.heads.sampling import sample_classes
+from tensorshard.nn.heads.topk import largest_logits
+from tensorshard.nn.module import ParallelModule
+
+_DEFAULT_SCALE = 64.0  # of cosines, as in ArcFace and CosFace
+
+
+class ParallelLinearCrossEntropy(ParallelModule):
+    """``nn.Linear`` and ``nn.CrossEntropyLoss`` in one, its classes split over a group, its logits never all there.
+
+    Exact: see :func:`tensorshard.nn.functional.parallel_linear_cross_entropy`. Initial weights are those of ``nn.Linear``
+    for the same random seed, which must be the same on the ranks of the group; no rank ever holds the whole weight. The
+    state dict is that of ``nn.Linear``, and takes either whole tensors or parts.
+
+    Args:
+        in_features: of the input. num_classes: of all ranks; it need not divide. bias: whether there is one.
+        ignore_index, label_smoothing, class_weight, z_loss, reduction, keep_logits: as in the functional form.
+        margin: ``ArcFace(...)`` or ``CosFace(...)``, for the target's logit; without a bias.
+        normalize: whether logits are cosines times `scale`; None: where there is a margin.
+        scale: multiplies the logits; None: 64 for cosines, else 1.
+        sample_rate: in training, the share of its classes that a rank computes with: those that are targets, the
+            others at random (Partial FC: An et al. 2022). Below 1 this is not exact: softmax is over the sample, and
+            only its rows are trained.
+        gather_inputs: over which ranks inputs and targets are to be gathered first, so that ranks with batches of their
+            own may hold parts of one head, as in TorchShard: a group or a one-dimensional mesh (the data axis), or
+            True for the group of the classes. The loss is then that of the whole batch, on every rank, and each rank's
+            input gets its own samples' gradient.
+        grad_scale: multiplies the input's gradient. Where ``DistributedDataParallel`` averages the gradients of what
+            comes before the head over n ranks whose batches were gathered, n makes their sum of it.
+        update: ``dict(lr=..., momentum=0.0, weight_decay=0.0, momentum_dtype="fp32", seed=0)`` makes backward update the
+            weight itself, tile by tile, so that no gradient tensor exists: exactly what ``torch.optim.SGD`` does. A
+            weight in bf16 is rounded stochastically. See :attr:`optimizer` and :meth:`accumulate`.
+        group: a process group or a one-dimensional mesh; by default the model-parallel group; none is needed where
+            there is no process group at all.
+        device, dtype: as in ``nn.Linear``.
+
+    Attributes:
+        weight: [num_classes, in_features]: a DTensor, or a plain parameter where there is no process group.
+        bias: [num_classes] or None, likewise.
+        optimizer: a :class:`HeadSGD`, with ``update=``, else None: its ``param_groups`` are for schedulers, its state is
+            saved as any optimizer's; call its ``step()`` where the other optimizer's is called. It is the only one
+            that may have this head's parameters.
+
+    Raises:
+        ValueError: options that do not fit.
+        RuntimeError: there is a process group, but no model-parallel one, and none was given.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    class_weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        class_weight: torch.Tensor | None = None,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+        keep_logits: bool | None = None,
+        margin: Margin | None = None,
+        normalize: bool | None = None,
+        scale: float | None = None,
+        sample_rate: float = 1.0,
+        gather_inputs: bool | Group = False,
+        grad_scale: float = 1.0,
+        update: dict[str, Any] | None = None,
+        group: Group | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        normalize = margin is not None if normalize is None else normalize
+        scale = (_DEFAULT_SCALE if normalize else 1.0) if scale is None else scale
+        check_options(reduction, label_smoothing, margin, scale, normalize, bias)
+        _check_module(in_features, num_classes, class_weight, sample_rate, label_smoothing)
+        super().__init__(0 if dist.is_initialized() or group is not None else None, group)
+        self.in_features, self.num_classes = in_features, num_classes
+        self.ignore_index, self.label_smoothing, self.z_loss = ignore_index, label_smoothing, z_loss
+        self.reduction, self.keep_logits = reduction, keep_logits
+        self.margin, self.normalize, self.scale = margin, normalize, scale
+        self.sample_rate, self.grad_scale = sample_rate, grad_scale
+        self._data_group = self._resolve_data_group(gather_inputs)
+        if update is not None:
+            self._check_replicas()
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        weight, biases = initial_rows(in_features, num_classes, *self._range(), bias, device, dtype)
+        self.weight = self._parameter(weight, (num_classes, in_features))
+        self.register_parameter("bias", None if biases is None else self._parameter(biases, (num_classes,)))
+        self.optimizer: HeadSGD | None = None
+        if update is not None:
+            self._renew_parameters()
+            self.optimizer = HeadSGD.from_options(self.weight, self.bias, dict(update))
+            self._guard()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> "ParallelLinearCrossEntropy":
+        """A head with the weights of `linear`, which must be the same on every rank of the group.
+
+        Args:
+            options: of the constructor, but for the sizes, `bias`, `device` and `dtype`.
+        """
+        weight = linear.weight
+        head = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+            **options,
+        )
+        head.load_state_dict({name: p.detach() for name, p in linear.named_parameters(recurse=False)})
+        return head.train(linear.training)
+
+    def forward(self, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss, the same on every rank of the group.
+
+        Args:
+            features: [*, in_features]: the same on every rank, unless inputs are gathered (along the first dimension).
+            targets: [*]: classes, numbered over all ranks.
+
+        Raises:
+            As :func:`tensorshard.nn.functional.parallel_linear_cross_entropy`.
+            RuntimeError: with ``update=``: a loss in fp16; parameters that were replaced.
+        """
+        features, targets = self._gather(features, targets)
+        self._check_update(features)
+        sample = None
+        if self.training and self.sample_rate < 1:
+            start, held = self._range()
+            sample = sample_classes(targets, start, held, self.sample_rate)
+        return tiled_loss(
+            features,
+            self.weight,
+            targets,
+            self.bias,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            class_weight=self.class_weight,
+            z_loss=self.z_loss,
+            reduction=self.reduction,
+            num_classes=None,
+            group=self._mesh,
+            keep_logits=self.keep_logits,
+            margin=self.margin,
+            scale=self.scale,
+            normalize=self.normalize,
+            extras=Extras(
+                sample=sample,
+                optimizer=self.optimizer,
+                sum_input_grad=not self._gathers_over_classes(),
+                casts=self.optimizer is not None,
+            ),
+        )
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of the logits, all at once, without margins; marked as split along the last dimension.
+
+        Args:
+            features: [*, in_features], the same on every rank; it is not gathered.
+
+        Raises:
+            RuntimeError: with ``update=`` and where a gradient is wanted: the weight would not get its own.
+        """
+        if self.optimizer is not None and torch.is_grad_enabled() and features.requires_grad:
+            raise RuntimeError(
+                "logits() was called for a gradient on a head built with update=, whose weight is trained by forward() "
+                "alone: call it under torch.no_grad(), or build the head without update="
+            )
+        output = local_logits(features, self.weight, self.bias, self.normalize, self.scale, self._process_group())
+        if self._mesh is None:
+            return output
+        return set_mark(output, ParallelMark(-1, self.num_classes, self.group))
+
+    @torch.no_grad()
+    def topk(self, features: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` largest logits over the classes of all ranks, and these classes; equal logits come in any order.
+
+        Args:
+            features: [*, in_features]: as in :meth:`forward`; if inputs are gathered, so is the result.
+
+        Returns:
+            [*, k] logits, largest first, and [*, k] classes; the same on every rank.
+
+        Raises:
+            ValueError: there are no `k` classes.
+        """
+        if not 1 <= k <= self.num_classes:
+            raise ValueError(f"k={k} was given for {self.num_classes} classes: use 1 to {self.num_classes}")
+        features, _ = self._gather(features, None)
+        tiles = head_tiles(features, self.weight, self.bias, self.normalize, self.scale)
+        values, classes = largest_logits(tiles, k, self._range()[0], self._process_group())
+        return values.view(*features.shape[:-1], k), classes.view(*features.shape[:-1], k)
+
+    @torch.no_grad()
+    def accuracy(self, features: torch.Tensor, targets: torch.Tensor, k: int = 1) -> torch.Tensor:
+        """The share of the targets, but for ignored ones, that are among the `k` largest logits. Of no targets: nan.
+
+        Args:
+            features, targets: as in :meth:`forward`.
+        """
+        _, targets = self._gather(None, targets)
+        hit = (self.topk(features, k)[1] == targets[..., None]).any(-1)
+        valid = targets != self.ignore_index
+        return (hit & valid).sum() / valid.sum()
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Backward passes inside leave the weight as it is and add up; the first one outside ends the step.
+
+        For micro-batches, with ``update=``: all but the last of a step run inside.
+
+        Raises:
+            RuntimeError: the head was built without ``update=``: gradients then add up by themselves.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("accumulate() is for heads built with update=: here gradients add up in .grad")
+        return self.optimizer.accumulate()
+
+    def extra_repr(self) -> str:
+        options = [f"{self.in_features}, {self.num_classes}, bias={self.bias is not None}"]
+        options += [] if self.margin is None else [f"margin={self.margin}"]
+        options += [f"scale={self.scale}"] if self.normalize else []
+        options += [f"sample_rate={self.sample_rate}"] if self.sample_rate < 1 else []
+        options += [] if self.optimizer is None else [f"update={self.optimizer.options()}"]
+        return ", ".join(options)
+
+    def _gather(self, features: Any, targets: Any) -> tuple[Any, Any]:
+        """The whole batch, if it is in parts."""
+        if self._data_group is None:
+            return features, targets
+        if features is not None:
+            features = gathering.gather_features(
+                features, self._data_group, self.grad_scale, self._gathers_over_classes()
+            )
+        if targets is not None:
+            sizes = primitives.exchange_sizes(len(targets), self._data_group, targets.device)
+            targets = primitives.gather_dim(targets, 0, sizes, self._data_group)
+        return features, targets
+
+    def _gathers_over_classes(self) -> bool:
+        group = self._process_group()
+        return self._data_group is not None and group is not None and gathering.same_ranks(self._data_group, group)
+
+    def _process_group(self) -> dist.ProcessGroup | None:
+        return None if self._mesh is None else self.group
+
+    def _resolve_data_group(self, gather_inputs: bool | Group) -> dist.ProcessGroup | None:
+        if gather_inputs is False:
+            return None
+        if gather_inputs is True:
+            return self._process_group()
+        return resolve_group(gather_inputs)
+
+    def _range(self) -> tuple[int, int]:
+        """This rank's first class and how many it has."""
+        group = self._process_group()
+        return shard_range(self.num_classes, *((1, 0) if group is None else (group.size(), group.rank())))
+
+    def _parameter(self, local: torch.Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+        if self._mesh is None:
+            return nn.Parameter(local)
+        stride = torch.empty(shape, device="meta").stride()
+        if local.device.type not in (self._mesh.device_type, "meta"):
+            local = local.to(self._mesh.device_type)
+        return nn.Parameter(
+            DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+        )
+
+    def _check_replicas(self) -> None:
+        group = self._process_group()
+        if group is not None and group.size() < dist.get_world_size() and self._data_group is None:
+            raise ValueError(
+                f"update= was given to a head over {group.size()} of {dist.get_world_size()} processes whose inputs are "
+                "not gathered: its copies elsewhere would see other batches and drift apart. Pass gather_inputs= (the "
+                "data axis), spread the classes over all processes, or leave update= out"
+            )
+
+    def _check_update(self, features: torch.Tensor) -> None:
+        if self.optimizer is None:
+            return
+        if not self.optimizer.holds(self.weight):
+            raise RuntimeError(
+                "the weight of a head built with update= was replaced (by load_state_dict(assign=True), fully_shard or "
+                "the like), and its optimizer still has the old one: build the head without update="
+            )
+        half = (
+            torch.get_autocast_dtype(features.device.type) if torch.is_autocast_enabled(features.device.type) else None
+        )
+        if torch.float16 in (features.dtype, half):
+            raise RuntimeError(
+                "a head built with update= was called in fp16, whose losses a GradScaler scales, skipping the steps that "
+                "overflow: backward would have updated the weight already. Use bf16, or build the head without update="
+            )
+
+    def _renew_parameters(self) -> None:
+        self.weight = without_grad(self.weight)
+        if self.bias is not None:
+            self.bias = without_grad(self.bias)
+
+    def _guard(self) -> None:
+        assert self.optimizer is not None
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                refuse_grad_when(parameter, self.optimizer)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "ParallelLinearCrossEntropy":
+        if self.optimizer is None:
+            return super()._apply(fn, recurse)
+        # What torch does here it can do to parameters of its own types alone.
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            setattr(self, name, as_torch_parameter(parameter))
+        super()._apply(fn, recurse)
+        self._renew_parameters()
+        self.optimizer.rebind(self.weight, self.bias)
+        self._guard()
+        return self
+
+
+def _check_module(
+    in_features: int, num_classes: int, class_weight: torch.Tensor | None, sample_rate: float, label_smoothing: float
+) -> None:
+    if in_features < 1 or num_classes < 1:
+        raise ValueError(f"in_features={in_features}, num_classes={num_classes} were given: use at least 1 of each")
+    if class_weight is not None and list(class_weight.shape) != [num_classes]:
+        raise ValueError(
+            f"class_weight {list(class_weight.shape)} was given for {num_classes} classes: expected [{num_classes}]"
+        )
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate={sample_rate} was given: use a share of the classes, above 0 and at most 1")
+    if sample_rate < 1 and label_smoothing:
+        raise ValueError(
+            f"label_smoothing={label_smoothing} was given with sample_rate={sample_rate}: smoothing spreads over all "
+            "classes, a sample leaves most of them out. Use one of the two"
+        )

@@ -1,0 +1,39 @@
+"""Finding the shapes that a unit returns by running it, where they depend on values: a mixture of experts, say."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.pipeline.values import map_tensors
+from tensorshard.tensor_plans.copies import copy_with
+
+
+def run_for_real(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a copy of `unit` with arbitrary weights returns for arbitrary values, on the CPU.
+
+    For as long as it takes, the memory of that one unit is held.
+
+    Args:
+        unit: on fake tensors; it is not changed.
+        args, kwargs: tensors of which the shapes, types and need of gradients count.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def values(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, generator=generator).mul_(0.02).to(tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    copied = copy_with(unit, values)
+    for module, original in zip(copied.modules(), unit.modules(), strict=True):
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+        module.training = original.training
+    # Its forward is the one that notes calls on fake tensors, which ends with the unit's own.
+    copied.forward = vars(copied)["forward"].args[-1]
+    given = map_tensors(
+        lambda tensor: values("", tensor).requires_grad_(tensor.requires_grad and tensor.is_floating_point()),
+        (args, kwargs),
+    )
+    return copied(*given[0], **given[1])

@@ -1,0 +1,171 @@
+"""Backward in two parts: the gradients of a stage's inputs now, those of its parameters later.
+
+The idea is that of Qi et al., "Zero Bubble Pipeline Parallelism" (2023); torch.distributed.pipelining finds the parts
+in the autograd graph as is done here. Unlike there, the second part goes through ``torch.autograd.backward``, so that
+hooks of parameters see it, and outputs may be views.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+@dataclass
+class _Group:
+    """Parameters whose gradients come from the same places.
+
+    Args:
+        gates: nodes of the graph on the way to inputs, from which the way to these parameters branches off.
+        parameters: the parameters.
+    """
+
+    gates: list[Node] = field(default_factory=list)
+    parameters: list[torch.Tensor] = field(default_factory=list)
+
+
+class WeightBackward:
+    """The part of a backward that is left: the gradients of the parameters."""
+
+    def __init__(self, groups: list[_Group], gradients: dict[Node, list[torch.Tensor | None]]) -> None:
+        # Those with several gates may run through the nodes of others, which must still be there.
+        self._groups = sorted(groups, key=lambda group: -len(group.gates))
+        self._gradients = gradients
+
+    def run(self) -> None:
+        """Adds to the parameters' gradients. Once only."""
+        for group in self._groups:
+            edges, values, handles = [], [], []
+            for gate in group.gates:
+                found = self._gradients.get(gate)
+                for index, gradient in enumerate(found or ()):
+                    if gradient is not None:
+                        edges.append(GradientEdge(gate, index))
+                        values.append(gradient)
+                if found is not None and len(group.gates) > 1:
+                    # What flows from one gate into the next is in the second one's gradient already.
+                    handles.append(gate.register_prehook(partial(_replaced, tuple(found))))
+            try:
+                if edges:
+                    torch.autograd.backward(edges, values, inputs=group.parameters, retain_graph=len(group.gates) > 1)
+            finally:
+                for handle in handles:
+                    handle.remove()
+        self._groups, self._gradients = [], {}
+
+
+def backward_of_inputs(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
+    parameters: Iterable[torch.Tensor],
+) -> tuple[list[torch.Tensor | None], WeightBackward]:
+    """The gradients of `inputs`, and what is left to do for those of `parameters`.
+
+    Args:
+        outputs: tensors that require gradients.
+        gradients: with respect to `outputs`; None for a scalar's own 1.
+        inputs: leaves.
+        parameters: leaves.
+    """
+    given = [torch.ones_like(t) if g is None else g for t, g in zip(outputs, gradients, strict=True)]
+    roots = [get_gradient_edge(tensor) for tensor in outputs]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    targets = {get_gradient_edge(tensor).node for tensor in wanted}
+    leaves = {get_gradient_edge(p).node: p for p in parameters if p.requires_grad}
+    order = _nodes([edge.node for edge in roots])
+    on_the_way = _reaching(order, targets)
+    found: dict[Node, list[torch.Tensor | None]] = {}
+    for edge, gradient in zip(roots, given, strict=True):
+        if edge.node not in on_the_way:  # nothing of it is computed for the inputs' sake
+            slots = found.setdefault(edge.node, [])
+            slots.extend([None] * (edge.output_nr + 1 - len(slots)))
+            before = slots[edge.output_nr]
+            slots[edge.output_nr] = gradient if before is None else before + gradient
+    groups = _groups(order, on_the_way, {edge.node for edge in roots}, leaves)
+    handles = [
+        gate.register_prehook(partial(_noted, found, gate))
+        for group in groups
+        for gate in group.gates
+        if gate in on_the_way
+    ]
+    computed: Sequence[torch.Tensor | None] = ()
+    try:
+        if wanted and outputs:
+            computed = torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    made = iter(computed)
+    return [next(made, None) if t.requires_grad else None for t in inputs], WeightBackward(groups, found)
+
+
+def _nodes(roots: list[Node]) -> list[Node]:
+    """Every node of the graph, each after all those that lead to it from the roots' side."""
+    waiting: dict[Node, int] = {}
+    queue = deque(dict.fromkeys(roots))
+    seen = set(queue)
+    while queue:  # how many edges lead to each node
+        for following, _ in queue.popleft().next_functions:
+            if following is None:
+                continue
+            waiting[following] = waiting.get(following, 0) + 1
+            if following not in seen:
+                seen.add(following)
+                queue.append(following)
+    order: list[Node] = []
+    ready = deque(node for node in dict.fromkeys(roots) if not waiting.get(node))
+    while ready:
+        node = ready.popleft()
+        order.append(node)
+        for following, _ in node.next_functions:
+            if following is not None:
+                waiting[following] -= 1
+                if not waiting[following]:
+                    ready.append(following)
+    return order
+
+
+def _reaching(order: list[Node], targets: set[Node]) -> set[Node]:
+    reaching: set[Node] = set()
+    for node in reversed(order):
+        if node in targets or any(following in reaching for following, _ in node.next_functions):
+            reaching.add(node)
+    return reaching
+
+
+def _groups(
+    order: list[Node], on_the_way: set[Node], roots: set[Node], leaves: dict[Node, torch.Tensor]
+) -> list[_Group]:
+    """The parameters, put together where they share a gate."""
+    gates_of: dict[Node, set[Node]] = {}
+    for node in order:
+        if node in on_the_way:
+            gates = {node}
+        else:
+            gates = gates_of.get(node, set()) | ({node} if node in roots else set())
+            gates_of[node] = gates
+        for following, _ in node.next_functions:
+            if following is not None and following not in on_the_way:
+                gates_of.setdefault(following, set()).update(gates)
+    group_of: dict[Node, _Group] = {}
+    for leaf, parameter in leaves.items():
+        merged = _Group(list(gates_of.get(leaf, ())), [parameter])
+        for group in {id(g): g for g in (group_of.get(gate) for gate in merged.gates) if g is not None}.values():
+            merged.gates += [gate for gate in group.gates if gate not in merged.gates]
+            merged.parameters += group.parameters
+        for gate in merged.gates:
+            group_of[gate] = merged
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _noted(found: dict[Node, list[torch.Tensor | None]], gate: Node, gradients: Any) -> None:
+    found[gate] = list(gradients)
+
+
+def _replaced(gradients: Any, _: Any) -> Any:
+    return gradients
