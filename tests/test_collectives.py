@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tensorshard.distributed import collectives
 from tensorshard.distributed.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 
 
@@ -73,7 +74,7 @@ def _of_every_length() -> None:
             tensor, expected = terms[rank].clone(), terms[0].clone()
             for term in terms[1:]:
                 expected += term
-            collectives.all_reduce_(tensor, group)
+            all_reduce_(tensor, group)
             assert torch.equal(tensor, expected), f"{numel} elements on {size} ranks"
 
 

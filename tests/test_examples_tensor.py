@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from rank_pool import RankError
 
@@ -58,13 +59,12 @@ def test_imagenet_resumes(ranks, tmp_path, saving, options, other):
 
 
 def test_imagenet_reads_a_folder(ranks, tmp_path):
-    image = pytest.importorskip("PIL.Image")  # as transformers and the script, an extra
     for part, number in (("train", 4), ("val", 3)):
         for label, color in enumerate([(255, 0, 0), (0, 255, 0)]):
             folder = tmp_path / "images" / part / f"class{label}"
             folder.mkdir(parents=True)
             for index in range(number):
-                image.new("RGB", (20 + index, 17), color).save(folder / f"{index}.png")
+                Image.new("RGB", (20 + index, 17), color).save(folder / f"{index}.png")
     folder = str(tmp_path / "images")
     options = ["--arch", "tiny", "--image-size", "16", "--batch-size", "4", "--lr", "0.02", "--model-parallel-dim", "1"]
     printed = ranks(2, _run, "imagenet", folder, *options, "--epochs", "6")[0]

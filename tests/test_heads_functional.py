@@ -183,7 +183,7 @@ def test_fp32_within_a_millionth(case, monkeypatch):
         return
     if case == "large logits":
         assert (x @ w.t()).abs().max() > 1e4
-    # What fp32 logits do not say, such as how far from certain a certain target is, the plain layer does not know either.
+    # What fp32 logits do not say, such as how far from certain a certain target is, nor does the plain layer.
     plain = reference(*ours, targets)
     torch.testing.assert_close(
         loss.double(), expected, rtol=1e-6, atol=max(1e-8, 1.2 * (plain - expected).abs().item())

@@ -86,7 +86,7 @@ def test_names_for_ddp(ranks):
 
 
 def _amp_and_zero() -> None:
-    """Split parameters get an optimizer of their own: GradScaler and ZeRO do not take mixtures."""
+    """Split parameters may have an optimizer of their own; one scaler serves both."""
     tsd.init_process_group(2)
     torch.manual_seed(0)
     model = _Classifier(7)

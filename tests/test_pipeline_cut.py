@@ -274,6 +274,20 @@ def test_a_run_inside_of_a_fake_mode_is_the_same():
         assert graph_of(model, fake).same_flow(expected)
 
 
+class Scaled(torch.autograd.Function):
+    """Has an input and a parameter behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
 class Branches(nn.Module):
     """A weight used twice, a parameter that no input reaches, and outputs that are views."""
 
@@ -282,10 +296,11 @@ class Branches(nn.Module):
         self.shared = nn.Linear(6, 6)
         self.between = nn.Linear(6, 6)
         self.free = nn.Parameter(torch.randn(6))
+        self.scale = nn.Parameter(torch.randn(6))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = torch.tanh(self.shared(x))
-        z = self.shared(torch.tanh(self.between(y))) + self.free
+        z = Scaled.apply(self.shared(torch.tanh(self.between(y))), self.scale) + self.free
         return z.t(), y.view(-1), torch.exp(self.free)
 
 

@@ -378,10 +378,9 @@ class _Roundtrip(nn.Module):
             x = ts.distributed.scatter(x, dim=0)
             x = second(x).tanh()
             return third(ts.distributed.gather(x, dim=0))
-        if self.how == "features":  # gathered along another dimension: nothing to make up for
-            x = ts.distributed.gather(ts.distributed.scatter(x, dim=-1) * 2, dim=-1)
-            return third(second(x).tanh())
-        return third(second(x).tanh() * 2)
+        # Features: gathered along another dimension, so that there is nothing to make up for.
+        x = ts.distributed.gather(ts.distributed.scatter(x, dim=-1) * 2, dim=-1)
+        return third(second(x).tanh())
 
 
 def _roundtrip(how: str, group_size: int) -> None:
@@ -390,20 +389,16 @@ def _roundtrip(how: str, group_size: int) -> None:
     torch.manual_seed(0)
     model = _Roundtrip(how)
     whole = copy.deepcopy(model)
-    whole.how = "whole"
+    first, second, third = whole.layers
+    factor = 2 if how == "features" else 1
     x = torch.randn(4 * world, 3)
     if how == "own samples":
         mine = x[4 * rank : 4 * rank + 4]
     else:
         mine = x.chunk(world // group_size)[rank // group_size]
-    if how == "features":
-        model.layers[0].weight.data.mul_(1.0)
-        whole.forward = lambda x: whole.layers[2](whole.layers[1](whole.layers[0](x).tanh() * 2).tanh())
-    else:
-        whole.forward = lambda x: whole.layers[2](whole.layers[1](whole.layers[0](x).tanh()).tanh())
     ddp = DistributedDataParallel(model)
     ddp(mine).square().mean().backward()
-    whole(x).square().mean().backward()
+    third(second(first(x).tanh() * factor).tanh()).square().mean().backward()
     for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
 
@@ -595,6 +590,27 @@ def _readme() -> None:
 
 def test_the_readme(ranks):
     ranks(2, _readme)
+
+
+def _initial_values(group_size: int) -> None:
+    """As TorchShard's tests do it: every rank with a seed of its own."""
+    ts.init_process_group(group_size)
+    torch.manual_seed(5 + dist.get_rank())
+    for dim in (0, 1):
+        layer = ts.nn.ParallelLinear(6, 8, dim=dim)
+        seed = torch.Generator().manual_seed(5 + dist.get_rank())
+        ts.nn.init.shard_init_helper_(nn.init.normal_, layer.weight, std=0.5, generator=seed)
+        ts.nn.init.shard_init_helper_(nn.init.uniform_, layer.bias, generator=seed)
+        first = torch.Generator().manual_seed(5 + dist.get_rank() // group_size * group_size)
+        weight = nn.init.normal_(torch.empty(8, 6), std=0.5, generator=first)
+        bias = nn.init.uniform_(torch.empty(8), generator=first)
+        assert torch.equal(layer.weight.full_tensor(), weight)
+        assert torch.equal(layer.bias.full_tensor(), bias)
+        assert dim == 1 or torch.equal(layer.bias.to_local(), bias)
+
+
+def test_initial_values_are_the_first_ranks(ranks):
+    ranks(4, _initial_values, 2)
 
 
 def test_every_name_of_torchshard_is_there_or_explained():

@@ -151,6 +151,11 @@ class Plan:
                 "sequence_parallel=True splits sequences over the tensor-parallel ranks, but tp=1; set tp, or "
                 "sequence_parallel=False"
             )
+        if self.compile and self.tp != 1:
+            raise ValueError(
+                f"compile=True with tp={self.tp} is not implemented in this version: torch.compile cannot trace the "
+                f"collectives of split layers; set compile=False, or tp=1"
+            )
         if self.tp_plan is not None and self.tp == 1:
             raise ValueError("tp_plan was given, but tp=1 splits nothing; set tp, or leave tp_plan at None")
         if self.offload is not None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tensorshard.distributed.sharding import local_part
@@ -15,8 +16,8 @@ def shard_init_helper_(
 ) -> torch.Tensor:
     """Initialises a tensor in place as `init_method` would initialise the whole of it.
 
-    With the same random seed on every rank, a split parameter thus gets its part of what an unsplit one would
-    get. The whole tensor exists for that long on every rank.
+    A split parameter gets its part of what an unsplit one would get on the first rank of the group, whatever the random
+    seeds of the others. The whole tensor exists for that long on every rank, and all of them call this.
 
     Args:
         init_method: a function of ``torch.nn.init``.
@@ -32,5 +33,8 @@ def shard_init_helper_(
     local = tensor.to_local()
     whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
     init_method(whole, *args, **kwargs)
+    if type(local) is torch.Tensor and not local.is_meta:
+        for axis in range(tensor.device_mesh.ndim):
+            dist.broadcast(whole, group_src=0, group=tensor.device_mesh.get_group(axis))
     local.copy_(local_part(whole, tensor.device_mesh, tensor.placements))
     return tensor

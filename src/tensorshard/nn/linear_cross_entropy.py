@@ -31,7 +31,7 @@ _DEFAULT_SCALE = 64.0  # of cosines, as in ArcFace and CosFace
 class ParallelLinearCrossEntropy(ParallelModule):
     """``nn.Linear`` and ``nn.CrossEntropyLoss`` in one, its classes split over a group, its logits never all there.
 
-    Exact: see :func:`tensorshard.nn.functional.parallel_linear_cross_entropy`. Initial weights are those of ``nn.Linear``
+    Exact: see :func:`tensorshard.nn.functional.parallel_linear_cross_entropy`. Initial weights are ``nn.Linear``'s
     for the same random seed, which must be the same on the ranks of the group; no rank ever holds the whole weight. The
     state dict is that of ``nn.Linear``, and takes either whole tensors or parts.
 
@@ -50,8 +50,8 @@ class ParallelLinearCrossEntropy(ParallelModule):
             input gets its own samples' gradient.
         grad_scale: multiplies the input's gradient. Where ``DistributedDataParallel`` averages the gradients of what
             comes before the head over n ranks whose batches were gathered, n makes their sum of it.
-        update: ``dict(lr=..., momentum=0.0, weight_decay=0.0, momentum_dtype="fp32", seed=0)`` makes backward update the
-            weight itself, tile by tile, so that no gradient tensor exists: exactly what ``torch.optim.SGD`` does. A
+        update: ``dict(lr=..., momentum=0.0, weight_decay=0.0, momentum_dtype="fp32", seed=0)`` makes backward update
+            the             weight itself, tile by tile, so that no gradient tensor exists: exactly what ``torch.optim.SGD`` does. A
             weight in bf16 is rounded stochastically. See :attr:`optimizer` and :meth:`accumulate`.
         group: a process group or a one-dimensional mesh; by default the model-parallel group; none is needed where
             there is no process group at all.
@@ -60,7 +60,7 @@ class ParallelLinearCrossEntropy(ParallelModule):
     Attributes:
         weight: [num_classes, in_features]: a DTensor, or a plain parameter where there is no process group.
         bias: [num_classes] or None, likewise.
-        optimizer: a :class:`HeadSGD`, with ``update=``, else None: its ``param_groups`` are for schedulers, its state is
+        optimizer: a :class:`HeadSGD`, with ``update=``, else None: its ``param_groups`` are for schedulers, its state
             saved as any optimizer's; call its ``step()`` where the other optimizer's is called. It is the only one
             that may have this head's parameters.
 
@@ -107,8 +107,6 @@ class ParallelLinearCrossEntropy(ParallelModule):
         self.margin, self.normalize, self.scale = margin, normalize, scale
         self.sample_rate, self.grad_scale = sample_rate, grad_scale
         self._data_group = self._resolve_data_group(gather_inputs)
-        if update is not None:
-            self._check_replicas()
         self.register_buffer("class_weight", class_weight, persistent=False)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         weight, biases = initial_rows(in_features, num_classes, *self._range(), bias, device, dtype)
@@ -116,9 +114,7 @@ class ParallelLinearCrossEntropy(ParallelModule):
         self.register_parameter("bias", None if biases is None else self._parameter(biases, (num_classes,)))
         self.optimizer: HeadSGD | None = None
         if update is not None:
-            self._renew_parameters()
-            self.optimizer = HeadSGD.from_options(self.weight, self.bias, dict(update))
-            self._guard()
+            self._update_in_backward(update)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> "ParallelLinearCrossEntropy":
@@ -127,16 +123,17 @@ class ParallelLinearCrossEntropy(ParallelModule):
         Args:
             options: of the constructor, but for the sizes, `bias`, `device` and `dtype`.
         """
-        weight = linear.weight
-        head = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
-            **options,
-        )
-        head.load_state_dict({name: p.detach() for name, p in linear.named_parameters(recurse=False)})
+        given = dict(linear.named_parameters(recurse=False))
+        update = options.pop("update", None)
+        head = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
+        begin, held = head._range()
+        for name, whole in given.items():
+            part = whole.detach()[begin : begin + held].clone(memory_format=torch.contiguous_format)
+            setattr(head, name, head._parameter(part, tuple(whole.shape)))
+        if head.class_weight is not None:
+            head.class_weight = head.class_weight.to(linear.weight.device)
+        if update is not None:
+            head._update_in_backward(update)
         return head.train(linear.training)
 
     def forward(self, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -297,7 +294,7 @@ class ParallelLinearCrossEntropy(ParallelModule):
         group = self._process_group()
         if group is not None and group.size() < dist.get_world_size() and self._data_group is None:
             raise ValueError(
-                f"update= was given to a head over {group.size()} of {dist.get_world_size()} processes whose inputs are "
+                f"update= was given to a head over {group.size()} of {dist.get_world_size()} processes with inputs "
                 "not gathered: its copies elsewhere would see other batches and drift apart. Pass gather_inputs= (the "
                 "data axis), spread the classes over all processes, or leave update= out"
             )
@@ -315,9 +312,15 @@ class ParallelLinearCrossEntropy(ParallelModule):
         )
         if torch.float16 in (features.dtype, half):
             raise RuntimeError(
-                "a head built with update= was called in fp16, whose losses a GradScaler scales, skipping the steps that "
+                "a head built with update= was called in fp16, whose losses a GradScaler scales, skipping steps that "
                 "overflow: backward would have updated the weight already. Use bf16, or build the head without update="
             )
+
+    def _update_in_backward(self, options: dict[str, Any]) -> None:
+        self._check_replicas()
+        self._renew_parameters()
+        self.optimizer = HeadSGD.from_options(self.weight, self.bias, dict(options))
+        self._guard()
 
     def _renew_parameters(self) -> None:
         self.weight = without_grad(self.weight)

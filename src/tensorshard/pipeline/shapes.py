@@ -74,7 +74,7 @@ class Shapes:
             if missing:
                 raise ValueError(
                     f"with inputs {_described(inputs)} stage {stage} needs the parameter {min(missing)!r}, which it "
-                    f"did not need with the sample inputs and therefore does not hold; cut the model by inputs like these"
+                    f"did not need with the sample inputs and therefore does not hold; cut it by inputs like these"
                 )
 
 

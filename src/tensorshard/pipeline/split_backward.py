@@ -1,7 +1,7 @@
 """Backward in two parts: the gradients of a stage's inputs now, those of its parameters later.
 
 The idea is that of Qi et al., "Zero Bubble Pipeline Parallelism" (2023); torch.distributed.pipelining finds the parts
-in the autograd graph as is done here. Unlike there, the second part goes through ``torch.autograd.backward``, so that
+in the autograd graph as is done here. Unlike there, the second part accumulates as every backward does, so that
 hooks of parameters see it, and outputs may be views.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
 
 @dataclass
@@ -51,7 +51,7 @@ class WeightBackward:
                     handles.append(gate.register_prehook(partial(_replaced, tuple(found))))
             try:
                 if edges:
-                    torch.autograd.backward(edges, values, inputs=group.parameters, retain_graph=len(group.gates) > 1)
+                    _backward_from(edges, values, group.parameters, keep=len(group.gates) > 1)
             finally:
                 for handle in handles:
                     handle.remove()
@@ -169,3 +169,12 @@ def _noted(found: dict[Node, list[torch.Tensor | None]], gate: Node, gradients: 
 
 def _replaced(gradients: Any, _: Any) -> Any:
     return gradients
+
+
+def _backward_from(
+    edges: list[GradientEdge], gradients: list[torch.Tensor], parameters: list[torch.Tensor], *, keep: bool
+) -> None:
+    """``torch.autograd.backward``, but that of torch 2.11 refuses edges of a custom ``autograd.Function``'s node."""
+    _engine_run_backward(
+        tuple(edges), tuple(gradients), keep, False, tuple(parameters), allow_unreachable=True, accumulate_grad=True
+    )

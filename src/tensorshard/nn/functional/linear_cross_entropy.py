@@ -40,7 +40,7 @@ def parallel_linear_cross_entropy(
 ) -> torch.Tensor:
     """``F.cross_entropy(F.linear(input, weight, bias), target)`` without its logits, the classes split over a group.
 
-    Exact: every class is in every softmax. Sums are taken in fp32, or fp64 for fp64 tensors, those over the classes of a
+    Exact: every class is in every softmax. Sums are in fp32, or fp64 for fp64 tensors, those over the classes of a
     sample in fp64. Under ``torch.autocast`` a GPU multiplies in its type; the CPU in fp32. Under ``torch.compile`` it
     runs as it is, between two graphs.
 
@@ -182,6 +182,6 @@ def _place(weight: torch.Tensor, classes: int | None, group: dist.ProcessGroup |
     if held != width:
         hint = ": it seems to be whole; cut it with tensorshard.slice(weight, ranks, 0)" if held == classes else ""
         raise ValueError(
-            f"a weight of {held} rows was given to rank {rank} of {size}, which holds {width} of {classes} classes{hint}"
+            f"a weight of {held} rows was given to rank {rank} of {size}, which has {width} of {classes} classes{hint}"
         )
     return start, classes

@@ -40,7 +40,7 @@ def check_head(
     if class_weight is not None:
         if list(class_weight.shape) != [classes]:
             raise ValueError(
-                f"class_weight {list(class_weight.shape)} was given for {classes} classes: expected [{classes}], of all "
+                f"class_weight {list(class_weight.shape)} was given for {classes} classes: expected [{classes}], all "
                 "classes on every rank"
             )
         if class_weight.requires_grad:
@@ -49,7 +49,7 @@ def check_head(
             )
     if extras.sample is not None and label_smoothing:
         raise ValueError(
-            f"label_smoothing={label_smoothing} was given with sample_rate: smoothing spreads over all classes, a sample "
+            f"label_smoothing={label_smoothing} given with sample_rate: smoothing spreads over all classes, a sample "
             "leaves most of them out. Use one of the two"
         )
     check_targets(target, classes, ignore_index)

@@ -151,10 +151,10 @@ class _Weighing:
 def _weigh(targets: torch.Tensor, class_weight: torch.Tensor | None, spec: HeadSpec) -> _Weighing:
     valid = targets != spec.ignore_index
     if class_weight is None:
-        target, all_classes = valid.double(), float(spec.classes)
-    else:
-        target, all_classes = class_weight[targets.where(valid, 0)].double() * valid, class_weight.double().sum()
-    return _Weighing(target, valid, target.sum(), valid.sum(), all_classes)
+        target = valid.double()
+        return _Weighing(target, valid, target.sum(), valid.sum(), float(spec.classes))
+    target = class_weight[targets.where(valid, 0)].double() * valid
+    return _Weighing(target, valid, target.sum(), valid.sum(), class_weight.double().sum())
 
 
 def _reduce(found: Statistics, weighing: _Weighing, class_weight: torch.Tensor | None, spec: HeadSpec) -> torch.Tensor:

@@ -91,7 +91,7 @@ class HeadSGD(torch.optim.Optimizer):
         return {name: self.group[name] for name in _OPTIONS}
 
     def rebind(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Takes other objects for the head's parameters, such as after a move to another device, and moves its state."""
+        """Takes other objects for the head's parameters, as after a move to another device, and moves its state."""
         parameters = [weight] if bias is None else [weight, bias]
         for old, new in zip(self.group["params"], parameters, strict=True):
             state = self.state.pop(old, {})
@@ -275,7 +275,8 @@ def _check(weight: torch.Tensor, lr: float, momentum: float, weight_decay: float
             "update= was given for a weight in fp16, whose losses have to be scaled and whose steps are skipped when "
             "they overflow: an update in backward cannot be taken back. Use bf16 or fp32, or leave update= out"
         )
-    for name, value, low, high in (("lr", lr, 0, None), ("momentum", momentum, 0, 1), ("weight_decay", weight_decay, 0, None)):  # fmt: skip
+    limits = (("lr", lr, 0, None), ("momentum", momentum, 0, 1), ("weight_decay", weight_decay, 0, None))
+    for name, value, low, high in limits:
         if not value >= low or (high is not None and value >= high):
             raise ValueError(f"update= was given {name}={value}: use {low} or more" + (", below 1" if high else ""))
     if momentum_dtype not in MOMENTUM_DTYPES:

@@ -11,7 +11,7 @@ from tensorshard.nn.heads.optimizer import HeadSGD
 _REFUSAL = (
     "a head built with update= changes its weight during backward: there is no .grad, so what needs one "
     "(clip_grad_norm_, a GradScaler, another optimizer, gradient hooks) would leave the head out. Build the head "
-    "without update= to use it; or pass it the other parameters only, and call head.optimizer.step() at the end of each "
+    "without update= to use it; or pass it the other parameters, and call head.optimizer.step() at the end of each "
     "step"
 )
 

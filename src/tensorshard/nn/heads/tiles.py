@@ -78,7 +78,7 @@ class Tiles:
             self._rows = input.new_empty((self._width, features), dtype=precision.compute)
 
     def __len__(self) -> int:
-        return -(-self.columns // self._width)
+        return (self.columns + self._width - 1) // self._width
 
     def __iter__(self) -> Iterator[Tile]:
         for index in range(len(self)):
