@@ -51,8 +51,8 @@ class ParallelLinearCrossEntropy(ParallelModule):
         grad_scale: multiplies the input's gradient. Where ``DistributedDataParallel`` averages the gradients of what
             comes before the head over n ranks whose batches were gathered, n makes their sum of it.
         update: ``dict(lr=..., momentum=0.0, weight_decay=0.0, momentum_dtype="fp32", seed=0)`` makes backward update
-            the             weight itself, tile by tile, so that no gradient tensor exists: exactly what ``torch.optim.SGD`` does. A
-            weight in bf16 is rounded stochastically. See :attr:`optimizer` and :meth:`accumulate`.
+            the weight itself, tile by tile, so that no gradient tensor exists: exactly what ``torch.optim.SGD`` does.
+            A weight in bf16 is rounded stochastically. See :attr:`optimizer` and :meth:`accumulate`.
         group: a process group or a one-dimensional mesh; by default the model-parallel group; none is needed where
             there is no process group at all.
         device, dtype: as in ``nn.Linear``.
