@@ -31,7 +31,10 @@ class _Group:
 class WeightBackward:
     """The part of a backward that is left: the gradients of the parameters."""
 
-    def __init__(self, groups: list[_Group], gradients: dict[Node, list[torch.Tensor | None]]) -> None:
+    def __init__(
+        self, groups: list[_Group], gradients: dict[Node, list[torch.Tensor | None]], roots: list[GradientEdge]
+    ) -> None:
+        self._roots = roots  # keep the graph, which nodes written in Python do not do by themselves
         # Those with several gates may run through the nodes of others, which must still be there.
         self._groups = sorted(groups, key=lambda group: -len(group.gates))
         self._gradients = gradients
@@ -55,7 +58,7 @@ class WeightBackward:
             finally:
                 for handle in handles:
                     handle.remove()
-        self._groups, self._gradients = [], {}
+        self._groups, self._gradients, self._roots = [], {}, []
 
 
 def backward_of_inputs(
@@ -101,7 +104,7 @@ def backward_of_inputs(
         for handle in handles:
             handle.remove()
     made = iter(computed)
-    return [next(made, None) if t.requires_grad else None for t in inputs], WeightBackward(groups, found)
+    return [next(made, None) if t.requires_grad else None for t in inputs], WeightBackward(groups, found, roots)
 
 
 def _nodes(roots: list[Node]) -> list[Node]:

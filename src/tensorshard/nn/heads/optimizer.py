@@ -234,11 +234,14 @@ class HeadSGD(torch.optim.Optimizer):
             self.group["initial_lr"] = groups[0]["initial_lr"]
 
     def _load(self, parameter: torch.Tensor, momentum: torch.Tensor, scales: torch.Tensor | None) -> None:
-        part = _part_like(momentum, parameter)
+        part, slot = _part_like(momentum, parameter), self._slot(parameter)
         if scales is not None:
-            values = torch.empty_like(part, dtype=torch.float32)
-            part = dequantize(part, _part_like(scales, parameter), out=values)
-        slot = self._slot(parameter)
+            own_scales = _part_like(scales, parameter)
+            if slot.scales is not None:
+                slot.momentum.copy_(part)
+                slot.scales.copy_(own_scales)
+                return
+            part = dequantize(part, own_scales, out=torch.empty_like(part, dtype=torch.float32))
         if slot.scales is None:
             slot.momentum.copy_(part)
             return
