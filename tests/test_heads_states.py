@@ -124,7 +124,7 @@ def test_micro_batches_and_states(form, monkeypatch):
     back.optimizer.load_state_dict(other.optimizer.state_dict())
     want = other.optimizer.state[other.weight]["momentum_buffer"]
     error = _as_fp32(back).sub(want).norm() / want.norm()
-    assert 0 < want.norm() and error < (1e-7 if form == "fp32" else 0.03)
+    assert want.norm() > 0 and error < (1e-7 if form == "fp32" else 0.03)
 
 
 def _as_fp32(head: ParallelLinearCrossEntropy) -> torch.Tensor:
@@ -201,5 +201,5 @@ def test_accuracy_is_that_of_fp32():
     found = {form: [_accuracy(form, seed) for seed in seeds] for form in FORMATS}
     means = {form: sum(values) / len(values) for form, values in found.items()}
     assert 60 < means["fp32"] < 99  # neither hopeless nor too easy to tell forms apart
-    for form, mean in means.items():
+    for mean in means.values():
         assert abs(mean - means["fp32"]) < 0.5, (means, found)
