@@ -294,7 +294,8 @@ class ParallelLinearCrossEntropy(ParallelModule):
         group = self._process_group()
         if group is not None and group.size() < dist.get_world_size() and self._data_group is None:
             raise ValueError(
-                f"update= was given to a head over {group.size()} of {dist.get_world_size()} processes with inputs "
+                f"update= was given to a head over {group.size()} of {dist.get_world_size()} processes "
+                "whose inputs are "
                 "not gathered: its copies elsewhere would see other batches and drift apart. Pass gather_inputs= (the "
                 "data axis), spread the classes over all processes, or leave update= out"
             )

@@ -182,6 +182,7 @@ def _place(weight: torch.Tensor, classes: int | None, group: dist.ProcessGroup |
     if held != width:
         hint = ": it seems to be whole; cut it with tensorshard.slice(weight, ranks, 0)" if held == classes else ""
         raise ValueError(
-            f"a weight of {held} rows was given to rank {rank} of {size}, which has {width} of {classes} classes{hint}"
+            f"a weight of {held} rows was given to rank {rank} of {size}, which holds {width} of "
+            f"{classes} classes{hint}"
         )
     return start, classes
