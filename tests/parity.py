@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import tensorshard as ts
+from head_models import bert_with_head, gpt_with_head, resnet_with_head
 from tensor_plan_models import make
 from tensorshard.models import GPT, Bert, ViT, image_classification_loss, next_token_loss
 
@@ -22,7 +23,8 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-6)
 def build(kind: str) -> nn.Module:
     """A model small enough for hundreds of runs, its weights the same every time."""
     torch.manual_seed(1)
-    return _BUILDERS[kind]()
+    plain = kind.removesuffix(_HEAD)
+    return _BUILDERS[kind]() if plain == kind else _HEADED[plain](_BUILDERS[plain]())
 
 
 def _resnet(classes: int = 5) -> nn.Module:
@@ -69,6 +71,14 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "llama": _llama,
     "hf_bert": _hf_bert,
 }
+# The same models with a ParallelLinearCrossEntropy in the place of the last layer: they take the targets, too.
+_HEADED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "gpt": gpt_with_head,
+    "gpt_tied": gpt_with_head,
+    "bert": bert_with_head,
+    "resnet_37": resnet_with_head,
+}
+_HEAD = "_head"
 
 
 # How many tokens or classes there are, of models that have not 61 or 5.
@@ -77,9 +87,19 @@ _IMAGES = ("vit", "resnet", "resnet_37")
 
 
 def loss_function(kind: str) -> Callable[[Any, Any], Any]:
+    if kind.endswith(_HEAD):
+        return _mean if kind.removesuffix(_HEAD) in _IMAGES else _sum_and_count
     if kind in _IMAGES:
         return image_classification_loss if kind == "vit" else _loss_of_logits(image_classification_loss)
     return next_token_loss if kind in ("gpt", "gpt_tied", "gpt_101", "bert") else _loss_of_logits(next_token_loss)
+
+
+def _mean(output: Any, targets: Any) -> Any:
+    return output
+
+
+def _sum_and_count(output: Any, targets: Any) -> Any:
+    return output, (targets != -100).sum()
 
 
 def _loss_of_logits(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -92,6 +112,9 @@ def _on_logits(loss: Callable[[Any, Any], Any], output: Any, targets: Any) -> An
 
 def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Tensor]:
     """The global batch of a step; in text some targets are padding, unevenly over the samples."""
+    if kind.endswith(_HEAD):
+        inputs, targets = batch(kind.removesuffix(_HEAD), step, size)
+        return ({**inputs, "targets": targets} if isinstance(inputs, dict) else (inputs, targets)), targets
     generator = torch.Generator().manual_seed(1000 + step)
     if kind in _IMAGES:
         images = torch.randn(size, 3, 16, 16, generator=generator)
@@ -143,9 +166,7 @@ def shard(engine: ts.Engine, inputs: Any, targets: torch.Tensor) -> tuple[Any, t
     """This data rank's part of a global batch."""
     rank, size = engine.mesh.dp_rank, engine.mesh.dp_size
     cut = lambda tensor: tensor.chunk(size)[rank]  # noqa: E731
-    if isinstance(inputs, dict):
-        return {name: cut(tensor) for name, tensor in inputs.items()}, cut(targets)
-    return cut(inputs), cut(targets)
+    return tree_map(cut, inputs), cut(targets)
 
 
 def reference(

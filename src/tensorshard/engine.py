@@ -3,26 +3,28 @@
 import inspect
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
-from tensorshard.batch import batch_size, call_model, split_batch, to_device
-from tensorshard.distributed.collectives import all_reduce_
 from tensorshard.distributed.world import default_device, join_world, world_size
+from tensorshard.loss_tally import Objective
 from tensorshard.materialize import TensorSource, from_meta, from_module, record
 from tensorshard.mesh import Mesh
 from tensorshard.optim.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.optim.loss_scaler import LossScaler
+from tensorshard.passes import Passes, WholeModelPasses
 from tensorshard.plan import Plan
 from tensorshard.summary import Summary, summarize
 from tensorshard.transforms.apply import apply_plan
 from tensorshard.transforms.batch_norm import running_statistics
 from tensorshard.transforms.checks import check_model
-from tensorshard.transforms.precision import autocast, check_supported, widen_output
+from tensorshard.transforms.head_checks import check_loss_function
+from tensorshard.transforms.precision import check_supported
 from tensorshard.transforms.shard import ShardedModel
 
 logger = logging.getLogger("tensorshard")
@@ -117,6 +119,8 @@ class Engine:
         self.scaler = LossScaler() if plan.precision == "fp16" else None
         self._trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
         self._ways_split = sharded.ways_split()
+        objective = Objective(loss_fn, plan.precision, device)
+        self._passes: Passes = WholeModelPasses(sharded, plan, mesh, objective, device)
         self._running_statistics = running_statistics(sharded.model)
         self.optimizer = _build_optimizer(optimizer, self._trained)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
@@ -149,62 +153,42 @@ class Engine:
             raise
 
     def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
-        parts = split_batch(inputs, targets, self.plan.micro_batches)
-        self.sharded.discard_gradients()
-        tally = _LossTally(self)
-        for index, (part_inputs, part_targets) in enumerate(parts):
-            last = index == len(parts) - 1
-            self.sharded.begin_micro_batch(last)
-            loss_sum, count = self._loss(part_inputs, part_targets)
-            tally.add(loss_sum, count, micro_batches=len(parts))
-            if last:
-                tally.start_total()
-            (loss_sum * self._backward_scale(tally)).backward()
-        self.sharded.finish_backward()
-        loss = tally.mean()
-        self._check_finite(loss, "loss")
-        if self._rescale_gradients(tally.correction()):
+        loss = self._passes.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
+        self._check_finite(loss.mean, "loss")
+        if self._rescale_gradients(loss.correction):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step_count += 1
-        return loss
+        return loss.mean
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
+        with self._evaluation_mode():
+            return self._passes.evaluate(inputs, targets)
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Any:
+        """The model's output for this data rank's batch, in evaluation mode, 16-bit tensors as fp32.
+
+        Ranks that differ only along tp, cp or pp pass the same batch and all get the output. With a pipeline the batch
+        goes through it in micro-batches, whose outputs are put together along their first dimension.
+
+        Raises:
+            ValueError: outputs of micro-batches that cannot be put together.
+        """
+        with self._evaluation_mode():
+            return self._passes.predict(inputs)
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
         training = [module for module in self.model.modules() if module.training]  # some may be frozen in eval mode
         self.model.eval()
         try:
-            tally = _LossTally(self)
-            tally.add(*self._loss(inputs, targets), micro_batches=1)
-            tally.start_total()
-            return tally.mean()
+            yield
         finally:
             for module in training:
                 module.training = True
-
-    def _loss(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a (micro-)batch as a sum and the count that it is a sum over."""
-        inputs, targets = to_device(inputs, self.device), to_device(targets, self.device)
-        with autocast(self.plan.precision, self.device):
-            output = call_model(self.model, inputs)
-        result = self.loss_fn(widen_output(output) if self.plan.precision != "fp32" else output, targets)
-        if isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0]):
-            total, count = result
-            return total, torch.as_tensor(count, dtype=torch.float32, device=self.device).detach()
-        if not _is_scalar(result):
-            raise TypeError(
-                f"loss_fn returned {_described(result)}; it must return a scalar tensor, the mean over the samples, or "
-                f"a tuple (sum, count) whose sum is a scalar tensor"
-            )
-        samples = batch_size(inputs)
-        return result * samples, torch.tensor(float(samples), device=self.device)
-
-    def _backward_scale(self, tally: "_LossTally") -> torch.Tensor:
-        """The loss is a sum over the data ranks divided by a global count, and so must the gradient be."""
-        scale = self.sharded.gradient_divisor * (self.scaler.scale if self.scaler else 1.0)
-        assert tally.normalizer is not None
-        return scale / tally.normalizer
 
     def _rescale_gradients(self, correction: torch.Tensor | None) -> bool:
         """Normalizes, unscales and clips the gradients in one pass; False if fp16 overflowed and the step is off."""
@@ -276,58 +260,6 @@ class Engine:
         return summarize(self.plan, self.sharded, self.optimizer)
 
 
-class _LossTally:
-    """The loss of one step: sums and counts over micro-batches and data ranks."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._group = engine.mesh.dp_group if engine.mesh.dp_size > 1 else None
-        self._sum: torch.Tensor | None = None
-        self._count: torch.Tensor | None = None
-        self._total: torch.Tensor | None = None
-        self._work: Any = None
-        # What backward divides by: the global count if every micro-batch counts as much as the first ones.
-        self.normalizer: torch.Tensor | None = None
-        self._parts = 0
-
-    def add(self, loss_sum: torch.Tensor, count: torch.Tensor, *, micro_batches: int) -> None:
-        if self._sum is None or self._count is None:
-            self._sum, self._count = loss_sum.detach(), count
-            first = count.clone()
-            if self._group is not None:
-                all_reduce_(first, self._group)
-            self.normalizer = _nonzero(first) * micro_batches
-        else:
-            self._sum, self._count = self._sum + loss_sum.detach(), self._count + count
-        self._parts += 1
-
-    def start_total(self) -> None:
-        """Starts the sum over the data ranks; it travels while backward computes."""
-        assert self._sum is not None and self._count is not None
-        self._total = torch.stack([self._sum.double(), self._count.double()])
-        if self._group is not None:
-            self._work = all_reduce_(self._total, self._group, async_op=True)
-
-    def _finished_total(self) -> torch.Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        assert self._total is not None
-        return self._total
-
-    def mean(self) -> torch.Tensor:
-        """The global mean loss."""
-        loss_sum, count = self._finished_total()
-        assert self._sum is not None
-        return (loss_sum / _nonzero(count)).to(self._sum.dtype)
-
-    def correction(self) -> torch.Tensor | None:
-        """What gradients still have to be multiplied by, once every micro-batch was counted; None for nothing."""
-        if self._parts == 1:
-            return None
-        assert self.normalizer is not None
-        return self.normalizer.double() / _nonzero(self._finished_total()[1])
-
-
 def _weights_of(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[TensorSource, bool]:
     """Where the initial weights come from, and whether they are the same on every rank by construction."""
     if not isinstance(model, nn.Module):
@@ -349,6 +281,7 @@ def _check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any) -> Non
         )
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a callable (output, targets) -> loss")
+    check_loss_function(loss_fn)
 
 
 def _build_optimizer(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -370,23 +303,6 @@ def _build_optimizer(factory: OptimizerFactory, masters: dict[str, nn.Parameter]
         if is_open and isinstance(built, torch.optim.Adam | torch.optim.AdamW):
             group["fused"] = True
     return built
-
-
-def _nonzero(count: torch.Tensor) -> torch.Tensor:
-    """`count`, or one where nothing was counted: the loss is then zero, and so are the gradients."""
-    return torch.where(count == 0, 1.0, count)
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple):
-        return f"a tuple of {' and '.join(map(_described, value)) or 'nothing'}"
-    return repr(value)
 
 
 def _wants_names(factory: Any) -> bool:

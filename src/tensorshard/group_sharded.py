@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.distributed.collectives import all_reduce_
+from tensorshard.distributed.sharding import to_local
 from tensorshard.distributed.world import default_device, join_world, world_size
 from tensorshard.materialize import from_module
 from tensorshard.mesh import Mesh
@@ -178,10 +179,7 @@ def _unscaler(mesh: Mesh) -> Any:
         scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         gradients = [
-            p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            for options in optimizer.param_groups
-            for p in options["params"]
-            if p.grad is not None
+            to_local(p.grad) for options in optimizer.param_groups for p in options["params"] if p.grad is not None
         ]
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
+from tensorshard.pipeline.schedules import find_schedule
 from tensorshard.plan import AXES, Plan
 
 _GROUPS_SHOWN = 8
@@ -36,6 +37,8 @@ class Mesh:
         self.world_group: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
         plan = plan.resolve(self.world_size)
         self.degrees: dict[str, int] = {axis: getattr(plan, axis) for axis in AXES}
+        self.schedule = plan.pp_schedule
+        self.stages_per_rank = plan.stages_per_rank
         # Axes of degree 1 need no group, but for dp_shard, over which ZeRO's tensors are always laid out.
         self._axes = tuple(axis for axis in AXES if self.degrees[axis] > 1 or axis == "dp_shard")
         shape = tuple(self.degrees[axis] for axis in self._axes)
@@ -66,6 +69,11 @@ class Mesh:
             return self.device_mesh[axes]
 
     @property
+    def stages(self) -> list[int]:
+        """The pipeline stages that this rank has, in order; of a plan without a pipeline, the one there is."""
+        return find_schedule(self.schedule).stages_of(self.index("pp"), self.degrees["pp"], self.stages_per_rank)
+
+    @property
     def dp_size(self) -> int:
         """Number of data ranks: processes that see different samples."""
         return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
@@ -91,10 +99,24 @@ class Mesh:
         for axis in AXES:
             members = self._numbers(group_ranks(self.rank, axis, self.degrees))
             lines.append(f"{axis:<13} degree {self.degrees[axis]:<4} index {self.index(axis):<4} ranks {members}")
+        if self.degrees["pp"] > 1:
+            lines += self._describe_stages()
         for axis in AXES:
             if self.degrees[axis] > 1:
                 lines.append(f"all groups along {axis}: {self._all_groups(axis)}")
         return "\n".join(lines)
+
+    def _describe_stages(self) -> list[str]:
+        schedule, ranks = find_schedule(self.schedule), self.degrees["pp"]
+        shown = [
+            f"{index}: {', '.join(map(str, schedule.stages_of(index, ranks, self.stages_per_rank)))}"
+            for index in range(min(ranks, _GROUPS_SHOWN))
+        ]
+        if ranks > _GROUPS_SHOWN:
+            shown.append("...")
+        mine = ", ".join(map(str, self.stages))
+        count = ranks * self.stages_per_rank
+        return [f"stages of this rank: {mine} of {count} ({self.schedule})", f"stages by pp index: {' | '.join(shown)}"]
 
     def _all_groups(self, axis: str) -> str:
         groups = {tuple(group_ranks(rank, axis, self.degrees)): None for rank in range(self.world_size)}

@@ -17,12 +17,9 @@ REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 RECOMPUTE_MODES = ("none", "selective", "full")
 
 # Axes of the mesh that exist in the data structure and that no transform implements yet.
-_MISSING_AXES = {"pp": "pipeline parallelism", "cp": "context parallelism"}
-# Fields that only mean something along one of those axes, with their defaults.
-_MISSING_FIELDS = {
-    "pp_schedule": "pp",
-    "pp_split": "pp",
-}
+_MISSING_AXES = {"cp": "context parallelism"}
+# Fields that only mean something along one of the axes.
+_FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": "pp"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,11 @@ class Plan:
         tp_check: whether a table given as `tp_plan` is checked by numbers on small tensors before it is used.
         sequence_parallel: whether blocks compute on parts of a sequence between the layers that ``tp`` splits, so that
             norms, dropout and residuals are divided over its ranks, too (Korthikanti et al. 2022).
-        pp_schedule, pp_split: belong to ``pp``.
+        pp_schedule: how the stages' forwards and backwards are ordered: "gpipe", "1f1b", "interleaved_1f1b",
+            "looped_bfs", "interleaved_zero_bubble", "zbv" or "dualpipev". See ``docs/pipelines.md``.
+        pp_split: names of the modules that start a stage, the first stage's excepted; None to balance the stages' cost.
+        pp_stages_per_rank: how many stages each pipeline rank has, where the schedule works with several; None for as
+            few as it does.
         offload: where optimizer states go; None keeps them on the device.
 
     Raises:
@@ -81,6 +82,7 @@ class Plan:
     offload: Any = None
     reduce_dtype: str | None = None
     tp_check: bool = True
+    pp_stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -103,6 +105,13 @@ class Plan:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         object.__setattr__(self, "shard_units", _shard_units(self.shard_units))
+        object.__setattr__(self, "pp_split", _names_of_modules("pp_split", self.pp_split))
+        if self.pp_stages_per_rank is not None:
+            _check_int("pp_stages_per_rank", self.pp_stages_per_rank, least=1)
+        if self.pp_schedule != "1f1b":
+            from tensorshard.pipeline.schedules import find_schedule
+
+            find_schedule(self.pp_schedule)
 
     def resolve(self, world_size: int) -> "Plan":
         """This plan with every axis set for `world_size` processes.
@@ -122,13 +131,45 @@ class Plan:
                     f"the plan's degrees ({product}) multiply to {known}, but there are {world_size} processes; "
                     f"start {known} processes, or set dp_shard=-1 to let it take what the other axes leave"
                 )
-            return self
+            return self._with_pipeline_checked()
         if world_size % known:
             raise ValueError(
                 f"{free}=-1 cannot be inferred: {world_size} processes do not divide by the other axes ({product}, "
                 f"together {known}); start a multiple of {known} processes, or change a degree"
             )
-        return replace(self, **{free: world_size // known})
+        return replace(self, **{free: world_size // known})._with_pipeline_checked()
+
+    def _with_pipeline_checked(self) -> "Plan":
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, axis in _FIELDS_OF_AXES.items():
+            if getattr(self, axis) == 1 and getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} was given, but {axis}=1 makes no pipeline; set {axis}, or leave "
+                    f"{name} at {defaults[name]!r}"
+                )
+        if self.pp > 1:
+            stages = self.stages_per_rank * self.pp
+            if self.pp_split is not None and len(self.pp_split) + 1 != stages:
+                raise ValueError(
+                    f"pp_split names {len(self.pp_split)} modules, each of which starts a stage after the first; "
+                    f"pp={self.pp} with the {self.pp_schedule} schedule makes {stages} stages: name {stages - 1}"
+                )
+        return self
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages each pipeline rank of a resolved plan has.
+
+        Raises:
+            ValueError: the schedule does not work with so many, or with ``micro_batches``.
+        """
+        if self.pp == 1:
+            return 1
+        from tensorshard.pipeline.schedules import check_schedule
+
+        return check_schedule(
+            self.pp_schedule, ranks=self.pp, stages_per_rank=self.pp_stages_per_rank, micro_batches=self.micro_batches
+        )
 
     def _check_implemented(self) -> None:
         for axis, what in _MISSING_AXES.items():
@@ -139,13 +180,6 @@ class Plan:
                 )
             if getattr(self, axis) == -1:
                 raise ValueError(f"{axis}=-1 asks for {what}, which this version does not implement; set {axis}=1")
-        defaults = {f.name: f.default for f in fields(self)}
-        for name, axis in _MISSING_FIELDS.items():
-            if getattr(self, name) != defaults[name]:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} belongs to the {axis} axis, which this version does not "
-                    f"implement; leave it at {defaults[name]!r}"
-                )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
                 "sequence_parallel=True splits sequences over the tensor-parallel ranks, but tp=1; set tp, or "
@@ -189,6 +223,9 @@ class Plan:
             f"shard_units    {self._describe_units()}",
             f"compile        {'each block' if self.compile else 'off'}",
         ]
+        if self.pp != 1:
+            split = "balanced" if self.pp_split is None else "before " + ", ".join(self.pp_split)
+            lines.append(f"pipeline       {self.pp_schedule}; cuts {split}")
         if self.tp != 1:
             lines.append(f"tp_plan        {'to be found' if self.tp_plan is None else f'{len(self.tp_plan)} entries'}")
             lines.append(f"sequences      {'split between split layers' if self.sequence_parallel else 'whole'}")
@@ -276,6 +313,14 @@ def _zero_level(value: Any) -> int:
         names = ", ".join(f"{name!r} ({level})" for name, level in ZERO_NAMES.items())
         raise ValueError(f"zero is {value!r}; the levels are 0, 1, 2 and 3, also by the names {names}")
     return value
+
+
+def _names_of_modules(name: str, value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    if isinstance(value, list | tuple) and value and all(isinstance(member, str) for member in value):
+        return list(value)
+    raise TypeError(f"{name} is {value!r}; it must be None or a non-empty list of module names")
 
 
 def _shard_units(value: Any) -> int | list[str] | None:

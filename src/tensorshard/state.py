@@ -87,22 +87,16 @@ def collect_state_dict(
         keep = not rank0_only or model.rank == 0  # type: ignore[assignment, union-attr]
         state_dict = _consolidate(model, keep)
     state_dict = model.state_dict() if state_dict is None else state_dict
-    marked = _marked_parameters(model)
+    marked = _marked_tensors(model)
     originals = _original_names(model)
-    done: dict[str, torch.Tensor | None] = {}
+    done: dict[_Path, torch.Tensor | None] = {}
 
     def collect(path: _Path, tensor: torch.Tensor) -> torch.Tensor | None:
-        name: str = originals.get(path[0]) or path[0]
-        if len(path) == 1 and name in done:
-            return done[name]
-        if isinstance(tensor, DTensor):
-            whole = tensor.full_tensor()
-        elif path[0] in marked:
-            whole = gather_whole(tensor, marked[path[0]])
-        else:
-            whole = tensor
-        done[name] = whole.detach().to(device) if keep else None
-        return done[name]
+        original = (originals.get(path[0], path[0]), *path[1:])
+        if original not in done:
+            whole = gather_whole(tensor, marked.get(path[0], tensor))
+            done[original] = whole.detach().to(device) if keep else None
+        return done[original]
 
     collected = _map_tensors(state_dict, collect)
     return {prefix + name: value for name, value in collected.items()} if keep else {}
@@ -139,20 +133,20 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
         state_dict, fetch = _announce_state(state_dict, group, device)
     assert state_dict is not None  # every rank has at least the descriptions by now
     references = _reference_tensors(model)
-    marked = _marked_parameters(model)
+    marked = _marked_tensors(model)
 
     def relocate(path: _Path, tensor: Any) -> torch.Tensor:
         whole = fetch(tensor)
         if path[0] in marked:
             return own_part(whole, marked[path[0]])
         reference = references.get(path if path in references else path[:-1])
-        scalar = len(path) > 1 and whole.shape != getattr(reference, "shape", None)  # a step count, say
-        if reference is None or isinstance(whole, DTensor) or scalar:
+        step_count = len(path) > 1 and whole.numel() == 1
+        if reference is None or isinstance(whole, DTensor) or (step_count and whole.shape != reference.shape):
             return whole
         try:
             return distribute_like(whole, reference)
         except ValueError as error:
-            raise ValueError(f"{path[-1]}: {error}") from error
+            raise ValueError(f"{', '.join(map(str, path))}: {error}") from error
 
     relocated = _map_tensors(state_dict, relocate)
     return {prefix + name: value for name, value in relocated.items()}
@@ -225,11 +219,12 @@ def _reference_tensors(model: Stateful) -> dict[_Path, DTensor]:
     return {("state", i): parameter for i, parameter in enumerate(parameters) if isinstance(parameter, DTensor)}
 
 
-def _marked_parameters(model: Stateful) -> dict[str, torch.Tensor]:
-    """Plain parameters that a layer of somebody's own has marked as split."""
+def _marked_tensors(model: Stateful) -> dict[str, torch.Tensor]:
+    """Plain parameters and buffers that a layer of somebody's own has marked as split."""
     if not isinstance(model, nn.Module):
         return {}
-    return {n: p for n, p in model.named_parameters() if not isinstance(p, DTensor) and get_mark(p) is not None}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: t for name, t in tensors if not isinstance(t, DTensor) and get_mark(t) is not None}
 
 
 def _original_names(model: Stateful) -> dict[str, str]:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from tensorshard.distributed.sharding import to_local
 from tensorshard.plan import Plan
 from tensorshard.transforms.precision import DTYPES
 from tensorshard.transforms.shard import ShardedModel
@@ -49,7 +49,7 @@ def summarize(plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimize
         parameters=sum(sharded.full_shape(name).numel() for name in masters),
         trained_parameters=sum(sharded.full_shape(name).numel() for name, p in masters.items() if p.requires_grad),
         held_parameters=sharded.held_numel(),
-        updated_parameters=sum(_local_numel(p) for p in trained),
+        updated_parameters=sum(to_local(p).numel() for p in trained),
         master_dtype=first.dtype,
         compute_dtype=DTYPES[plan.precision] if first.dtype == torch.float32 else first.dtype,
         reduce_dtype=DTYPES[plan.reduce_dtype or "fp32"],
@@ -57,10 +57,6 @@ def summarize(plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimize
         optimizer=type(optimizer).__name__ + (" (fused)" if fused else ""),
         tensor_plan=None if sharded.split.found is None else sharded.split.found.describe(),
     )
-
-
-def _local_numel(parameter: torch.Tensor) -> int:
-    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@ from tensorshard.distributed.sharding import shard_sizes
 
 _MOST_DIMENSIONS = 16
 _MAGIC = 0x7453_6841  # begins every description, so that the bytes of another collective are not taken for one
+_CALLS = ("gather", "gather_for_sum", "all_to_all")
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -20,11 +21,11 @@ def held_sizes(tensor: torch.Tensor, dim: int, size: int | None, group: dist.Pro
 
     Args:
         dim: counted from the front.
-        what: the collective that wants to know, for messages.
+        what: the collective that wants to know: gather, gather_for_sum, or all_to_all.
 
     Raises:
-        ValueError: `size` is given and this rank does not hold its part of it; or it is asked, and the ranks' tensors
-            differ in more than their size along `dim`. Every rank raises then.
+        ValueError: `size` is given and this rank does not hold its part of it; or it is asked, and the ranks make
+            different calls, or their tensors differ in more than their size along `dim`. Every rank raises then.
     """
     if size is None:
         return _ask(tensor, dim, group, what)
@@ -47,21 +48,28 @@ def _ask(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup, what: str) ->
     if monitor is not None:
         monitor.check(f"{what} along dimension {dim} of {tensor.ndim}")
     padding = [0] * (_MOST_DIMENSIONS - tensor.ndim)
-    mine = torch.tensor([_MAGIC, dtype, tensor.ndim, *tensor.shape, *padding], device=tensor.device)
+    call = (_MAGIC, _CALLS.index(what), dim)
+    mine = torch.tensor([*call, dtype, tensor.ndim, *tensor.shape, *padding], device=tensor.device)
     rows = primitives.gather_flat(mine, group).tolist()
-    if all(row[0] == _MAGIC for row in rows):
-        fixed = {(row[1], row[2], *row[3 : 3 + dim], *row[4 + dim :]) for row in rows}
-        if len(fixed) == 1:
-            return [row[3 + dim] for row in rows]
     ranks = dist.get_process_group_ranks(group)
-    listing = "; ".join(f"rank {rank}: {_describe(row)}" for rank, row in zip(ranks, rows, strict=True))
-    raise ValueError(
-        f"{what} along dimension {dim} needs tensors that are equal but for their size along it; there are {listing}"
-    )
+    if {tuple(row[:3]) for row in rows} != {call}:
+        listing = "; ".join(f"rank {rank}: {_describe_call(row)}" for rank, row in zip(ranks, rows, strict=True))
+        raise ValueError(f"the ranks of a group made different calls: {listing}")
+    if len({(*row[3 : 5 + dim], *row[6 + dim :]) for row in rows}) != 1:
+        listing = "; ".join(f"rank {rank}: {_describe_tensor(row)}" for rank, row in zip(ranks, rows, strict=True))
+        raise ValueError(
+            f"{what} along dimension {dim} needs tensors that are equal but for their size along it; there are "
+            f"{listing}"
+        )
+    return [row[5 + dim] for row in rows]
 
 
-def _describe(row: list[int]) -> str:
+def _describe_call(row: list[int]) -> str:
     if row[0] != _MAGIC:
         return "another collective"
-    dtype = str(_DTYPES[row[1]]).removeprefix("torch.") if row[1] >= 0 else "another type"
-    return f"{row[3 : 3 + row[2]]} {dtype}"
+    return f"{_CALLS[row[1]]} along dimension {row[2]} of {_describe_tensor(row)}"
+
+
+def _describe_tensor(row: list[int]) -> str:
+    dtype = str(_DTYPES[row[3]]).removeprefix("torch.") if row[3] >= 0 else "another type"
+    return f"{row[5 : 5 + row[4]]} {dtype}"

@@ -1,18 +1,17 @@
 """Split parameters inside a model that torch's ``DistributedDataParallel`` replicates."""
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._api import _ToTorchTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tensorshard.distributed import groups, primitives
 from tensorshard.distributed.parts import is_split, own_group
+from tensorshard.distributed.sharding import to_local
 
 # On parameters whose gradients are averaged over the data-parallel group already.
 _AVERAGED = "_tensorshard_averaged"
@@ -45,7 +44,8 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
         _synchronize_replicas(name, parameter)
     # DDP spells the name of a parameter of the outermost module with a dot in front.
     spellings = names + [f".{name}" for module_name, name in split if not module_name]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, spellings)
+    others = [name for name in _ignored(module) if name not in spellings]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, others + spellings)
     return names
 
 
@@ -56,18 +56,25 @@ def leaving_split_parameters_alone(original: Callable[..., None]) -> Callable[..
     of other DTensors, torch itself knows.
     """
 
-    @wraps(original)
     def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(module, nn.Module) and groups.is_initialized():
-            known = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-            if any(
-                is_split(parameter) and name not in known and own_group(parameter) is groups.get_group()
-                for name, parameter in module.named_parameters()
-            ):
+        if isinstance(module, nn.Module):
+            known = _ignored(module)
+            unknown = (p for name, p in module.named_parameters() if name not in known)
+            if any(is_split(p) and _is_split_over_ours(p) for p in unknown):
                 register_ddp_parameters_to_ignore(module)
         original(self, module, *args, **kwargs)
 
     return __init__
+
+
+def _ignored(module: nn.Module) -> list[str]:
+    """What ``DistributedDataParallel`` has been told to leave alone, by anybody."""
+    return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _is_split_over_ours(parameter: torch.Tensor) -> bool:
+    several_axes = isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1
+    return not several_axes and own_group(parameter) is groups.get_group()
 
 
 def ranks_to_add_up(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> int:
@@ -77,7 +84,8 @@ def ranks_to_add_up(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) ->
     computed from them gets, in backward, this rank's part of the gradient.
 
     Args:
-        tensor: what is gathered or scattered. A parameter, or what this rank holds of one, is no samples.
+        tensor: what is gathered or scattered. What is computed from split parameters alone holds no samples, and DDP
+            averages none of its gradients.
         dim: as it was given: 0 is the dimension of samples; -1 is that of features, even where there is only one.
         group: over whose ranks.
 
@@ -88,10 +96,8 @@ def ranks_to_add_up(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) ->
         RuntimeError: a reentrant ``torch.utils.checkpoint`` is computing again during backward, where it is not
             known whether it was DDP that called.
     """
-    is_samples = dim == 0 or (tensor.ndim > 1 and dim == -tensor.ndim)
-    if not is_samples or not torch.is_grad_enabled() or not tensor.requires_grad:
-        return 1
-    if tensor.is_leaf or isinstance(tensor.grad_fn, _ToTorchTensor._backward_cls):  # the latter: a DTensor's to_local()
+    along_samples = dim == 0 or (tensor.ndim > 1 and dim == -tensor.ndim)
+    if not along_samples or not torch.is_grad_enabled() or not tensor.requires_grad or _is_of_split_parameters(tensor):
         return 1
     module = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if module is not None:
@@ -109,6 +115,24 @@ def ranks_to_add_up(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) ->
     return 1
 
 
+def _is_of_split_parameters(tensor: torch.Tensor) -> bool:
+    """Whether nothing but split parameters is behind `tensor`; an input of the model counts as one, as DDP does.
+
+    Looks until the first other parameter, which is few steps away where there is one.
+    """
+    if tensor.is_leaf:
+        return is_split(tensor) or not isinstance(tensor, nn.Parameter)
+    pending, seen = [tensor.grad_fn], {tensor.grad_fn}
+    while pending:
+        node: Any = pending.pop()
+        before = {following for following, _ in node.next_functions if following is not None}
+        if not before and not (hasattr(node, "variable") and is_split(node.variable)):
+            return False
+        pending += before - seen
+        seen |= before
+    return True
+
+
 def _synchronize_replicas(name: str, parameter: torch.Tensor) -> None:
     """Makes the shards that other model-parallel groups hold equal, and keeps them so."""
     own = own_group(parameter)
@@ -120,18 +144,14 @@ def _synchronize_replicas(name: str, parameter: torch.Tensor) -> None:
             "tensorshard.distributed.init_process_group: it is not known who holds the same shard"
         )
     group = groups.get_data_parallel_group()
-    dist.broadcast(_local(parameter).detach(), group_src=0, group=group)
+    dist.broadcast(to_local(parameter).detach(), group_src=0, group=group)
 
     def average(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None  # it has just been accumulated
-        local = _local(parameter.grad)
+        local = to_local(parameter.grad)
         primitives.all_reduce(local, group)
         local.div_(group.size())
 
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(average)
     setattr(parameter, _AVERAGED, True)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

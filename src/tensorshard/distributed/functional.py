@@ -243,7 +243,9 @@ def reduce_scatter(tensor: torch.Tensor, dim: int = -1, group: Group | None = No
 
     Raises:
         IndexError: the tensor has no dimension `dim`.
+        TypeError: a DTensor.
     """
+    refuse_dtensor(tensor, "reduce_scatter")
     process_group = resolve_group(group)
     axis = normalize_dim(dim, tensor.ndim)
     size = tensor.size(axis)
@@ -271,9 +273,11 @@ def all_to_all(
 
     Raises:
         IndexError: the tensor has no such dimension.
+        TypeError: a DTensor.
         ValueError: the dimensions are the same, or `size` is given and this rank does not hold its part of
             it.
     """
+    refuse_dtensor(tensor, "all_to_all")
     process_group = resolve_group(group)
     given, split_dim = split_dim, normalize_dim(split_dim, tensor.ndim)
     concat_dim = normalize_dim(concat_dim, tensor.ndim)
@@ -298,8 +302,11 @@ def gather_for_sum(
     This is how a sequence that is split between tensor-parallel regions enters one (Korthikanti et al. 2022).
 
     Raises:
-        As :func:`gather`.
+        IndexError: the tensor has no dimension `dim`.
+        TypeError: a DTensor.
+        ValueError: as :func:`gather`.
     """
+    refuse_dtensor(tensor, "gather_for_sum")
     process_group = resolve_group(group)
     dim = normalize_dim(dim, tensor.ndim)
     if process_group.size() == 1:

@@ -49,15 +49,15 @@ class _Session:
         self._groups: ParallelGroups | None = None
 
     def set(self, groups: ParallelGroups | None) -> None:
-        if self._groups is not None:
-            self._groups.remove_hooks()
-        self._groups = groups
+        former, self._groups = self._groups, groups
+        if former is not None:
+            former.remove_hooks()
 
     def get(self) -> ParallelGroups | None:
+        if not dist.is_initialized():
+            self.set(None)  # torch's own destroy_process_group has ended them
         groups = self._groups
-        if groups is None or not dist.is_initialized() or dist.group.WORLD is not groups.world:
-            return None
-        return groups
+        return None if groups is None or dist.group.WORLD is not groups.world else groups
 
     def require(self) -> ParallelGroups:
         groups = self.get()
@@ -82,8 +82,8 @@ def init_process_group(
     """Makes the model-parallel groups, and the data-parallel groups across them. Every process calls it.
 
     A world that does not exist yet is joined first: torchrun's if this process was started by it, else a
-    world of one. As long as the groups exist, torch's ``GradScaler``, ``clip_grad_norm_`` and
-    ``ZeroRedundancyOptimizer`` know of split parameters (:mod:`tensorshard.distributed.torch_hooks`).
+    world of one. As long as the groups exist, torch's ``DistributedDataParallel``, ``GradScaler``, ``clip_grad_norm_``
+    and ``ZeroRedundancyOptimizer`` know of split parameters (:mod:`tensorshard.distributed.torch_hooks`).
 
     Args:
         group_size: ranks per model-parallel group; None for all of the world.
@@ -97,6 +97,7 @@ def init_process_group(
             ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
 
     Raises:
+        TypeError: `group_size` is no integer.
         ValueError: `group_size` does not divide the world.
         RuntimeError: called before with other arguments. Called twice with the same, it does nothing.
     """
@@ -104,6 +105,8 @@ def init_process_group(
         join_world(default_device())
     world_size = dist.get_world_size()
     group_size = world_size if group_size is None else group_size
+    if not isinstance(group_size, int) or isinstance(group_size, bool):
+        raise TypeError(f"group_size={group_size!r} was given: it is a number of ranks, or None for all {world_size}")
     if group_size < 1 or world_size % group_size:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ValueError(
@@ -129,8 +132,9 @@ def init_process_group(
     if check_collectives:
         side_group = _own_group(ranks, timeout, "gloo")
         monitor = CollectiveMonitor(side_group, ranks[dist.get_rank() // group_size].tolist(), timeout)
-    _session.set(None)  # the groups of a world that is gone leave their hooks behind
-    _session.set(ParallelGroups(world_group(), mesh, mesh["tp"], settings, monitor, torch_hooks.install()))
+    _session.set(None)  # those of an earlier world
+    remove_hooks = torch_hooks.install(is_initialized)
+    _session.set(ParallelGroups(world_group(), mesh, mesh["tp"], settings, monitor, remove_hooks))
 
 
 def _own_group(ranks: torch.Tensor, timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:

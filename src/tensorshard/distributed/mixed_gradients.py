@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tensorshard.distributed.collectives import all_reduce_
+from tensorshard.distributed.sharding import to_local
 
 
-def unscale(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def unscaling_of_mixture(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """``_amp_foreach_non_finite_check_and_unscale_`` of a list in which there is a DTensor.
 
     An overflow in any rank's part is everybody's, so that all skip the step. (torch's own handler takes from the first
@@ -25,7 +26,7 @@ def unscale(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         op_call, args, kwargs: as DTensor's dispatcher hands them on: gradients, found_inf, inverse scale.
     """
     gradients, found_inf, inverse_scale = args
-    op_call([_local(gradient) for gradient in gradients], found_inf, inverse_scale, **kwargs)
+    op_call([to_local(gradient) for gradient in gradients], found_inf, inverse_scale, **kwargs)
     for group in _split_over(gradients):
         all_reduce_(found_inf, group, dist.ReduceOp.MAX)
 
@@ -94,10 +95,6 @@ def _by_mesh(items: list[torch.Tensor], tensors: list[Any]) -> dict[DeviceMesh |
 
 def _is_mixture(kinds: dict[DeviceMesh | None, list[torch.Tensor]]) -> bool:
     return None in kinds and len(kinds) > 1
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _split_over(tensors: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:

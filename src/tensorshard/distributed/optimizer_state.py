@@ -1,7 +1,6 @@
 """Refusing an optimizer's state in which another rank's parts are, before it is trained with."""
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -16,7 +15,6 @@ def refusing_foreign_parts(original: Callable[..., None]) -> Callable[..., None]
     everywhere, they would go on as those of the others.
     """
 
-    @wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
         for index, values in state_dict.get("state", {}).items():
             for name, value in values.items() if isinstance(values, dict) else ():

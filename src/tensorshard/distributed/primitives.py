@@ -166,6 +166,23 @@ def all_to_all_dims(
     return torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], concat_dim)
 
 
+def exchange_among(pieces: torch.Tensor, together: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchanges within each `together` neighbouring ranks of `group`: ``pieces[i]`` goes to the i-th of them.
+
+    Args:
+        pieces: [together, *], of the same shape on all ranks.
+
+    Returns:
+        [together, *]: what each of them had for this rank.
+    """
+    _announce("exchange_among", pieces, group)
+    first = group.rank() // together * together
+    splits = [pieces[0].numel() if first <= rank < first + together else 0 for rank in range(group.size())]
+    received = pieces.new_empty(pieces.shape)
+    dist.all_to_all_single(received.view(-1), pieces.contiguous().view(-1), splits, splits, group=group)
+    return received
+
+
 def _announce(call: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Has the group's monitor compare this call with the other ranks'."""
     monitor = find_monitor(group)

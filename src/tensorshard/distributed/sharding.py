@@ -24,12 +24,19 @@ def shard_sizes(size: int, parts: int) -> list[int]:
     return [shard_range(size, parts, index)[1] for index in range(parts)]
 
 
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor; any other tensor as it is. Differentiable."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def normalize_dim(dim: int, ndim: int) -> int:
     """`dim` counted from the front.
 
     Raises:
         IndexError: a tensor of `ndim` dimensions has no such dimension.
     """
+    if ndim == 0:
+        raise IndexError(f"dim={dim} was given for a tensor without dimensions: it cannot be cut; view it as [1] first")
     if not -ndim <= dim < ndim:
         raise IndexError(f"dim={dim} was given for a tensor of {ndim} dimensions: use one of {-ndim} to {ndim - 1}")
     return dim % ndim

@@ -7,6 +7,7 @@ ranks' parts. What is put in place acts only where a parameter is split, and as 
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,32 +16,52 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from tensorshard.distributed.mixed_gradients import clipping_of_mixture, total_norm_of_mixture, unscale
+from tensorshard.distributed.mixed_gradients import clipping_of_mixture, total_norm_of_mixture, unscaling_of_mixture
 
 
-def install() -> Callable[[], None]:
-    """Puts all of them in place; returns what takes them away again."""
+def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
+    """Puts all of them in place; returns what takes them away again.
+
+    Args:
+        groups_exist: asked at every call. Where it says no, because torch's own ``destroy_process_group`` has ended the
+            world, torch's own function is called.
+    """
     # These import the module of the groups, which imports this one; and few programs need what they bring in.
     from tensorshard.distributed.data_parallel import leaving_split_parameters_alone
     from tensorshard.distributed.optimizer_state import refusing_foreign_parts
     from tensorshard.distributed.zero_redundancy import ZeroRedundancyOptimizer, aware_of_split_parameters
 
-    undo = ExitStack()
-    _replace(undo, DistributedDataParallel, "__init__", leaving_split_parameters_alone)
-    _replace(undo, Optimizer, "load_state_dict", refusing_foreign_parts)
-    _replace(undo, ZeroRedundancyOptimizer, "__init__", aware_of_split_parameters)
-    # clip_grad_norm_ looks these up when it is called, so that it does not matter when a script imported that.
-    _replace(undo, clip_grad, "_get_total_norm", total_norm_of_mixture)
-    _replace(undo, clip_grad, "_clip_grads_with_norm_", clipping_of_mixture)
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    operation = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    undo.callback(handlers.__setitem__, operation, handlers[operation])
-    handlers[operation] = unscale
-    return undo.close
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    with ExitStack() as undo:
+
+        def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+            original = getattr(owner, name)
+            ours = _while_they_exist(groups_exist, wrap(original), original)
+            setattr(owner, name, ours)
+            undo.callback(_put_back, owner, name, ours, original)
+
+        replace(DistributedDataParallel, "__init__", leaving_split_parameters_alone)
+        replace(Optimizer, "load_state_dict", refusing_foreign_parts)
+        replace(ZeroRedundancyOptimizer, "__init__", aware_of_split_parameters)
+        # clip_grad_norm_ looks these up when it is called, so that it does not matter when a script imported that.
+        replace(clip_grad, "_get_total_norm", total_norm_of_mixture)
+        replace(clip_grad, "_clip_grads_with_norm_", clipping_of_mixture)
+        undo.callback(handlers.__setitem__, unscale, handlers[unscale])
+        handlers[unscale] = _while_they_exist(groups_exist, unscaling_of_mixture, handlers[unscale])
+        return undo.pop_all().close
 
 
-def _replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Sets an attribute to what `wrap` makes of its value; `undo` puts the value back."""
-    original = getattr(owner, name)
-    undo.callback(setattr, owner, name, original)
-    setattr(owner, name, wrap(original))
+def _while_they_exist(
+    groups_exist: Callable[[], bool], ours: Callable[..., Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (ours if groups_exist() else original)(*args, **kwargs)
+
+    return call
+
+
+def _put_back(owner: Any, name: str, ours: Any, original: Any) -> None:
+    if getattr(owner, name) is ours:  # else somebody has wrapped it in turn: theirs stays, and ours hands on to torch's
+        setattr(owner, name, original)

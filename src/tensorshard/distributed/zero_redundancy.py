@@ -7,7 +7,7 @@ its own part and keeps the optimizer's state for it, which is as little memory a
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,15 +35,13 @@ class SplitParameters:
         finally:
             self._all_params = everything
 
-    def _partition_parameters(self: Any, params_per_rank: Any = None) -> Any:
-        if params_per_rank is None and not self._partition_parameters_cache:
-            everything = self.param_groups
-            self.param_groups = _groups_of(everything, split=False)
-            try:
-                return super()._partition_parameters()  # type: ignore[misc]
-            finally:
-                self.param_groups = everything
-        return super()._partition_parameters(params_per_rank)  # type: ignore[misc]
+    def _partition_parameters(self: Any, *args: Any) -> Any:
+        everything = self.param_groups
+        self.param_groups = _groups_of(everything, split=False)
+        try:
+            return super()._partition_parameters(*args)  # type: ignore[misc]
+        finally:
+            self.param_groups = everything
 
     def _init_local_optimizer(self: Any) -> None:
         super()._init_local_optimizer()  # type: ignore[misc]
@@ -107,7 +105,6 @@ def aware_of_split_parameters(original: Callable[..., None]) -> Callable[..., No
         parameters, as that updates parameters from DDP's buckets, where split ones are not.
     """
 
-    @wraps(original)
     def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(params, (torch.Tensor, list)) and hasattr(params, "__iter__"):
             params = list(params)  # a generator can be read only once
@@ -118,11 +115,17 @@ def aware_of_split_parameters(original: Callable[..., None]) -> Callable[..., No
                     "overlap_with_ddp=True was given for a model with split parameters: it updates parameters from "
                     "the buckets of DistributedDataParallel, which split ones are not in. Leave it out"
                 )
-            if not isinstance(self, SplitParameters):
-                self.__class__ = type(type(self).__name__, (SplitParameters, type(self)), {})
+            self.__class__ = _with_split_parameters(type(self))  # type: ignore[arg-type]
         original(self, params, *args, **kwargs)
 
     return __init__
+
+
+@cache
+def _with_split_parameters(optimizer_class: type) -> type:
+    if issubclass(optimizer_class, SplitParameters):
+        return optimizer_class
+    return type(optimizer_class.__name__, (SplitParameters, optimizer_class), {})
 
 
 def _listed(params: list[Any]) -> list[torch.Tensor]:

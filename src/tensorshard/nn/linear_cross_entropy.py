@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.distributed import primitives
-from tensorshard.distributed.groups import Group, resolve_group
+from tensorshard.distributed.groups import Group, is_initialized, resolve_group
 from tensorshard.distributed.marks import ParallelMark, set_mark
-from tensorshard.distributed.sharding import shard_range
+from tensorshard.distributed.sharding import shard_range, to_local
 from tensorshard.nn.functional.linear_cross_entropy import tiled_loss
 from tensorshard.nn.heads import gathering
 from tensorshard.nn.heads.check import check_options
@@ -20,7 +20,8 @@ from tensorshard.nn.heads.logits import head_tiles, local_logits
 from tensorshard.nn.heads.margins import Margin
 from tensorshard.nn.heads.optimizer import HeadSGD
 from tensorshard.nn.heads.parameter import as_torch_parameter, refuse_grad_when, without_grad
-from tensorshard.nn.heads.rows import initial_rows
+from tensorshard.nn.heads.place import Place
+from tensorshard.nn.heads.rows import fill_rows, initial_rows
 from tensorshard.nn.heads.sampling import sample_classes
 from tensorshard.nn.heads.topk import largest_logits
 from tensorshard.nn.module import ParallelModule
@@ -53,8 +54,8 @@ class ParallelLinearCrossEntropy(ParallelModule):
         update: ``dict(lr=..., momentum=0.0, weight_decay=0.0, momentum_dtype="fp32", seed=0)`` makes backward update
             the weight itself, tile by tile, so that no gradient tensor exists: exactly what ``torch.optim.SGD`` does.
             A weight in bf16 is rounded stochastically. See :attr:`optimizer` and :meth:`accumulate`.
-        group: a process group or a one-dimensional mesh; by default the model-parallel group; none is needed where
-            there is no process group at all.
+        group: a process group or a one-dimensional mesh; by default the model-parallel group. Where there is none, the
+            head holds all classes, as ``nn.Linear`` would, until ``parallelize(model, Plan(tp=...))`` splits them.
         device, dtype: as in ``nn.Linear``.
 
     Attributes:
@@ -66,7 +67,6 @@ class ParallelLinearCrossEntropy(ParallelModule):
 
     Raises:
         ValueError: options that do not fit.
-        RuntimeError: there is a process group, but no model-parallel one, and none was given.
     """
 
     weight: nn.Parameter
@@ -100,7 +100,9 @@ class ParallelLinearCrossEntropy(ParallelModule):
         scale = (_DEFAULT_SCALE if normalize else 1.0) if scale is None else scale
         check_options(reduction, label_smoothing, margin, scale, normalize, bias)
         _check_module(in_features, num_classes, class_weight, sample_rate, label_smoothing)
-        super().__init__(0 if dist.is_initialized() or group is not None else None, group)
+        split = group is not None or is_initialized()
+        super().__init__(0 if split else None, group if split else None)
+        self._ranks: dist.ProcessGroup | None = None  # whom a Plan has split the classes over
         self.in_features, self.num_classes = in_features, num_classes
         self.ignore_index, self.label_smoothing, self.z_loss = ignore_index, label_smoothing, z_loss
         self.reduction, self.keep_logits = reduction, keep_logits
@@ -152,19 +154,19 @@ class ParallelLinearCrossEntropy(ParallelModule):
         sample = None
         if self.training and self.sample_rate < 1:
             start, held = self._range()
-            sample = sample_classes(targets, start, held, self.sample_rate)
+            most = shard_range(self.num_classes, self._size_and_rank()[0], 0)[1]
+            sample = sample_classes(targets, start, held, self.sample_rate, most)
         return tiled_loss(
             features,
             self.weight,
             targets,
             self.bias,
+            Place(self._range()[0], self.num_classes, self._process_group()),
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             class_weight=self.class_weight,
             z_loss=self.z_loss,
             reduction=self.reduction,
-            num_classes=None,
-            group=self._mesh,
             keep_logits=self.keep_logits,
             margin=self.margin,
             scale=self.scale,
@@ -192,9 +194,8 @@ class ParallelLinearCrossEntropy(ParallelModule):
                 "alone: call it under torch.no_grad(), or build the head without update="
             )
         output = local_logits(features, self.weight, self.bias, self.normalize, self.scale, self._process_group())
-        if self._mesh is None:
-            return output
-        return set_mark(output, ParallelMark(-1, self.num_classes, self.group))
+        group = self._process_group()
+        return output if group is None else set_mark(output, ParallelMark(-1, self.num_classes, group))
 
     @torch.no_grad()
     def topk(self, features: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,12 +262,42 @@ class ParallelLinearCrossEntropy(ParallelModule):
             targets = primitives.gather_dim(targets, 0, sizes, self._data_group)
         return features, targets
 
+    @property
+    def gathers_inputs(self) -> bool:
+        """Whether it was built with ``gather_inputs=``."""
+        return self._data_group is not None
+
     def _gathers_over_classes(self) -> bool:
         group = self._process_group()
         return self._data_group is not None and group is not None and gathering.same_ranks(self._data_group, group)
 
+    def split_classes(self, group: dist.ProcessGroup) -> None:
+        """Makes a head that holds all classes compute with its part of them, as a Plan's tensor-parallel ranks do.
+
+        The caller puts this rank's rows (:func:`tensorshard.distributed.sharding.shard_range`) into the parameters.
+
+        Raises:
+            RuntimeError: the head is split already, or was built with ``update=`` or ``gather_inputs=``.
+        """
+        taken = [
+            what
+            for what, is_so in (
+                ("a group of its own", self._process_group() is not None),
+                ("update=", self.optimizer is not None),
+                ("gather_inputs=", self._data_group is not None),
+            )
+            if is_so
+        ]
+        if taken:
+            raise RuntimeError(f"a head with {taken[0]} cannot be split over other ranks: build it without")
+        self._ranks = group
+
     def _process_group(self) -> dist.ProcessGroup | None:
-        return None if self._mesh is None else self.group
+        return self._ranks if self._mesh is None else self.group
+
+    def _size_and_rank(self) -> tuple[int, int]:
+        group = self._process_group()
+        return (1, 0) if group is None else (group.size(), group.rank())
 
     def _resolve_data_group(self, gather_inputs: bool | Group) -> dist.ProcessGroup | None:
         if gather_inputs is False:
@@ -277,8 +308,13 @@ class ParallelLinearCrossEntropy(ParallelModule):
 
     def _range(self) -> tuple[int, int]:
         """This rank's first class and how many it has."""
-        group = self._process_group()
-        return shard_range(self.num_classes, *((1, 0) if group is None else (group.size(), group.rank())))
+        return shard_range(self.num_classes, *self._size_and_rank())
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as the constructor did: those of ``nn.Linear`` for the same random seed."""
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                fill_rows(to_local(parameter.detach()), self.num_classes, self._range()[0], self.in_features)
 
     def _parameter(self, local: torch.Tensor, shape: tuple[int, ...]) -> nn.Parameter:
         if self._mesh is None:

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from tensorshard.distributed.collectives import all_reduce_
+from tensorshard.distributed.sharding import to_local
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The parts of the gradients that this rank holds; parameters without one are left out."""
-    return [_local(p.grad) for p in parameters if p.grad is not None]
+    return [to_local(p.grad) for p in parameters if p.grad is not None]
 
 
 def global_norm(
@@ -53,7 +53,3 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | f
             torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(gradients[0].device, dtype))
     else:
         torch._foreach_mul_(gradients, factor)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -40,14 +40,26 @@ class Tracer:
         model: whole; it is not changed.
         units: patterns of module names to be blocks, or None to find them.
         device: of the tensors in the runs; where it is not the device of the training, types under autocast may differ.
+        prepare: what is done with the copy, as with the model, after its units were found: called with it, under the
+            mode of its fake tensors.
     """
 
-    def __init__(self, model: nn.Module, *, units: list[str] | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        units: list[str] | None = None,
+        device: torch.device | str = "cpu",
+        prepare: Callable[[nn.Module], None] | None = None,
+    ) -> None:
         self.device = torch.device(device)
         self.unit_names = list(find_units(model, units))
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with _disable_current_modes():
             self._twin = self._copy(model)
+            if prepare is not None:
+                with self._fake:
+                    prepare(self._twin)
         self._aliases = parameter_aliases(self._twin)
         self._labels: Labels | None = None
         self._calls: list[UnitCall] = []

@@ -1,6 +1,6 @@
 """One stage of a pipeline: the model's own forward, of which only the stage's own units compute."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ class StageModule:
         module: what computes: the model's modules under their own names, with the stage's parameters alone, so that a
             state dict has the model's names. It is what transforms are applied to; call the stage instead.
         units: the stage's own units, by name.
+        elsewhere: names of what other stages compute: of modules, and of what is in them.
         blocks: those of the model's blocks that are the stage's own (for recomputation, compilation and sharding).
     """
 
@@ -42,6 +43,11 @@ class StageModule:
         # Units that no run called stay whole: a stage that holds their parameters may not know of all their uses.
         called = {call.unit for call in graph.calls}
         self._stubs = called - own
+        self.elsewhere = frozenset(
+            name
+            for stub in self._stubs
+            for name in (stub, *(f"{stub}.{inner}" for inner, _ in _named_members(model.get_submodule(stub))))
+        )
         self.module, self._removed = skeleton(model, self.cut.parameters(index), self._stubs - graph.nested)
         self.units = {name: self.module.get_submodule(name) for name in graph.parameters if name in own}
         self.blocks = {name: self.module.get_submodule(name) for name in find_blocks(model) if name in own}
@@ -76,11 +82,14 @@ class StageModule:
         ]
 
     def owned_buffers(self) -> list[str]:
-        """Names of the buffers that are this stage's to save: those of its units; on the first stage, of no unit."""
+        """Names of the buffers that are this stage's to save: those of its units; on the last stage, those of no unit.
+
+        The last stage alone runs the model's forward to its end, so that it makes all changes to them.
+        """
         units = list(self.cut.graph.parameters)
         inside = {name: any(name.startswith(f"{unit}.") for unit in units) for name, _ in self.module.named_buffers()}
         mine = tuple(f"{unit}." for unit in self.units)
-        return [name for name, within in inside.items() if name.startswith(mine) or (not within and self.is_first)]
+        return [name for name, within in inside.items() if name.startswith(mine) or (not within and self.is_last)]
 
     def received(self, inputs: Any) -> tuple[Layout, ...]:
         """What the stage receives for the `inputs` of a micro-batch, in order."""
@@ -174,6 +183,11 @@ class StageModule:
 
     def _is_foreign(self, call: int) -> bool:
         return not self.start <= call < self.stop
+
+
+def _named_members(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from ((name, inner) for name, inner in module.named_modules(remove_duplicate=False) if name)
+    yield from module.named_parameters(remove_duplicate=False)
 
 
 def _calls_of(graph: CallGraph, unit: str) -> list[int]:

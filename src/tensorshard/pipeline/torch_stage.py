@@ -5,8 +5,8 @@ that nothing else of torch's stages is used: inputs of any structure, outputs th
 and tensors that travel without their shapes being told first.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ class StageHooks:
 
     def before_backward(self, stage: StageModule, micro_batch: int, last: bool) -> None:
         """Called before each backward that adds to parameters' gradients; `last` if the stage's are final after it."""
+
+    def after_backward(self, stage: StageModule, micro_batch: int) -> None:
+        """Called after each of them."""
 
     def after_last_backward(self, stage: StageModule) -> None:
         """Called once a step, when the stage's gradients of all its micro-batches are there."""
@@ -107,7 +110,7 @@ class ScheduledStage(_PipelineStageBase):
         for layout, tensor in zip(held.received_layouts, held.received, strict=True):
             tensor.requires_grad_(layout.requires_grad)
         self._hooks.before_forward(self.stage, fwd_chunk_id)
-        with self._context():
+        with self._named("forward", fwd_chunk_id), self._context():
             output = self.stage(self._inputs[fwd_chunk_id], held.received)
         if self.is_last:
             return fwd_chunk_id, output  # the loss function of the schedule takes it from here
@@ -152,12 +155,15 @@ class ScheduledStage(_PipelineStageBase):
         if full_backward or not self._split:
             self._before_gradients(bwd_chunk_id)
             if pairs:
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+                with self._named("backward", bwd_chunk_id):
+                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
             held.input_gradients = tuple(t.grad for t in held.received)
+            self._hooks.after_backward(self.stage, bwd_chunk_id)
         else:
-            found, held.weights = backward_of_inputs(
-                [t for t, _ in pairs], [g for _, g in pairs], held.received, self.stage.module.parameters()
-            )
+            with self._named("backward", bwd_chunk_id):
+                found, held.weights = backward_of_inputs(
+                    [t for t, _ in pairs], [g for _, g in pairs], held.received, self.stage.module.parameters()
+                )
             held.input_gradients = tuple(found)
         held.received = held.sent = held.gradients = ()
 
@@ -166,8 +172,10 @@ class ScheduledStage(_PipelineStageBase):
         if held is None or held.weights is None:
             return
         self._before_gradients(bwd_chunk_id)
-        held.weights.run()
+        with self._named("backward", bwd_chunk_id):
+            held.weights.run()
         held.weights = None
+        self._hooks.after_backward(self.stage, bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_first:
@@ -215,6 +223,18 @@ class ScheduledStage(_PipelineStageBase):
         return []  # the runner opens the group's connections
 
     # -- internals --
+
+    @contextmanager
+    def _named(self, what: str, index: int) -> Iterator[None]:
+        """Says of an exception where it happened: the ranks that wait for this one raise others."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(
+                f"in the {what} of micro-batch {index} on stage {self.stage_index} of {self.num_stages} "
+                f"(pipeline rank {self.group_rank})"
+            )
+            raise
 
     def _before_gradients(self, index: int) -> None:
         # Counted here, because schedules do not call a backward the last whose weights they think are still to come.

@@ -12,7 +12,7 @@ from tensorshard.tensor_plans.dataflow import follow
 from tensorshard.tensor_plans.head_counts import undivided_heads
 from tensorshard.tensor_plans.sequence import SequenceSplit
 from tensorshard.tensor_plans.sequence_search import SplitBlocks, find_sequence_splits, link_splits
-from tensorshard.tensor_plans.styles import SUM_GRADIENTS, Style
+from tensorshard.tensor_plans.styles import COLUMN_KINDS, SUM_GRADIENTS, Style
 from tensorshard.tensor_plans.table import TensorPlan, collapse, starred
 from tensorshard.tensor_plans.units import ModelRun, find_units, run_once, structure_of, without_repetition
 from tensorshard.tensor_plans.verify import Agreement, BlockCheck, MismatchError
@@ -23,7 +23,7 @@ _LARGEST_MODEL = 1 << 27
 _Completed = tuple[dict[str, Style], list[tuple[str, ...]]]
 
 # Right wherever the layer is called as a module.
-_ALWAYS_RIGHT = ("vocab", "colwise_gather", "replicate")
+_ALWAYS_RIGHT = ("vocab", "colwise_gather", "classes", "replicate")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class _Checker:
 
 def _complete(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _Completed:
     """`styles`, and that the gradients of parameters between split layers are summed, where nothing else is said."""
-    columns = {name for name, style in styles.items() if style.kind in ("colwise", "packed_colwise")}
+    columns = {name for name, style in styles.items() if style.kind in COLUMN_KINDS}
     flow = follow(block, call, {name for name, _ in block.named_modules()} - columns)
     between = [name for region in flow.regions for name in region.between]
     added = {name: SUM_GRADIENTS for name in between if name not in styles and name.rpartition(".")[0] not in styles}
@@ -203,7 +203,7 @@ def _as_call(inputs: Any) -> BlockCall:
 
 
 def _refusal(name: str, block: nn.Module, styles: dict[str, Style], size: int, error: MismatchError) -> str:
-    columns = [key for key, style in styles.items() if style.kind in ("colwise", "packed_colwise")]
+    columns = [key for key, style in styles.items() if style.kind in COLUMN_KINDS]
     heads = undivided_heads(block, columns, size)
     where = f"{starred(name)} (as {name})" if name else "the model"
     return (

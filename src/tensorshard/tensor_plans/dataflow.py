@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from tensorshard.tensor_plans.capture import BlockCall, storage_key, tensor_leaves
 from tensorshard.tensor_plans.copies import blank, copy_with
-from tensorshard.tensor_plans.layers import as_splittable, is_multihead_attention
+from tensorshard.tensor_plans.layers import as_splittable, is_multihead_attention, signature_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,18 @@ class Region:
         return f"{', '.join(self.columns)} -> {', '.join(self.rows)}"
 
 
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that a module was called with.
+
+    Args:
+        origins: of which tensor inputs of the block it was made without a layer in between.
+    """
+
+    shape: torch.Size
+    origins: frozenset[int]
+
+
 @dataclass
 class Dataflow:
     """What one run of a block showed.
@@ -52,12 +64,14 @@ class Dataflow:
         inputs: linear layers that were called with one tensor, in the order of the calls.
         numbers: for each module, the whole-number attributes that its forward reads (``config.name`` for its
             config's).
+        arguments: for each module, the tensors among the arguments of its first call, by name.
     """
 
     regions: list[Region]
     called: set[str]
     inputs: list[tuple[str, ...]]
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
+    arguments: dict[str, dict[str, Argument]] = field(default_factory=dict)
 
 
 def follow(block: nn.Module, call: BlockCall, whole: set[str]) -> Dataflow:
@@ -74,7 +88,7 @@ def follow(block: nn.Module, call: BlockCall, whole: set[str]) -> Dataflow:
         labels = _Labels(twin, whole, tensor_leaves((args, kwargs)))
         with _reads(twin) as numbers, labels:
             twin(*args, **kwargs)
-    return Dataflow(labels.regions(), labels.called, labels.shared_inputs(), numbers)
+    return Dataflow(labels.regions(), labels.called, labels.shared_inputs(), numbers, labels.arguments)
 
 
 class _Labels(TorchDispatchMode):
@@ -92,7 +106,9 @@ class _Labels(TorchDispatchMode):
         self._consumers: dict[str, frozenset[str]] = {}
         self._inside: list[str] = []
         self._attentions: dict[str, None] = {}
+        self.arguments: dict[str, dict[str, Argument]] = {}
         for name, module in block.named_modules():
+            module.register_forward_pre_hook(self._called_with(name), with_kwargs=True)
             if is_multihead_attention(module):  # whole tensors go in and come out
                 module.register_forward_pre_hook(self._entered(name, "attention"))
                 module.register_forward_hook(self._left(name, False))
@@ -101,7 +117,7 @@ class _Labels(TorchDispatchMode):
             layer = as_splittable(module)
             if layer is not None:
                 module.register_forward_pre_hook(self._entered(name, layer.kind))
-                module.register_forward_hook(self._left(name, name not in whole))
+                module.register_forward_hook(self._left(name, name not in whole and layer.kind != "head"))
 
     def _entered(self, name: str, kind: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -113,6 +129,19 @@ class _Labels(TorchDispatchMode):
             found = self._of(tensor_leaves(args))
             if found and kind == "linear":
                 self._consumers[name] = self._consumers.get(name, frozenset()) | found
+
+        return hook
+
+    def _called_with(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name in self.arguments:
+                return
+            given = signature_of(module).bind_partial(*args, **kwargs).arguments
+            self.arguments[name] = {
+                key: Argument(value.shape, self._origins.get(storage_key(value), frozenset()))
+                for key, value in (given | given.get("kwargs", {})).items()
+                if isinstance(value, torch.Tensor)
+            }
 
         return hook
 

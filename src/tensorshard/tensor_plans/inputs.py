@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.nn.linear_cross_entropy import ParallelLinearCrossEntropy
+
 _SAMPLES = 2
 _TOKENS = 6
 
@@ -14,11 +16,25 @@ def example_inputs(model: nn.Module) -> list[Any]:
     """Candidates for inputs that `model` takes, the likeliest first; the values are arbitrary.
 
     Hugging Face's models say themselves what they take. Of others, the first layer with parameters tells: an
-    embedding wants indices, a convolution images, a linear layer features.
+    embedding wants indices, a convolution images, a linear layer features. A model with a head that computes its loss
+    takes targets as well.
     """
     published = _hugging_face_inputs(model)
-    if published is not None:
-        return [published]
+    if any(isinstance(module, ParallelLinearCrossEntropy) for module in model.modules()):
+        main = [] if published is None else [next(iter(published.values()))]
+        return [given for inputs in [*main, *_inputs_of_first_layer(model)] for given in _with_targets(inputs)]
+    return _inputs_of_first_layer(model) if published is None else [published]
+
+
+def _with_targets(inputs: Any) -> list[Any]:
+    """What a model whose last layer is its loss may take: its input and the first classes, one a token or a sample."""
+    if not isinstance(inputs, torch.Tensor):
+        return []
+    shape = inputs.shape if not inputs.is_floating_point() else inputs.shape[: 2 if inputs.ndim == 3 else 1]
+    return [(inputs, torch.zeros(size, dtype=torch.long)) for size in dict.fromkeys((shape, inputs.shape[:1]))]
+
+
+def _inputs_of_first_layer(model: nn.Module) -> list[Any]:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             tokens = _tokens(module.num_embeddings)

@@ -1,8 +1,11 @@
 """The layers that tensor parallelism can split, whatever their class calls its sizes."""
 
+import inspect
 from dataclasses import dataclass
 
 from torch import nn
+
+from tensorshard.nn.linear_cross_entropy import ParallelLinearCrossEntropy
 
 
 @dataclass(frozen=True)
@@ -10,8 +13,8 @@ class SplittableLayer:
     """What splitting has to know of a layer.
 
     Args:
-        kind: "linear" or "embedding".
-        inputs, outputs: input features (rows of an embedding's table) and output features.
+        kind: "linear", "embedding", or "head": a linear layer and its cross entropy in one.
+        inputs, outputs: input features (rows of an embedding's table) and output features (a head's classes).
         input_dim, output_dim: the dimensions of the weight that these run along.
     """
 
@@ -32,6 +35,8 @@ def as_splittable(module: nn.Module) -> SplittableLayer | None:
         return SplittableLayer("linear", module.weight.shape[1], module.weight.shape[0], 1, 0)
     if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
         return SplittableLayer("embedding", module.weight.shape[0], module.weight.shape[1], 0, 1)
+    if isinstance(module, ParallelLinearCrossEntropy):
+        return SplittableLayer("head", module.in_features, module.num_classes, 1, 0)
     if is_transposed(module):
         inputs, outputs = (int(size) for size in module.weight.shape)  # type: ignore[union-attr]
         return SplittableLayer("linear", inputs, outputs, 0, 1)
@@ -41,6 +46,12 @@ def as_splittable(module: nn.Module) -> SplittableLayer | None:
 def is_multihead_attention(module: nn.Module) -> bool:
     """Whether `module` is an unmodified ``nn.MultiheadAttention``, which reads its weights past its layers."""
     return isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
+
+
+def signature_of(module: nn.Module) -> inspect.Signature:
+    """What the forward of `module`'s class takes; that of the instance may have been replaced."""
+    signature = inspect.signature(type(module).forward)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Container, Mapping
 from torch import nn
 
 from tensorshard.tensor_plans.layers import as_splittable
-from tensorshard.tensor_plans.styles import COLWISE_GATHER, VOCAB, Style
+from tensorshard.tensor_plans.styles import CLASSES, COLWISE_GATHER, VOCAB, Style
 
 # Tables that are much smaller than the largest (positions, segments) are not worth their communication.
 _WORTHWHILE_SHARE = 0.5
@@ -21,8 +21,8 @@ def split_outer_layers(
 ) -> tuple[dict[str, Style], dict[str, str]]:
     """Styles of embeddings and output layers outside of `units`, and why others stay whole.
 
-    Splitting an embedding's rows, or a linear layer whose output is gathered, is right wherever the layer is
-    called as a module; it needs no check by numbers.
+    Splitting an embedding's rows, a head's classes, or a linear layer whose output is gathered, is right wherever the
+    layer is called as a module; it needs no check by numbers.
 
     Args:
         used_outside: parameters that something reads past their modules' forwards.
@@ -39,14 +39,16 @@ def split_outer_layers(
         if as_splittable(module) and name not in inner and not any(name.startswith(f"{unit}.") for unit in units)
     }
     if units == [""]:
-        layers = {name: m for name, m in layers.items() if isinstance(m, nn.Embedding) or name in ends}
+        layers = {n: m for n, m in layers.items() if (s := as_splittable(m)) and (s.kind != "linear" or n in ends)}
     tables = [m.weight.numel() for m in layers.values() if isinstance(m, nn.Embedding)]
     embedded = {id(m.weight) for m in layers.values() if isinstance(m, nn.Embedding)}
     for name, module in layers.items():
         layer = as_splittable(module)
         assert layer is not None
         weight = module.weight
-        if layer.kind == "embedding":
+        if layer.kind == "head":
+            worthwhile, reason = True, ""
+        elif layer.kind == "embedding":
             worthwhile, reason = weight.numel() >= _WORTHWHILE_SHARE * max(tables), "a small table"  # type: ignore[operator]
         else:
             worthwhile = id(weight) in embedded or layer.outputs > layer.inputs
@@ -59,5 +61,5 @@ def split_outer_layers(
         elif (size - 1) * -(-rows // size) >= rows:
             whole[name] = f"{rows} rows cannot be split over {size} ranks"
         else:
-            styles[name] = VOCAB if layer.kind == "embedding" else COLWISE_GATHER
+            styles[name] = {"embedding": VOCAB, "head": CLASSES}.get(layer.kind, COLWISE_GATHER)
     return styles, whole

@@ -20,12 +20,11 @@ from tensorshard.tensor_plans.capture import BlockCall, Capture, storage_key, te
 from tensorshard.tensor_plans.copies import blank, copy_with
 from tensorshard.tensor_plans.layers import as_splittable
 from tensorshard.tensor_plans.sequence import SequenceSplit
-from tensorshard.tensor_plans.styles import Style
+from tensorshard.tensor_plans.styles import COLUMN_KINDS, Style
 from tensorshard.tensor_plans.table import starred
 from tensorshard.tensor_plans.units import ModelRun, find_units, structure_of
 from tensorshard.tensor_plans.verify import MismatchError
 
-_COLUMNS = ("colwise", "packed_colwise")
 _MOST_TRIES = 32
 
 
@@ -275,7 +274,7 @@ class _Stream(TorchDispatchMode):
         for name, module in block.named_modules():
             style = styles.get(name)
             kind = style.kind if style is not None else ""
-            if kind in _COLUMNS:
+            if kind in COLUMN_KINDS:
                 module.register_forward_pre_hook(self._column_called(name))
                 module.register_forward_hook(self._column_returned)
             elif kind == "rowwise":

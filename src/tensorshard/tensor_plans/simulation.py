@@ -29,7 +29,7 @@ class _Board:
     """Where the ranks put what they send."""
 
     def __init__(self, size: int) -> None:
-        self.slots: list[torch.Tensor | None] = [None] * size
+        self.slots: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
 
 
@@ -70,10 +70,25 @@ class ThreadGroup(dist.ProcessGroup):
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
-    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._board.slots[self._rank] = tensor.detach()
+    def alltoall_base(  # type: ignore[override]
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        sent = self._exchange(input.detach().split(input_splits))
+        output.copy_(torch.cat([parts[self._rank] for parts in sent]))
         self._board.barrier.wait()
-        return [part for part in self._board.slots if part is not None]
+        return _Done()
+
+    all_to_all_single = alltoall_base
+
+    def _exchange(self, sent: Any) -> list[Any]:
+        self._board.slots[self._rank] = sent.detach() if isinstance(sent, torch.Tensor) else sent
+        self._board.barrier.wait()
+        return list(self._board.slots)
 
 
 def run_as_ranks(size: int, function: Callable[[ThreadGroup], _Result]) -> list[_Result]:

@@ -10,8 +10,12 @@ STYLES = {
     "colwise": "a linear layer's output features, or an embedding's features, are split and stay split",
     "packed_colwise": "as colwise, for several layers fused into one: packed_colwise(3) for 3 equal parts, or their "
     "sizes, as in packed_colwise(64, 32, 32)",
+    "colwise_shared": "as colwise, for key and value layers that have fewer heads than there are ranks: "
+    "colwise_shared(2) for 2 heads, of which each rank holds a part, and gathers the rest from the ranks that use the "
+    "same head; colwise_shared(2, 64, 16, 16) for queries, keys and values of these sizes fused into one layer",
     "colwise_gather": "a linear layer's output features are split, and its output is gathered",
     "rowwise": "a linear layer's input features are split, and its output is summed over the ranks",
+    "classes": "the classes of a ParallelLinearCrossEntropy are split, and its loss is that of all",
     "vocab": "an embedding's rows are split, and its output is summed over the ranks",
     "replicate": "whole on every rank; replicate(sum_grad) where each rank applies it to activations of its own, so "
     "that its gradients are to be added",
@@ -19,7 +23,9 @@ STYLES = {
     "element on split features",
     "heads": "an nn.MultiheadAttention's heads are split, and with them its packed weights; its out_proj is rowwise",
     "divide": "divide(name, ...): attributes of a module that are to be divided by the number of ranks, such as "
-    "divide(num_heads); config.name for one of the module's config",
+    "divide(num_heads); config.name for one of the module's config; name/2 for one that is to be divided by 2 instead; "
+    "input.name.0/num_heads for an argument of its forward that has, along dimension 0, an entry for each of num_heads "
+    "heads, or for each sample and head: each rank takes those of its heads",
 }
 """Every style and what it means."""
 
@@ -30,7 +36,8 @@ class Style:
 
     Args:
         kind: a key of :data:`STYLES`.
-        sizes: of ``packed_colwise``: the number of equal parts, or the parts' sizes; of ``slice``: the
+        sizes: of ``packed_colwise``: the number of equal parts, or the parts' sizes; of ``colwise_shared``: the number
+            of key-value heads, then the sizes of queries, keys and values where they are fused; of ``slice``: the
             dimension.
         names: of ``divide``: the attributes; of ``replicate``: ("sum_grad",) or nothing.
     """
@@ -53,7 +60,12 @@ COLWISE = Style("colwise")
 ROWWISE = Style("rowwise")
 COLWISE_GATHER = Style("colwise_gather")
 VOCAB = Style("vocab")
+CLASSES = Style("classes")
 HEADS = Style("heads")
+COLUMN_KINDS = ("colwise", "packed_colwise", "colwise_shared")
+"""Kinds after which each rank has features of its own."""
+
+_DIVIDED = re.compile(r"(config\.)?[^\W\d]\w*(/\d+)?|input\.[^\W\d]\w*\.\d+/(config\.)?[^\W\d]\w*")
 SUM_GRADIENTS = Style("replicate", names=("sum_grad",))
 
 
@@ -74,19 +86,29 @@ def parse_style(text: str) -> Style:
         raise ValueError(f"{kind!r} is no style; {hint}")
     options = [option.strip() for option in inside.split(",")] if inside and inside.strip() else []
     if kind == "divide":
-        if not options or not all(re.fullmatch(r"(config\.)?\w+", option) for option in options):
-            raise ValueError(f"{text!r}: divide needs the names of attributes, as in divide(num_heads)")
+        if not options or not all(_DIVIDED.fullmatch(option) for option in options):
+            raise ValueError(
+                f"{text!r}: divide needs the names of attributes, as in divide(num_heads), which may be followed by "
+                f"what to divide by, as in divide(num_key_value_groups/2), or inputs, as in divide(input.alibi.0/num_heads)"
+            )
+        if any((by := option.partition("/")[2]).isdecimal() and int(by) < 2 for option in options):
+            raise ValueError(f"{text!r}: an attribute is divided by 2 or more, as in divide(num_key_value_groups/2)")
         return Style(kind, names=tuple(options))
     if kind == "replicate":
         if options not in ([], ["sum_grad"]):
             raise ValueError(f"{text!r}: replicate takes sum_grad or nothing")
         return Style(kind, names=tuple(options))
-    if kind in ("packed_colwise", "slice"):
-        least = 1 if kind == "packed_colwise" else 0
+    if kind in ("packed_colwise", "colwise_shared", "slice"):
+        least = 0 if kind == "slice" else 1
         if not options or not all(option.isdecimal() and int(option) >= least for option in options):
             raise ValueError(f"{text!r}: {kind} needs numbers, {STYLES[kind]}")
         if kind == "slice" and len(options) > 1:
             raise ValueError(f"{text!r}: slice takes one dimension, as in slice(0)")
+        if kind == "colwise_shared" and len(options) not in (1, 4):
+            raise ValueError(
+                f"{text!r}: colwise_shared takes the number of key-value heads, as in colwise_shared(2), and for a "
+                f"fused layer the sizes of its queries, keys and values, as in colwise_shared(2, 64, 16, 16)"
+            )
         return Style(kind, sizes=tuple(map(int, options)))
     if options:
         raise ValueError(f"{text!r}: {kind} takes no options")

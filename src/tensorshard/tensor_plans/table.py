@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from tensorshard.tensor_plans.layers import as_splittable, is_multihead_attention
-from tensorshard.tensor_plans.styles import COLWISE_GATHER, HEADS, ROWWISE, VOCAB, Style, parse_style
+from tensorshard.tensor_plans.styles import CLASSES, COLWISE_GATHER, HEADS, ROWWISE, VOCAB, Style, parse_style
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ def _tied_layers(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Sty
     split = {
         id(module.weight)
         for name, module in model.named_modules()
-        if name in styles and styles[name] in (VOCAB, COLWISE_GATHER)
+        if name in styles and styles[name] in (VOCAB, COLWISE_GATHER, CLASSES)
     }
     tied = {}
     for name, module in model.named_modules():
         layer = as_splittable(module)
         if layer is not None and name not in styles and id(module.weight) in split:
-            tied[name] = VOCAB if layer.kind == "embedding" else COLWISE_GATHER
+            tied[name] = {"embedding": VOCAB, "head": CLASSES}.get(layer.kind, COLWISE_GATHER)
     return tied
 
 

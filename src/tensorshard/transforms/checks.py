@@ -5,6 +5,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.plan import Plan
+from tensorshard.transforms.head_checks import check_heads
 from tensorshard.transforms.precision import master_dtype
 from tensorshard.transforms.units import select_modules
 
@@ -18,8 +19,9 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 
     Raises:
         ValueError: a parameter that cannot be trained or laid out, a module with sparse gradients, nothing to train,
-            or a name in ``plan.shard_units`` that no module has.
+            a head that does what a plan does, or a name in ``plan.shard_units`` that no module has.
     """
+    check_heads(model, plan)
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -44,7 +44,8 @@ class FullyShardedModel(ShardedModel):
         super().__init__(model, split)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._places = ParameterPlaces(model)
-        self._dtype = next(master_dtype(p.dtype) for p in self._names if p.requires_grad)  # one for all, it was checked
+        # One for all that are trained, it was checked. Of a pipeline's stage, nothing may be.
+        self._dtype = next((master_dtype(p.dtype) for p in self._names if p.requires_grad), torch.float32)
         hybrid = mesh.degrees["dp_replicate"] > 1
         self._dp_size = mesh.dp_size
         self._dp_group = mesh.dp_group

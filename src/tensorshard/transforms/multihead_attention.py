@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tensorshard.distributed import functional as collectives
-from tensorshard.distributed.sharding import shard_range
+from tensorshard.distributed.sharding import shard_range, to_local
 from tensorshard.nn.functional import parallel_linear
-from tensorshard.nn.functional.arguments import to_local
 from tensorshard.tensor_plans.layers import is_multihead_attention
 from tensorshard.tensor_plans.layout import Layout
 

@@ -16,9 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tensorshard.tensor_plans.sequence import SequenceSplit
-from tensorshard.tensor_plans.styles import Style
-
-_STARTS = ("colwise", "packed_colwise")
+from tensorshard.tensor_plans.styles import COLUMN_KINDS, Style
 
 
 def split_randomness(
@@ -82,7 +80,7 @@ def _between_layers(block: nn.Module, prefix: str, styles: Mapping[str, Style], 
         style = styles.get(prefix + key)
         if style is None:
             continue
-        if style.kind in _STARTS:
+        if style.kind in COLUMN_KINDS:
             module.register_forward_hook(region.enter)
         elif style.kind == "rowwise":
             module.register_forward_pre_hook(region.leave)

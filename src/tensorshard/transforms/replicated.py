@@ -12,7 +12,8 @@ the backward that follows: so ``model.parameters()`` is what an optimizer or ``c
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ class ReplicatedModel(ShardedModel):
         self._in_step = False  # of the Engine, which weighs losses so that gradients need only be summed
         self._complete = True  # the gradients of the last backward have been averaged
         self._last = True
+        self._final = True  # the step's gradients are complete after its next backward
+        self._interleaved = False
         for parameter in self._parameters.values():
             self._watch(parameter)
         self._swaps = self._registrations()
@@ -109,9 +112,24 @@ class ReplicatedModel(ShardedModel):
         super().discard_gradients()
 
     def begin_micro_batch(self, last: bool) -> None:
+        self._final = last
         self._last = last or (self._level == 2 and self._groups.shard is not None)
         self._complete = False
         self._in_step = True
+
+    @contextmanager
+    def interleaved(self) -> Iterator[None]:
+        self._interleaved = True
+        self._show(computing=True)
+        try:
+            yield
+        finally:
+            self._interleaved = False
+            self._show(computing=False)
+
+    def finish_micro_batch(self) -> None:
+        if self._last and not self._final:
+            self._finish()
 
     def finish_backward(self) -> None:
         if not self._complete:
@@ -173,7 +191,7 @@ class ReplicatedModel(ShardedModel):
             module._parameters[name] = p.compute if computing else p.master
 
     def _forward_over(self) -> None:
-        if not torch.is_grad_enabled():  # else backward still needs them: recomputation runs the modules again
+        if not torch.is_grad_enabled() and not self._interleaved:  # else backward still needs them: recomputation runs the modules again
             self._show(computing=False)
 
     # -- gradients --
@@ -241,6 +259,8 @@ class ReplicatedModel(ShardedModel):
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
+        if self._interleaved:  # who runs the backwards says when one is over
+            return
         self._show(computing=False)
         if self._last:
             self._finish()

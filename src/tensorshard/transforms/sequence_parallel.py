@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tensorshard.distributed import functional as collectives
 from tensorshard.distributed import primitives
-from tensorshard.distributed.sharding import shard_range
-from tensorshard.nn.functional.arguments import to_local
+from tensorshard.distributed.sharding import shard_range, to_local
 from tensorshard.tensor_plans.layers import is_transposed
 from tensorshard.tensor_plans.sequence import SequenceSplit
 from tensorshard.transforms.sequence_layers import gathered_columns, scattered_row

@@ -4,7 +4,8 @@ Whatever the level, the Engine sees one thing: :class:`ShardedModel`, whose *mas
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -23,6 +24,21 @@ class ShardedModel(ABC):
         self.split = split
         self._aliases = parameter_aliases(model)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        persistent = model.state_dict(keep_vars=True)
+        self._buffer_shapes = {name: b.shape for name, b in model.named_buffers() if name in persistent}
+
+    def full_shapes(self) -> dict[str, torch.Size]:
+        """The shapes of all of the original model's parameters, also of those that other pipeline ranks have."""
+        return self._shapes
+
+    def buffer_shapes(self) -> dict[str, torch.Size]:
+        """The same for the buffers that belong into a state dict."""
+        return self._buffer_shapes
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the original model's parameter requires a gradient."""
+        return name in self._trained
 
     def full_shape(self, name: str) -> torch.Size:
         """The shape of the original model's parameter."""
@@ -63,6 +79,17 @@ class ShardedModel(ABC):
     def begin_micro_batch(self, last: bool) -> None:
         """Called before each forward of a step; `last` when the step's gradients are complete after its backward."""
 
+    def interleaved(self) -> AbstractContextManager[None]:
+        """Surrounds a step in which forwards and backwards of several micro-batches take turns, as in a pipeline.
+
+        A backward may then come in parts; :meth:`begin_micro_batch` is called before each, and
+        :meth:`finish_micro_batch` after it.
+        """
+        return nullcontext()
+
+    def finish_micro_batch(self) -> None:
+        """Called when a backward of an interleaved step is over."""
+
     @abstractmethod
     def finish_backward(self) -> None:
         """Called after a step's last backward: every master's gradient is final when this returns."""
@@ -83,6 +110,10 @@ class ShardedModel(ABC):
         """The buffers that belong into a state dict, by the original model's names."""
         state = self.model.state_dict(keep_vars=True)
         return {name: buffer for name, buffer in self.model.named_buffers() if name in state}
+
+    def owned_buffers(self) -> dict[str, torch.Tensor]:
+        """Those of :meth:`persistent_buffers` that are this rank's to save."""
+        return self.persistent_buffers()
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every master whole, one at a time, by the original model's names. A collective: all ranks iterate."""
@@ -114,19 +145,52 @@ def shard_units(model: nn.Module, requested: int | list[str] | None) -> list[lis
         requested: as in :class:`tensorshard.Plan`: None, bytes of fp32 parameters, or names.
     """
     if isinstance(requested, list):
-        return [[module] for module in _outermost(select_modules(model, requested))]
-    blocks = [[block] for block in find_blocks(model).values()]
+        return [[module] for module in _outermost(select_modules(model, requested)).values()]
+    return _block_units(find_blocks(model).values(), requested)
+
+
+def stage_shard_units(
+    whole: nn.Module,
+    stage: nn.Module,
+    requested: int | list[str] | None,
+    *,
+    blocks: Iterable[nn.Module],
+    units: Iterable[str],
+) -> list[list[nn.Module]]:
+    """The same for a stage of a pipeline; what is named is cut where stages are.
+
+    Args:
+        whole: the model.
+        stage: the stage's modules, under the model's names.
+        blocks: those of the model's blocks that are the stage's own.
+        units: names of what the stage calls as a whole.
+    """
+    if not isinstance(requested, list):
+        return _block_units(blocks, requested)
+    found: list[list[nn.Module]] = []
+    for name in _outermost(select_modules(whole, requested)):
+        if any(name == unit or name.startswith(f"{unit}.") for unit in units):
+            found.append([stage.get_submodule(name)])
+            continue
+        within = [stage.get_submodule(unit) for unit in units if unit.startswith(f"{name}.")]
+        if within:
+            found.append(within)
+    return found
+
+
+def _block_units(blocks: Iterable[nn.Module], requested: int | None) -> list[list[nn.Module]]:
+    single = [[block] for block in blocks]
     if requested is None:
-        return blocks
-    return _merge(blocks, lambda unit: 4 * sum(p.numel() for m in unit for p in m.parameters()), requested)
+        return single
+    return _merge(single, lambda unit: 4 * sum(p.numel() for m in unit for p in m.parameters()), requested)
 
 
-def _outermost(modules: dict[str, nn.Module]) -> list[nn.Module]:
-    return [
-        module
+def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {
+        name: module
         for name, module in modules.items()
         if not any(name.startswith(f"{other}.") for other in modules if other != name)
-    ]
+    }
 
 
 def _merge(

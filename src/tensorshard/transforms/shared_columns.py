@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from tensorshard.distributed import primitives
 from tensorshard.distributed.marks import ParallelMark, set_mark
-from tensorshard.nn.functional.arguments import autocast, to_local
+from tensorshard.distributed.sharding import to_local
+from tensorshard.nn.functional.arguments import autocast
 from tensorshard.tensor_plans.layers import is_transposed
 
 

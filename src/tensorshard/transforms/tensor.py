@@ -5,8 +5,7 @@ neither the model nor a checkpoint knows. Parameters are left to the caller, who
 :func:`local_part` makes of them, as plain tensors or as DTensors.
 """
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,21 +15,37 @@ from torch import nn
 
 from tensorshard.distributed import functional as collectives
 from tensorshard.distributed.groups import Group, resolve_group
-from tensorshard.distributed.sharding import shard_range
+from tensorshard.distributed.sharding import to_local
 from tensorshard.nn.functional import parallel_embedding, parallel_linear
-from tensorshard.nn.functional.arguments import to_local
+from tensorshard.nn.linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.tensor_plans.layers import SplittableLayer, as_splittable, is_transposed
 from tensorshard.tensor_plans.layout import WHOLE, Layout, check_can_split
-from tensorshard.tensor_plans.styles import Style
+from tensorshard.tensor_plans.styles import COLUMN_KINDS, Style
 from tensorshard.tensor_plans.table import TensorPlan
+from tensorshard.transforms.divide import check_divides, divide
 from tensorshard.transforms.multihead_attention import attention_layouts, keep_layers_called, split_attention
 from tensorshard.transforms.shared_columns import SharedColumns
+from tensorshard.transforms.shared_heads import check_shared_heads, share_heads
+from tensorshard.transforms.split_outputs import SplitOutputs
 
-_COLUMNS = ("colwise", "packed_colwise")
+# Which layers a style is for; linear ones where it is not said.
+_LAYER_KINDS = {"vocab": "embedding", "classes": "head"}
+_CLASS_NAMES = {
+    "linear": "an unmodified nn.Linear",
+    "embedding": "an unmodified nn.Embedding",
+    "head": "a ParallelLinearCrossEntropy",
+}
 
 
 def apply_tensor_parallel(
-    model: nn.Module, plan: TensorPlan, group: Group, *, shared_inputs: Iterable[Sequence[str]] = ()
+    model: nn.Module,
+    plan: TensorPlan,
+    group: Group,
+    *,
+    shared_inputs: Iterable[Sequence[str]] = (),
+    outputs: SplitOutputs | None = None,
+    whole: nn.Module | None = None,
+    elsewhere: Container[str] = (),
 ) -> dict[str, Layout]:
     """Makes `model` compute its part of what `plan` splits.
 
@@ -41,6 +56,9 @@ def apply_tensor_parallel(
         group: the tensor-parallel ranks.
         shared_inputs: names of column layers that are called with the same tensor, in the order of their calls, as
             :attr:`FoundPlan.shared_inputs` has them. They communicate once for all.
+        outputs: what the output layers (``colwise_gather``) ask whether to gather; None for always.
+        whole: where `model` is a stage of a pipeline, the model as it was, by which names are matched and layouts found.
+        elsewhere: names of what other stages compute, which is left as it is.
 
     Returns:
         The layout of every parameter, by each of its names.
@@ -51,18 +69,22 @@ def apply_tensor_parallel(
             changed then.
     """
     process_group = resolve_group(group)
-    styles = plan.resolve(model)
-    layouts = find_layouts(model, styles, process_group.size())
+    outputs = outputs or SplitOutputs()
+    styles = plan.resolve(whole or model)
+    layouts = find_layouts(whole or model, styles, process_group.size())
+    styles = {name: style for name, style in styles.items() if name not in elsewhere}
     keep_layers_called(model, {name for name, layout in layouts.items() if layout.dim is not None})
     for name, module in model.named_modules():
         style = styles.get(name)
         if style is not None:
-            _apply(module, style, process_group)
+            _apply(module, style, process_group, outputs)
         parameters = [key for key in module._parameters if (s := styles.get(_join(name, key))) and s.sums_gradients]
         if parameters and not (style is not None and style.sums_gradients):
             module.forward = partial(_forward_summing, module, module.forward, parameters, process_group)  # type: ignore[method-assign]
     for names in shared_inputs:
-        layers = [model.get_submodule(name) for name in names if (style := styles.get(name)) and style.kind in _COLUMNS]
+        layers = [
+            model.get_submodule(name) for name in names if (style := styles.get(name)) and style.kind in COLUMN_KINDS
+        ]
         shared = SharedColumns(layers, process_group)
         for index, layer in enumerate(layers):
             layer.forward = partial(shared.forward, index)  # type: ignore[method-assign]
@@ -111,7 +133,7 @@ def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int
         return {}
     if style.kind == "divide":
         for attribute in style.names:
-            _check_divides(name, module, attribute, size)
+            check_divides(name, module, attribute, size)
         return {}
     if style.kind == "heads":
         return attention_layouts(name, module, size)
@@ -120,22 +142,26 @@ def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int
             key: _parameter_layout(_join(name, key), p, style) for key, p in module._parameters.items() if p is not None
         }
     layer = as_splittable(module)
-    wanted = "embedding" if style.kind == "vocab" else "linear"
-    suits = layer is not None and (layer.kind == wanted or style.kind in ("colwise", "packed_colwise"))
+    wanted = _LAYER_KINDS.get(style.kind, "linear")
+    suits = layer is not None and (layer.kind == wanted or (style.kind in COLUMN_KINDS and layer.kind != "head"))
     if layer is None or not suits:
         raise ValueError(
-            f"{name} is a {type(module).__name__}, which cannot be {style.kind!r}: that is for an unmodified "
-            f"{'nn.Embedding' if wanted == 'embedding' else 'nn.Linear'}"
+            f"{name} is a {type(module).__name__}, which cannot be {style.kind!r}: that is for "
+            f"{_CLASS_NAMES[wanted]}{'; it can be classes' if layer is not None and layer.kind == 'head' else ''}"
         )
     if style.kind == "vocab":
         return {"weight": Layout(layer.input_dim, (layer.inputs,))}
     if style.kind == "rowwise":
         return {"weight": Layout(layer.input_dim, (layer.inputs,))}
-    parts = _packed_parts(name, layer, style) if style.kind == "packed_colwise" else (layer.outputs,)
+    parts = _packed_parts(name, layer, style) if style.sizes else (layer.outputs,)
+    if style.kind == "colwise_shared":
+        check_shared_heads(name, style.sizes[0], parts[-2:], size)
     return {"weight": Layout(layer.output_dim, parts), "bias": Layout(0, parts)}
 
 
 def _packed_parts(name: str, layer: SplittableLayer, style: Style) -> tuple[int, ...]:
+    if style.kind == "colwise_shared":
+        return _fused_parts(name, layer, style)
     if len(style.sizes) == 1:
         (count,) = style.sizes
         if layer.outputs % count:
@@ -144,11 +170,25 @@ def _packed_parts(name: str, layer: SplittableLayer, style: Style) -> tuple[int,
                 f"the parts' sizes, as in packed_colwise(64, 32, 32)"
             )
         return (layer.outputs // count,) * count
-    if sum(style.sizes) != layer.outputs:
+    return _adding_up(name, layer, style, style.sizes)
+
+
+def _fused_parts(name: str, layer: SplittableLayer, style: Style) -> tuple[int, ...]:
+    """The parts of a layer whose heads are shared: itself, or queries, keys and values."""
+    if layer.kind != "linear":
+        raise ValueError(f"{name} is an embedding, which cannot be {str(style)!r}: that is for a linear layer")
+    parts = style.sizes[1:] or (layer.outputs,)
+    if len(parts) == 3 and parts[1] != parts[2]:
         raise ValueError(
-            f"{name} has {layer.outputs} output features, and the parts of {style} add up to {sum(style.sizes)}"
+            f"{name}: {style} says {parts[1]} features of keys and {parts[2]} of values; they must be equal"
         )
-    return style.sizes
+    return _adding_up(name, layer, style, parts)
+
+
+def _adding_up(name: str, layer: SplittableLayer, style: Style, parts: tuple[int, ...]) -> tuple[int, ...]:
+    if sum(parts) != layer.outputs:
+        raise ValueError(f"{name} has {layer.outputs} output features, and the parts of {style} add up to {sum(parts)}")
+    return parts
 
 
 def _parameter_layout(name: str, parameter: torch.Tensor, style: Style) -> Layout:
@@ -162,28 +202,9 @@ def _parameter_layout(name: str, parameter: torch.Tensor, style: Style) -> Layou
     return Layout(dim, (parameter.shape[dim],))
 
 
-def _check_divides(name: str, module: nn.Module, attribute: str, size: int) -> None:
-    owner, key = _attribute_owner(module, attribute)
-    value = getattr(owner, key, None)
-    if not isinstance(value, int) or isinstance(value, bool):
-        numbers = [k for k, v in vars(module).items() if isinstance(v, int) and not isinstance(v, bool)]
-        raise ValueError(
-            f"{name} ({type(module).__name__}) has no whole number {attribute!r} to divide; it has "
-            f"{', '.join(numbers) or 'none'}"
-        )
-    if value % size:
-        raise ValueError(f"{name}.{attribute} is {value}, which cannot be divided over {size} ranks")
-
-
-def _attribute_owner(module: nn.Module, attribute: str) -> tuple[Any, str]:
-    if attribute.startswith("config."):
-        return getattr(module, "config", None), attribute.removeprefix("config.")
-    return module, attribute
-
-
-def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup) -> None:
+def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: SplitOutputs) -> None:
     if style.kind == "divide":
-        _divide(module, style.names, group)
+        divide(module, style.names, group)
         return
     if style.kind == "heads":
         split_attention(module, group)
@@ -195,33 +216,39 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup) -> None:
     layer = as_splittable(module)
     if layer is None or style.kind in ("slice", "replicate"):
         return
+    if style.kind == "colwise_shared":
+        share_heads(module, style.sizes[0], style.sizes[1:], group)
+    if style.kind == "classes":
+        assert isinstance(module, ParallelLinearCrossEntropy)
+        module.split_classes(group)
+        return
     forward: Callable[..., torch.Tensor]
     if style.kind == "vocab":
         forward = partial(_embedding_forward, module, layer.inputs, group)
     elif style.kind == "rowwise":
-        forward = partial(_linear_forward, module, 0, None, group)
+        forward = partial(_linear_forward, module, 0, group)
     elif layer.kind == "linear":
-        gathered = layer.outputs if style.kind == "colwise_gather" else None
-        forward = partial(_linear_forward, module, 1, gathered, group)
+        forward = partial(_linear_forward, module, 1, group)
+        if style.kind == "colwise_gather":
+            forward = partial(_output_forward, forward, layer.outputs, group, outputs)
     else:
         return  # an embedding's features: each rank looks up its own
     module.forward = forward  # type: ignore[method-assign]
 
 
-def _divide(module: nn.Module, names: tuple[str, ...], group: dist.ProcessGroup) -> None:
-    if any(name.startswith("config.") for name in names):
-        module.config = copy.copy(module.config)  # type: ignore[assignment, arg-type]  # other modules read it too
-    for name in names:
-        owner, key = _attribute_owner(module, name)
-        setattr(owner, key, shard_range(getattr(owner, key), group.size(), group.rank())[1])
-
-
-def _linear_forward(
-    module: nn.Module, dim: int, gathered: int | None, group: dist.ProcessGroup, input: torch.Tensor
-) -> torch.Tensor:
+def _linear_forward(module: nn.Module, dim: int, group: dist.ProcessGroup, input: torch.Tensor) -> torch.Tensor:
     weight = module.weight.t() if is_transposed(module) else module.weight  # type: ignore[operator]
-    output = parallel_linear(input, weight, module.bias, dim, group)  # type: ignore[arg-type]
-    return output if gathered is None else collectives.gather(output, -1, group, size=gathered)
+    return parallel_linear(input, weight, module.bias, dim, group)  # type: ignore[arg-type]
+
+
+def _output_forward(
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    size: int,
+    group: dist.ProcessGroup,
+    outputs: SplitOutputs,
+    input: torch.Tensor,
+) -> torch.Tensor:
+    return outputs.finish(forward(input), size, group)
 
 
 def _embedding_forward(

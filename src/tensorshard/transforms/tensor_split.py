@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from tensorshard.plan import Plan
 from tensorshard.tensor_plans.choose import choose_tensor_plan
 from tensorshard.tensor_plans.find import FoundPlan
 from tensorshard.tensor_plans.layout import WHOLE, Layout, join_parts, local_part
+from tensorshard.transforms.split_outputs import SplitOutputs
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,13 @@ class TensorSplit:
         layouts: of every parameter, by each of its names.
         group: the ranks; None for a single one.
         found: the table that the layouts follow from.
+        outputs: whether the output layers hand on split logits.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     group: dist.ProcessGroup | None = None
     found: FoundPlan | None = None
+    outputs: SplitOutputs = field(default_factory=SplitOutputs)
 
     @property
     def size(self) -> int:
@@ -66,10 +70,13 @@ class TensorSplit:
         return join_parts(parts, layout)
 
 
-def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh) -> FoundPlan | None:
+def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh, inputs: Any = None) -> FoundPlan | None:
     """The table for `model` under `plan`, found or checked by numbers; None where nothing is to be split.
 
     The first rank works it out and tells the others. A collective of the mesh.
+
+    Args:
+        inputs: samples to run the model on; None to guess them.
 
     Raises:
         ValueError: the plan's table is wrong for this model, or none can be found.
@@ -82,6 +89,7 @@ def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh) -> FoundPlan |
             model,
             mesh.degrees["tp"],
             plan.tp_plan,
+            inputs=inputs,
             check=plan.tp_check,
             sequence_parallel=plan.sequence_parallel,
         )
@@ -104,8 +112,9 @@ def split_over_tensor_ranks(model: nn.Module, found: FoundPlan | None, plan: Pla
     # not there under ZeRO 3 where units by name may part them.
     parted = plan.zero == 3 and isinstance(plan.shard_units, list)
     shared_inputs = () if parted else found.shared_inputs
-    layouts = apply_tensor_parallel(model, found.plan, group, shared_inputs=shared_inputs)
+    outputs = SplitOutputs()
+    layouts = apply_tensor_parallel(model, found.plan, group, shared_inputs=shared_inputs, outputs=outputs)
     styles = found.plan.resolve(model)
     split_randomness(model, find_units(model), styles, found.sequence, group)
     apply_sequence_parallel(model, found.sequence, group, shared_inputs=shared_inputs, whole_units=not parted)
-    return TensorSplit(layouts, group, found)
+    return TensorSplit(layouts, group, found, outputs)

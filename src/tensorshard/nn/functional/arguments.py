@@ -7,11 +7,6 @@ from torch.distributed.tensor import DTensor
 from tensorshard.distributed.groups import Group, resolve_group
 
 
-def to_local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a layer's parameter, which is a DTensor or that part itself. Differentiable."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def parameter_group(parameter: torch.Tensor, group: Group | None, name: str) -> dist.ProcessGroup:
     """The ranks that hold the parts of a layer's parameter.
 

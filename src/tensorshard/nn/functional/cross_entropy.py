@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from tensorshard.distributed import primitives
 from tensorshard.distributed.groups import Group, resolve_group
@@ -157,6 +158,21 @@ def parallel_cross_entropy(
         ValueError: shapes that do not fit; split logits without a mark; a mark on whole ones; an unknown
             reduction.
     """
+    if has_torch_function_unary(input):  # logits of a Plan
+        return handle_torch_function(
+            parallel_cross_entropy,
+            (input,),
+            input,
+            target,
+            weight,
+            size_average,
+            ignore_index,
+            reduce,
+            reduction,
+            label_smoothing,
+            z_loss=z_loss,
+            group=group,
+        )
     if size_average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
     if reduction not in ("none", "mean", "sum"):

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from tensorshard.distributed import primitives
 from tensorshard.distributed.functional import gather
 from tensorshard.distributed.groups import Group
-from tensorshard.distributed.sharding import shard_range
-from tensorshard.nn.functional.arguments import check_dim, check_indices, parameter_group, to_local
+from tensorshard.distributed.sharding import shard_range, to_local
+from tensorshard.nn.functional.arguments import check_dim, check_indices, parameter_group
 
 
 class _VocabularyEmbedding(Function):

@@ -15,8 +15,8 @@ from tensorshard.distributed.collectives import advance
 from tensorshard.distributed.functional import scatter
 from tensorshard.distributed.groups import Group
 from tensorshard.distributed.marks import ParallelMark, get_mark, set_mark
-from tensorshard.distributed.sharding import normalize_dim, shard_range
-from tensorshard.nn.functional.arguments import autocast, check_dim, parameter_group, to_local
+from tensorshard.distributed.sharding import normalize_dim, shard_range, to_local
+from tensorshard.nn.functional.arguments import autocast, check_dim, parameter_group
 
 
 class _ColumnLinear(Function):

@@ -6,20 +6,18 @@ the input's gradient in backward, are all that travels.
 """
 
 import torch
-import torch.distributed as dist
 from torch._compile import _disable_dynamo
-from torch.distributed.tensor import DTensor, Shard
 
-from tensorshard.distributed import primitives
-from tensorshard.distributed.groups import Group, resolve_group
-from tensorshard.distributed.sharding import shard_range
-from tensorshard.nn.functional.arguments import parameter_group, to_local
+from tensorshard.distributed.groups import Group
+from tensorshard.distributed.sharding import to_local
 from tensorshard.nn.heads.check import check_head
 from tensorshard.nn.heads.function import Extras, head_loss
 from tensorshard.nn.heads.margins import Margin
+from tensorshard.nn.heads.place import Place, find_place, head_group
 from tensorshard.nn.heads.spec import HeadSpec, Precision, autocast_dtype, choose_keep
 
 
+@_disable_dynamo
 def parallel_linear_cross_entropy(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -77,13 +75,12 @@ def parallel_linear_cross_entropy(
         weight,
         target,
         bias,
+        find_place(weight, num_classes, head_group(weight, group)),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         class_weight=class_weight,
         z_loss=z_loss,
         reduction=reduction,
-        num_classes=num_classes,
-        group=group,
         keep_logits=keep_logits,
         margin=margin,
         scale=scale,
@@ -98,14 +95,13 @@ def tiled_loss(
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
+    place: Place,
     *,
     ignore_index: int,
     label_smoothing: float,
     class_weight: torch.Tensor | None,
     z_loss: float,
     reduction: str,
-    num_classes: int | None,
-    group: Group | None,
     keep_logits: bool | None,
     margin: Margin | None,
     scale: float,
@@ -113,15 +109,13 @@ def tiled_loss(
     extras: Extras,
 ) -> torch.Tensor:
     """:func:`parallel_linear_cross_entropy` with what only the module asks for."""
-    process_group = head_group(weight, group)
     local_weight, local_bias = to_local(weight), None if bias is None else to_local(bias)
-    start, classes = _place(weight, num_classes, process_group)
     check_head(
         input,
         local_weight,
         target,
         local_bias,
-        classes=classes,
+        classes=place.classes,
         class_weight=class_weight,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -133,13 +127,13 @@ def tiled_loss(
     )
     precision = Precision.choose(input, autocast_dtype(input))
     spec = HeadSpec(
-        start,
-        classes,
+        place.start,
+        place.classes,
         ignore_index,
         label_smoothing,
         z_loss,
         reduction,
-        process_group,
+        place.group,
         precision,
         keep=choose_keep(keep_logits, input, local_weight, local_bias, extras.sample),
         margin=margin,
@@ -148,41 +142,3 @@ def tiled_loss(
     )
     loss = head_loss(input, local_weight, target.reshape(-1), local_bias, class_weight, spec, extras)
     return loss.view(target.shape) if reduction == "none" else loss
-
-
-def head_group(weight: torch.Tensor, group: Group | None) -> dist.ProcessGroup | None:
-    """The ranks that hold a head's classes; None where one process holds them all.
-
-    Raises:
-        ValueError: the weight is a DTensor that is not split along its classes.
-    """
-    if not isinstance(weight, DTensor):
-        return resolve_group(group) if dist.is_initialized() or group is not None else None
-    if tuple(weight.placements) != (Shard(0),):
-        raise ValueError(
-            f"a weight {list(weight.shape)} with placements {weight.placements} was given: a head's classes are split "
-            "along dimension 0 of a one-dimensional mesh, (Shard(dim=0),)"
-        )
-    return parameter_group(weight, group, "weight")
-
-
-def _place(weight: torch.Tensor, classes: int | None, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """The first class of this rank, and the number of classes of all ranks, asked for if not known."""
-    if isinstance(weight, DTensor):
-        if classes not in (None, weight.size(0)):
-            raise ValueError(f"num_classes={classes} was given with a weight of {weight.size(0)} classes: leave it out")
-        classes = weight.size(0)
-    size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    held = to_local(weight).size(0)
-    if classes is None and group is not None and size > 1:
-        widths = primitives.exchange_sizes(held, group, weight.device)
-        return sum(widths[:rank]), sum(widths)
-    classes = held if classes is None else classes
-    start, width = shard_range(classes, size, rank)
-    if held != width:
-        hint = ": it seems to be whole; cut it with tensorshard.slice(weight, ranks, 0)" if held == classes else ""
-        raise ValueError(
-            f"a weight of {held} rows was given to rank {rank} of {size}, which holds {width} of "
-            f"{classes} classes{hint}"
-        )
-    return start, classes

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tensorshard.nn.functional.arguments import autocast, to_local
+from tensorshard.distributed.sharding import to_local
+from tensorshard.nn.functional.arguments import autocast
 from tensorshard.nn.functional.linear import parallel_linear
 from tensorshard.nn.heads.spec import Precision, autocast_dtype
 from tensorshard.nn.heads.tiles import Tiles

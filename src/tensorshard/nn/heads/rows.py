@@ -24,25 +24,27 @@ def initial_rows(
     Returns:
         The weight [count, features], and the bias [count] or None.
     """
-    limit = 1 / math.sqrt(features) if features else 0.0
     weight = torch.empty((count, features), device=device, dtype=dtype)
-    _draw(weight, classes, start, limit)
+    fill_rows(weight, classes, start, features)
     if not bias:
         return weight, None
-    biases = torch.empty((count, 1), device=device, dtype=dtype)
-    _draw(biases, classes, start, limit)
-    return weight, biases.view(count)
+    biases = torch.empty(count, device=device, dtype=dtype)
+    fill_rows(biases, classes, start, features)
+    return weight, biases
 
 
 @torch.no_grad()
-def _draw(rows: torch.Tensor, whole: int, start: int, limit: float) -> None:
-    """Fills `rows` with rows [start, ...) of `whole`, uniform in [-limit, limit)."""
+def fill_rows(rows: torch.Tensor, classes: int, start: int, features: int) -> None:
+    """Fills `rows`, a weight's or a bias's, with rows [start, ...) of what a layer of all `classes` gets."""
     if rows.is_meta:
         return
-    step = max(1, _CHUNK // max(1, rows.size(1)))
-    for begin in range(0, whole, step):
-        end = min(whole, begin + step)
-        drawn = torch.empty((end - begin, rows.size(1)), dtype=rows.dtype, device="cpu").uniform_(-limit, limit)
+    limit = 1 / math.sqrt(features) if features else 0.0
+    width = 1 if rows.ndim == 1 else rows.size(1)
+    flat = rows.view(len(rows), width)
+    step = max(1, _CHUNK // max(1, width))
+    for begin in range(0, classes, step):
+        end = min(classes, begin + step)
+        drawn = torch.empty((end - begin, width), dtype=rows.dtype, device="cpu").uniform_(-limit, limit)
         first, last = max(begin, start), min(end, start + len(rows))
         if first < last:
-            rows[first - start : last - start] = drawn[first - begin : last - begin]
+            flat[first - start : last - start] = drawn[first - begin : last - begin]

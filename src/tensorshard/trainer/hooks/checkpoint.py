@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from tensorshard.distributed.sharding import to_local
 from tensorshard.engine import Engine, NonFiniteLossError
 from tensorshard.trainer.hooks.base import Hook
 from tensorshard.trainer.run_directory import RunDirectory
@@ -85,7 +85,7 @@ class CheckpointHook(Hook):
 
 def _weights_are_finite(engine: Engine) -> bool:
     """Whether every weight on every rank is. Collective."""
-    local = (p.to_local() if isinstance(p, DTensor) else p for p in engine.model.parameters())
+    local = (to_local(p) for p in engine.model.parameters())
     bad = sum((~torch.isfinite(p.detach())).sum().to(engine.device, torch.int64) for p in local)
     count = torch.as_tensor(bad, device=engine.device)
     if dist.is_initialized():

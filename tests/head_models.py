@@ -1,0 +1,63 @@
+"""Models whose last layer computes their loss, made of plain ones, with the same weights by the same names."""
+
+import torch
+from torch import nn
+
+from tensorshard.models import GPT, Bert
+from tensorshard.nn import ParallelLinearCrossEntropy
+
+
+def _replace(owner: nn.Module, name: str, **options: object) -> None:
+    """Puts a head with the weights of the linear layer ``owner.name`` in its place."""
+    linear = getattr(owner, name)
+    head = ParallelLinearCrossEntropy.from_linear(linear, **options)
+    head.weight = linear.weight  # the object itself, which may be tied
+    setattr(owner, name, head)
+
+
+def gpt_with_head(model: nn.Module) -> nn.Module:
+    _replace(model, "head", reduction="sum")
+    model.__class__ = _GPT
+    return model
+
+
+def bert_with_head(model: nn.Module) -> nn.Module:
+    _replace(model.head, "decoder", reduction="sum")
+    model.__class__ = _Bert
+    return model
+
+
+def resnet_with_head(model: nn.Module) -> nn.Module:
+    _replace(model.classifier, "1")
+    return _resnet(model)
+
+
+class _GPT(GPT):
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x), targets)
+
+
+class _Bert(Bert):
+    def forward(
+        self, tokens: torch.Tensor, targets: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = self.embeddings(tokens, torch.zeros_like(tokens))
+        mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
+        for block in self.blocks:
+            x = block(x, mask)
+        head = self.head
+        return head.decoder(head.norm(nn.functional.gelu(head.dense(x))), targets)
+
+
+def _resnet(model: nn.Module) -> nn.Module:
+    from transformers import ResNetForImageClassification
+
+    class _ResNet(ResNetForImageClassification):
+        def forward(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return self.classifier[1](self.classifier[0](self.resnet(images).pooler_output), targets)
+
+    model.__class__ = _ResNet
+    return model
