@@ -6,7 +6,7 @@ was there is replaced by one table for each hardware that NAME was run on.
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from benchmarks.harness.report import format_value
@@ -52,14 +52,20 @@ def markdown_table(results: Results) -> str:
     """One benchmark's results on one hardware. Times measured on CPUs are given as ratios only: they say
     more about the machine and what else it was doing than about the contenders. Memory does not."""
     columns = [(q, q.unit != "s" or results.device == "cuda") for q in results.quantities if q.headline]
+    compared = {
+        q.key for q, _ in columns if any(_is_compared(row, q) for group in results.groups for row in group.rows)
+    }
     header = ["", "contender"]
     for quantity, absolute in columns:
-        header += [quantity.label, "x best peer"] if absolute else [f"{quantity.label}, x best peer"]
+        header.append(quantity.label if absolute else f"{quantity.label}, x best peer")
+        header += ["x best peer"] if absolute and quantity.key in compared else []
     lines = [_line(header), _line(["---", "---", *["---:"] * (len(header) - 2)])]
     for group in results.groups:
         title = group.title
         for row in group.rows:
-            lines.append(_line([title, f"**{row.contender}**" if row.ours else row.contender, *_cells(row, columns)]))
+            lines.append(
+                _line([title, f"**{row.contender}**" if row.ours else row.contender, *_cells(row, columns, compared)])
+            )
             title = ""
     versions = {name: version for group in results.groups for name, version in group.versions.items()}
     dates = sorted({group.date for group in results.groups})
@@ -68,13 +74,19 @@ def markdown_table(results: Results) -> str:
     return "\n".join([*lines, "", f"{results.hardware}, {measured}; {stated}."])
 
 
-def _cells(row: Row, columns: Sequence[tuple[Quantity, bool]]) -> list[str]:
+def _is_compared(row: Row, quantity: Quantity) -> bool:
+    value = row.values.get(quantity.key)
+    return quantity.is_compared and value is not None and value.ratio is not None
+
+
+def _cells(row: Row, columns: Sequence[tuple[Quantity, bool]], compared: Container[str]) -> list[str]:
     cells = []
     for quantity, absolute in columns:
         value = row.values.get(quantity.key)
         if absolute:
             cells.append(format_value(value.median, quantity.unit) if value else row.note)
-        cells.append("" if value is None or value.ratio is None else f"{value.ratio:.2f}")
+        if quantity.key in compared or not absolute:
+            cells.append("" if value is None or value.ratio is None else f"{value.ratio:.2f}")
     return cells
 
 

@@ -83,6 +83,10 @@ def main() -> None:
         raise SystemExit(
             f"--batch-size {args.batch_size} is that of all {world_size} processes: use a multiple of them"
         )
+    if args.save and not Path(args.save).absolute().parent.is_dir():
+        raise SystemExit(f"--save {args.save}: there is no folder to put it in")
+    if args.resume and not Path(args.resume).is_file():
+        raise SystemExit(f"--resume {args.resume}: there is no such file")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     train_set, val_set = datasets(args)
 
@@ -214,16 +218,22 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} was given: use a whole number from 1")
+    return int(text)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="images; generated ones without it")
     parser.add_argument("--arch", default="resnet50", choices=ARCHITECTURES)
-    parser.add_argument("--classes", type=int, help="default: those of the folder, or 1000")
+    parser.add_argument("--classes", type=positive, help="default: those of the folder, or 1000")
     parser.add_argument("--model-parallel-dim", type=int, choices=[-1, 0, 1], help="how the last layer is split")
-    parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--samples", type=int, default=1024, help="generated images of an epoch")
-    parser.add_argument("--epochs", type=int, default=90)
-    parser.add_argument("--batch-size", type=int, default=256, help="of all processes together")
+    parser.add_argument("--image-size", type=positive, default=224)
+    parser.add_argument("--samples", type=positive, default=1024, help="generated images of an epoch")
+    parser.add_argument("--epochs", type=positive, default=90)
+    parser.add_argument("--batch-size", type=positive, default=256, help="of all processes together")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--weight-decay", type=float, default=1e-4)
@@ -233,7 +243,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", help="file to go on from")
     parser.add_argument("--evaluate", action="store_true", help="only validate")
     parser.add_argument("--workers", type=int, default=0, help="processes that load images")
-    parser.add_argument("--print-every", type=int, default=10)
+    parser.add_argument("--print-every", type=positive, default=10)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

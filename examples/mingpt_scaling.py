@@ -78,6 +78,8 @@ def main() -> None:
     args = parse_arguments()
     ts.init_process_group(args.model_parallel)
     group_size, groups = ts.distributed.get_group_size(), ts.distributed.get_data_parallel_size()
+    if args.batch_size % groups:
+        raise SystemExit(f"--batch-size {args.batch_size} is that of all {groups} groups: use a multiple of them")
     for width in args.widths:
         if args.heads % group_size or width % args.heads:
             raise SystemExit(
@@ -95,6 +97,8 @@ def main() -> None:
 def measure(layers: int, width: int, args: argparse.Namespace) -> list[str]:
     """Trains one model for a few steps; the columns of its line."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(args.seed)  # the same on every rank: parallel layers keep their part of what it gives
     model = MinGPT(layers, width, args.heads, args.context).to(device)
     ts.register_ddp_parameters_to_ignore(model)
@@ -106,8 +110,11 @@ def measure(layers: int, width: int, args: argparse.Namespace) -> list[str]:
     dataset = StdlibText("train", context_length=args.context)
     sampler = DistributedGroupSampler(dataset, seed=args.seed, drop_last=True)
     batch_size = args.batch_size // ts.distributed.get_data_parallel_size()
+    loader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=True)
+    if len(loader) < args.steps:
+        raise SystemExit(f"--steps {args.steps}: the text has {len(loader)} batches of --batch-size {args.batch_size}")
     seconds = []
-    for _, (tokens, targets) in zip(range(args.steps), DataLoader(dataset, batch_size, sampler=sampler), strict=False):
+    for _, (tokens, targets) in zip(range(args.steps), loader, strict=False):
         start = time.perf_counter()
         with torch.autocast(device.type, enabled=args.amp):
             loss = criterion(ddp(tokens.to(device)), targets.to(device))
@@ -141,15 +148,21 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} was given: use a whole number from 1")
+    return int(text)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[12])
-    parser.add_argument("--widths", type=int, nargs="+", default=[256])
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--model-parallel", type=int, help="ranks of a group; all by default")
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=16, help="of all groups together")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--layers", type=positive, nargs="+", default=[12])
+    parser.add_argument("--widths", type=positive, nargs="+", default=[256])
+    parser.add_argument("--heads", type=positive, default=8)
+    parser.add_argument("--model-parallel", type=positive, help="ranks of a group; all by default")
+    parser.add_argument("--context", type=positive, default=128)
+    parser.add_argument("--batch-size", type=positive, default=16, help="of all groups together")
+    parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--amp", action="store_true", help="bf16 on CPUs, fp16 with loss scaling on GPUs")
     parser.add_argument("--seed", type=int, default=0)

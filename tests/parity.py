@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 import tensorshard as ts
 from head_models import bert_with_head, gpt_with_head, resnet_with_head
+from pipeline_models import UNet
 from tensor_plan_models import make
 from tensorshard.models import GPT, Bert, ViT, image_classification_loss, next_token_loss
 
@@ -25,6 +26,13 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(1)
     plain = kind.removesuffix(_HEAD)
     return _BUILDERS[kind]() if plain == kind else _HEADED[plain](_BUILDERS[plain]())
+
+
+def _unet() -> nn.Module:
+    model = UNet()
+    for block in (*model.down, *model.up):
+        block.conv.bias.requires_grad_(False)  # its gradient is zero but for rounding, as a norm follows
+    return model
 
 
 def _resnet(classes: int = 5) -> nn.Module:
@@ -59,6 +67,7 @@ def _hf_bert() -> nn.Module:
 _BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(61, 16, 3, 2, 30),
     "gpt_tied": lambda: GPT(61, 16, 2, 2, 30, tie_embeddings=True),
+    "gpt_dropout": lambda: GPT(61, 16, 2, 2, 30, dropout=0.2),
     "bert": lambda: Bert(61, 16, 2, 2, 30, dropout=0.0),
     "vit": lambda: ViT(16, 4, 5, 2, 2, 30),
     "resnet": _resnet,
@@ -68,6 +77,11 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "gpt_neox": partial(make, "gpt_neox"),
     "phi3": partial(make, "phi3"),
     "t5": partial(make, "t5"),
+    "bloom": partial(make, "bloom"),
+    "gpt_bigcode": partial(make, "gpt_bigcode"),
+    "llama_one": partial(make, "llama_one"),
+    "mixtral": partial(make, "mixtral"),
+    "unet": _unet,
     "llama": _llama,
     "hf_bert": _hf_bert,
 }
@@ -89,9 +103,12 @@ _IMAGES = ("vit", "resnet", "resnet_37")
 def loss_function(kind: str) -> Callable[[Any, Any], Any]:
     if kind.endswith(_HEAD):
         return _mean if kind.removesuffix(_HEAD) in _IMAGES else _sum_and_count
+    if kind == "unet":
+        return nn.functional.cross_entropy
     if kind in _IMAGES:
         return image_classification_loss if kind == "vit" else _loss_of_logits(image_classification_loss)
-    return next_token_loss if kind in ("gpt", "gpt_tied", "gpt_101", "bert") else _loss_of_logits(next_token_loss)
+    plain = kind in ("gpt", "gpt_tied", "gpt_101", "gpt_dropout", "bert")
+    return next_token_loss if plain else _loss_of_logits(next_token_loss)
 
 
 def _mean(output: Any, targets: Any) -> Any:
@@ -116,6 +133,9 @@ def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Te
         inputs, targets = batch(kind.removesuffix(_HEAD), step, size)
         return ({**inputs, "targets": targets} if isinstance(inputs, dict) else (inputs, targets)), targets
     generator = torch.Generator().manual_seed(1000 + step)
+    if kind == "unet":
+        images = torch.randn(size, 3, 16, 16, generator=generator)
+        return images, torch.randint(0, 2, (size, 16, 16), generator=generator)
     if kind in _IMAGES:
         images = torch.randn(size, 3, 16, 16, generator=generator)
         return images, torch.randint(0, _OTHER_SIZES.get(kind, 5), (size,), generator=generator)
@@ -125,12 +145,12 @@ def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Te
     lengths = torch.randint(4, 13, (size, 1), generator=generator)
     padding = torch.arange(12).expand(size, 12) >= lengths
     targets[padding] = -100
-    if kind in ("bert", "hf_bert"):
+    if kind in ("bert", "hf_bert", "bloom"):
         name = "tokens" if kind == "bert" else "input_ids"
         inputs = {name: inputs, "attention_mask": (~padding).long()}
     elif kind == "t5":
         inputs = {"input_ids": inputs.flip(1), "decoder_input_ids": inputs}
-    elif kind in ("llama", "gpt2", "gpt_neox", "phi3"):
+    elif kind in ("llama", "llama_one", "mixtral", "gpt2", "gpt_bigcode", "gpt_neox", "phi3"):
         inputs = {"input_ids": inputs}
     return inputs, targets
 

@@ -72,6 +72,28 @@ def _hf_vit() -> nn.Module:
     return ViTForImageClassification(ViTConfig(**sizes, **_UNDROPPED, image_size=16, patch_size=4))
 
 
+def _bloom() -> nn.Module:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4, "use_cache": False}
+    return BloomForCausalLM(BloomConfig(**sizes, **_NO_TOKENS, hidden_dropout=0.0, attention_dropout=0.0))
+
+
+def _mpt() -> nn.Module:
+    from transformers import MptConfig, MptForCausalLM
+
+    sizes = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32, "use_cache": False}
+    return MptForCausalLM(MptConfig(**sizes, **_NO_TOKENS))
+
+
+def _gpt_bigcode() -> nn.Module:
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+
+    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "use_cache": False}
+    undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPTBigCodeForCausalLM(GPTBigCodeConfig(**sizes, **undropped, **_NO_TOKENS))
+
+
 def _hugging_face(name: str, **settings: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import transformers
@@ -95,5 +117,10 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "hf_bert": _hugging_face("BertForMaskedLM", **_UNDROPPED, pad_token_id=0),
     "hf_vit": _hf_vit,
     "gpt2": _gpt2,
+    "bloom": _bloom,
+    "mpt": _mpt,
+    "gpt_bigcode": _gpt_bigcode,
+    "mixtral": _hugging_face("MixtralForCausalLM", num_key_value_heads=2, num_local_experts=4, use_cache=False),
+    "llama_one": _hugging_face("LlamaForCausalLM", num_key_value_heads=1, attention_bias=True, use_cache=False),
     "t5": _t5,
 }

@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no model": (dict(model=[1]), TypeError, "model is a list; it must be an nn.Module or a callable"),
     "degrees": (dict(plan=ts.Plan(dp_shard=3)), ValueError, r"\(dp_shard 3\) multiply to 3, but there are 1 processes"),
     "free axis": (dict(plan=ts.Plan(dp_replicate=2)), ValueError, r"dp_shard=-1 cannot be inferred: 1 processes"),
-    "pipeline": (dict(plan=ts.Plan(pp=2)), ValueError, "pp=2 asks for pipeline parallelism.*not implement"),
+    "pipeline": (dict(plan=ts.Plan(pp=2)), ValueError, "1 processes do not divide by the other axes .pp 2"),
     "context": (dict(plan=ts.Plan(cp=2)), ValueError, "cp=2 asks for context parallelism.*not implement"),
     "offload": (dict(plan=ts.Plan(offload="cpu")), ValueError, "offload='cpu' is not implemented"),
     "optimizer, no callable": (dict(optimizer="adamw"), TypeError, "optimizer is a str; it must be a callable"),
@@ -129,6 +129,11 @@ def _laid_out_already() -> dict[str, Any]:
     return dict(model=ts.parallelize(**_arguments()).model)
 
 
+def _split_already() -> dict[str, Any]:
+    ts.init_process_group(2)
+    return dict(model=lambda: nn.Sequential(nn.Linear(6, 8), ts.nn.ParallelLinear(8, 3, dim=0)), plan=ts.Plan(tp=2))
+
+
 def _no_module() -> dict[str, Any]:
     return dict(model=lambda: "a model")
 
@@ -145,6 +150,7 @@ def _holds_others() -> dict[str, Any]:
     ("build", "message"),
     [
         (_laid_out_already, "ValueError: parameter '0.weight' is a DTensor, so the model was laid out already"),
+        (_split_already, "ValueError: module '1' is a ParallelLinear that is split over 2 ranks already, but a plan"),
         (_no_module, "TypeError: the callable returned a str, where an nn.Module was expected"),
         (partial(_model_of_zeros, (2,), torch.float64), "ValueError: zero=3 gathers parameters of one type together"),
         (partial(_model_of_zeros, (0, 3), torch.float32), "ValueError: parameter 'special' of shape (0, 3) is empty"),

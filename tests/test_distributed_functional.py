@@ -7,10 +7,12 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import tensorshard.distributed as tsd
 from rank_pool import RankError
+from tensorshard.nn import ParallelLinear
 
 WORLDS = [
     pytest.param(2, 2, id="2 ranks"),
     pytest.param(4, 4, id="4 ranks"),
+    pytest.param(3, 3, id="3 ranks"),
     pytest.param(4, 2, id="2 groups of 2"),
 ]
 
@@ -73,6 +75,29 @@ def _check_gradients(group_size: int) -> None:
 @pytest.mark.parametrize(("world_size", "group_size"), WORLDS)
 def test_gradients(ranks, world_size, group_size):
     ranks(world_size, _check_gradients, group_size)
+
+
+_TYPES = (torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int16, torch.uint8, torch.bool)
+
+
+def _check_types() -> None:
+    _start(2)
+    for dtype in _TYPES:
+        whole = torch.arange(15).view(5, 3).to(dtype)
+        for dim in (0, 1):
+            assert torch.equal(tsd.gather(tsd.scatter(whole, dim), dim), whole)
+            assert torch.equal(tsd.all_to_all(tsd.scatter(whole, 1 - dim), dim, 1 - dim), tsd.scatter(whole, dim))
+            if dtype != torch.bool:
+                assert torch.equal(tsd.reduce(whole), whole * 2)
+                assert torch.equal(tsd.reduce_scatter(whole, dim), tsd.scatter(whole * 2, dim))
+    empty = torch.ones(0, 3)
+    assert tsd.gather(tsd.scatter(empty, 1), 1).shape == tsd.reduce(empty).shape == (0, 3)
+    transposed = torch.randn(5, 300).t()
+    assert torch.equal(tsd.gather(tsd.scatter(transposed, 1), 1), transposed)
+
+
+def test_types_and_layouts(ranks):
+    ranks(2, _check_types)
 
 
 def _gather_what_ranks_happen_to_hold() -> None:
@@ -159,6 +184,34 @@ def _call(name: str, *args: object) -> None:
     getattr(tsd, name)(torch.ones(2, 3), *args)
 
 
+def _call_with_a_parameter(name: str, *args: object) -> None:
+    _start(2)
+    getattr(tsd, name)(ParallelLinear(2, 4, dim=1).weight, *args)
+
+
+def _gather_a_number() -> None:
+    _start(2)
+    tsd.gather(torch.tensor(1.0))
+
+
+def _differ(how: str) -> None:
+    rank, _ = _start(2)
+    x = torch.ones(3, 3)
+    if how == "dimensions" or rank == 0:
+        tsd.gather(x, rank)
+    else:
+        tsd.all_to_all(x, 0, 1)
+
+
+def test_calls_that_differ_are_named(ranks):
+    """Where the ranks tell each other what they hold, without any switch."""
+    message = r"different calls: rank 0: gather along dimension 0 of \[3, 3\] float32; rank 1: {} along dimension 1"
+    with pytest.raises(RankError, match=message.format("gather")):
+        ranks(2, _differ, "dimensions")
+    with pytest.raises(RankError, match=message.format("all_to_all")):
+        ranks(2, _differ, "collectives")
+
+
 def test_bad_input(ranks):
     with pytest.raises(RankError, match=r"size=8 along dimension 1 was given, of which rank 0 of 2 holds 4 elements"):
         ranks(2, _gather_wrong_size)
@@ -166,3 +219,8 @@ def test_bad_input(ranks):
         ranks(2, _call, "scatter", 2)
     with pytest.raises(RankError, match="split and to concatenate along the same dimension, 1"):
         ranks(2, _call, "all_to_all", 1, -1)
+    with pytest.raises(RankError, match="dim=-1 was given for a tensor without dimensions"):
+        ranks(2, _gather_a_number)
+    for name, args in {"reduce_scatter": (0,), "gather_for_sum": (0,), "all_to_all": (0, 1)}.items():
+        with pytest.raises(RankError, match=rf"{name} was given a DTensor \[4, 2\]"):
+            ranks(2, _call_with_a_parameter, name, *args)

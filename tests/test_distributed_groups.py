@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tensorshard as ts
 import tensorshard.distributed as tsd
 from rank_pool import RankError
 from tensorshard.utils.data import DistributedGroupSampler
@@ -84,6 +85,15 @@ def test_sizes_that_do_not_divide(ranks, group_size):
         ranks(4, _init, group_size)
 
 
+def _init_with_a_word() -> None:
+    tsd.init_process_group("2")
+
+
+def test_sizes_that_are_no_numbers(ranks):
+    with pytest.raises(RankError, match="group_size='2' was given: it is a number of ranks, or None for all 2"):
+        ranks(2, _init_with_a_word)
+
+
 def test_nothing_works_without_groups():
     for call in (tsd.get_group, tsd.get_rank, tsd.get_group_size, tsd.get_world_size, tsd.get_mesh):
         with pytest.raises(RuntimeError, match="call tensorshard"):
@@ -100,6 +110,20 @@ def _pass_a_mesh_of_two_dimensions() -> None:
 def test_a_mesh_of_two_dimensions_is_no_group(ranks):
     with pytest.raises(RankError, match="pass one of them"):
         ranks(2, _pass_a_mesh_of_two_dimensions)
+
+
+def _pass_what_is_no_group(what: str) -> None:
+    group = dist.new_group([0]) if what == "another's" else "tp"
+    dist.barrier()
+    if dist.get_rank() == 1:
+        tsd.reduce(torch.ones(2), group)
+
+
+def test_what_is_no_group(ranks):
+    with pytest.raises(RankError, match="group= is one that rank 1 is not in"):
+        ranks(2, _pass_what_is_no_group, "another's")
+    with pytest.raises(RankError, match="group='tp' was given: pass a"):
+        ranks(2, _pass_what_is_no_group, "a word")
 
 
 def _call_different_collectives(how: str) -> None:
@@ -160,4 +184,6 @@ def test_the_sampler_gives_each_group_its_share(ranks):
 def test_the_sampler_without_groups():
     with pytest.raises(RuntimeError, match="call tensorshard"):
         DistributedGroupSampler(range(4))
-    assert list(DistributedGroupSampler(range(4), num_groups=2, group_index=1, shuffle=False)) == [1, 3]
+    assert list(ts.utils.data.DistributedGroupSampler(range(4), num_groups=2, group_index=1, shuffle=False)) == [1, 3]
+    with pytest.raises(ValueError, match="group_index=5 of num_groups=2 was given"):
+        DistributedGroupSampler(range(4), num_groups=2, group_index=5)

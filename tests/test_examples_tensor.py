@@ -76,6 +76,10 @@ def test_imagenet_reads_a_folder(ranks, tmp_path):
         ranks(1, _run, "imagenet", str(tmp_path), *options)
     with pytest.raises(RankError, match="--batch-size 5 is that of all 2 processes"):
         ranks(2, _run, "imagenet", *options[:4], "--batch-size", "5")
+    with pytest.raises(RankError, match=r"--resume .*nowhere.pt: there is no such file"):
+        ranks(1, _run, "imagenet", *options[:4], "--resume", str(tmp_path / "nowhere.pt"))
+    with pytest.raises(RankError, match=r"--save .*: there is no folder to put it in"):
+        ranks(1, _run, "imagenet", *options[:4], "--save", str(tmp_path / "no" / "run.pt"))
 
 
 def test_mingpt_is_the_same_on_any_number_of_ranks(ranks):
@@ -91,3 +95,7 @@ def test_mingpt_is_the_same_on_any_number_of_ranks(ranks):
             assert float(other[6]) == pytest.approx(float(row[6]), abs=2e-4)  # the loss
     with pytest.raises(RankError, match="width 32 and 3 heads on groups of 2: the heads must divide the width"):
         ranks(2, _run, "mingpt_scaling", *_MINGPT, "--heads", "3")
+    with pytest.raises(RankError, match="--batch-size 9 is that of all 2 groups: use a multiple of them"):
+        ranks(2, _run, "mingpt_scaling", *_MINGPT, "--model-parallel", "1", "--batch-size", "9")
+    with pytest.raises(RankError, match=r"--steps \d+: the text has \d+ batches of --batch-size 8"):
+        ranks(1, _run, "mingpt_scaling", *_MINGPT, "--steps", "10000000")

@@ -66,6 +66,15 @@ def test_a_step_at_64_ranks(ranks, level):
     assert found["states"] < 2 * NUMEL / 10 if level > 0 else found["states"] == 2 * NUMEL
 
 
+@pytest.mark.parametrize(("level", "schedule"), [(1, "1f1b"), (3, "zbv")])
+def test_a_step_of_a_pipeline_at_64_ranks(ranks, level, schedule):
+    fields = dict(pp=2, tp=2, zero=level, micro_batches=4, pp_schedule=schedule, clip_grad_norm=1.0)
+    found = ranks(1, _gpt, fields)[0]
+    assert found["mesh"][1].split()[:7] == ["dp_shard", "degree", "16", "index", "2", "ranks", "1"]
+    assert found["held"] < NUMEL / 2
+    assert found["with_states"]
+
+
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_a_hybrid_step_at_8_times_8_ranks(ranks, level):
     fields = dict(dp_replicate=8, zero=level, micro_batches=2, clip_grad_norm=1.0, recompute="selective")

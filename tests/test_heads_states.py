@@ -13,18 +13,20 @@ from tensorshard.nn.heads.rounding import Noise, block_size, dequantize, quantiz
 from tensorshard.state import collect_state_dict, relocate_state_dict
 
 
+def _bits(values: torch.Tensor, seed: int) -> torch.Tensor:
+    return Noise(values.numel(), seed, values.device).bits(values.shape)
+
+
 def test_stochastic_rounding_keeps_the_mean():
     torch.manual_seed(0)
     values = torch.randn(64, 128)
-    drawn = torch.stack(
-        [round_to_bfloat16_(values.clone(), Noise(values.numel(), s, values.device)) for s in range(400)]
-    )
+    drawn = torch.stack([round_to_bfloat16_(values.clone(), _bits(values, s)) for s in range(400)])
     assert torch.equal(drawn, drawn.bfloat16().float())
     spacing = 2.0 ** (values.abs().log2().floor() - 7)
     assert ((drawn - values).abs() < spacing).all()
     assert ((drawn.mean(0) - values).abs() < spacing * 0.15).all()  # 6 standard deviations
     for special in (torch.tensor([0.0, 1.0, torch.inf, -torch.inf]), torch.tensor([1.5, -2.0, 256.0, 0.0])):
-        assert torch.equal(round_to_bfloat16_(special.clone(), Noise(4, 1, special.device)), special)
+        assert torch.equal(round_to_bfloat16_(special.clone(), _bits(special, 1)), special)
 
 
 def test_eight_bits_keep_the_mean():
@@ -35,7 +37,7 @@ def test_eight_bits_keep_the_mean():
     drawn = []
     for seed in range(400):
         codes, scales = torch.empty(32, 256, dtype=torch.int8), torch.empty(32, 2)
-        quantize(values.clone(), Noise(values.numel(), seed, values.device), torch.empty_like(values), codes, scales)
+        quantize(values.clone(), _bits(values, seed), torch.empty_like(values), codes, scales)
         drawn.append(dequantize(codes, scales, torch.empty_like(values)))
     largest = values.view(32, 2, 128).abs().amax(-1, keepdim=True).expand(-1, -1, 128).reshape(32, 256)
     level = 2 * (values.abs() / largest.clamp(min=1e-9)).sqrt() * 127 + 1  # to the next level, in units of the smallest
@@ -45,7 +47,7 @@ def test_eight_bits_keep_the_mean():
     assert not torch.stack(drawn)[:, 3].any()
     nothing = torch.full((1, 128), torch.nan)
     codes, scales = torch.empty(1, 128, dtype=torch.int8), torch.empty(1, 1)
-    quantize(nothing.clone(), Noise(128, 0, nothing.device), torch.empty(1, 128), codes, scales)
+    quantize(nothing.clone(), _bits(nothing, 0), torch.empty(1, 128), codes, scales)
     assert dequantize(codes, scales, torch.empty(1, 128)).isnan().all()  # not hidden
 
 

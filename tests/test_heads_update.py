@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from benchmarks.harness import memory
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -290,3 +291,26 @@ def test_sampled_rows_alone_are_updated():
     F.cross_entropy(F.linear(x, part), torch.searchsorted(chosen, targets)).backward()
     optimizer.step()
     torch.testing.assert_close(head.weight.detach()[chosen], part.detach())
+
+
+def _peak_bytes(plain: bool) -> int:
+    torch.manual_seed(0)
+    samples, features, classes = 256, 512, 40_000
+    x, targets = torch.randn(samples, features, requires_grad=True), torch.randint(classes, (samples,))
+    if plain:
+        linear = nn.Linear(features, classes, False)
+        run = lambda: F.cross_entropy(linear(x), targets)  # noqa: E731
+    else:
+        head = ParallelLinearCrossEntropy(features, classes, update=dict(SGD), keep_logits=False)
+        run = lambda: head(x, targets)  # noqa: E731
+        run().backward()  # makes the momentum
+    memory.reset_peak()
+    held = memory.resident_bytes()
+    run().backward()
+    return memory.peak_resident_bytes() - held
+
+
+def test_neither_logits_nor_a_gradient_are_held(ranks):
+    """A gradient takes 82 MB, and logits 41 MB."""
+    assert ranks(1, _peak_bytes, False)[0] < 12e6
+    assert ranks(1, _peak_bytes, True)[0] > 82e6 + 41e6

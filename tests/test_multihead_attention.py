@@ -179,21 +179,31 @@ class Translator(nn.Module):
 class Classifier(nn.Module):
     """nn.TransformerEncoder, whose inference has fused kernels of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: bool) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, **{"batch_first": True, **options})
+        self.batch_first = layer.self_attn.batch_first
         self.embedding = nn.Embedding(29, WIDTH)
         self.encoder = nn.TransformerEncoder(layer, 2)
         self.head = nn.Linear(WIDTH, 29)
 
     def forward(self, source: torch.Tensor) -> torch.Tensor:
-        hidden = self.encoder(self.embedding(source), src_key_padding_mask=source == 0)
-        return self.head(hidden[:, 0])
+        embedded = self.embedding(source)
+        embedded = embedded if self.batch_first else embedded.transpose(0, 1)
+        hidden = self.encoder(embedded, src_key_padding_mask=source == 0)
+        return self.head(hidden[:, 0] if self.batch_first else hidden[0])
 
 
 def build(kind: str) -> nn.Module:
     torch.manual_seed(1)
-    model = {"translator": Translator, "classifier": Classifier}[kind]()
+    models = {
+        "translator": Translator,
+        "classifier": Classifier,
+        "classifier_norm_first": partial(Classifier, norm_first=True),
+        "classifier_length_first": partial(Classifier, batch_first=False),
+        "classifier_both": partial(Classifier, norm_first=True, batch_first=False),
+    }
+    model = models[kind]()
     with torch.no_grad():
         for parameter in model.parameters():  # no norm or bias as its initialisation leaves it
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -204,7 +214,7 @@ def batch(kind: str, step: int) -> tuple[Any, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     source = torch.randint(1, 29, (8, 6), generator=generator)
     source[torch.arange(6) >= torch.randint(2, 7, (8, 1), generator=generator)] = 0
-    if kind == "classifier":
+    if kind != "translator":
         return source, torch.randint(0, 29, (8,), generator=generator)
     target = torch.randint(0, 29, (8, 5), generator=generator)
     return (source, target), torch.randint(0, 29, (8, 5), generator=generator)
@@ -259,6 +269,11 @@ def alone(kind: str) -> tuple[list[float], float, dict[str, torch.Tensor]]:
         ("classifier", 2, dict(tp=2)),
         ("classifier", 4, dict(tp=2, zero=1, recompute="selective")),
         ("classifier", 4, dict(tp=2, zero=3)),
+        ("classifier", 4, dict(tp=4, sequence_parallel=True)),
+        ("classifier_norm_first", 2, dict(tp=2, sequence_parallel=True)),
+        ("classifier_length_first", 4, dict(tp=4, sequence_parallel=True)),
+        ("classifier_both", 4, dict(tp=2, zero=3, recompute="full", sequence_parallel=True)),
+        ("translator", 2, dict(tp=2, sequence_parallel=True)),
     ],
     ids=str,
 )

@@ -57,6 +57,8 @@ def _convert_badly(case: str) -> None:
     elif case == "twice by name":
         ParallelLinear.convert_parallel_linear(model, 1)
         ParallelLinear.convert_parallel_linear(model, 0, ["head"])
+    elif case == "itself":
+        ParallelLinear.convert_parallel_linear(ParallelLinear(4, 8, dim=1), 0)
     elif case == "name":
         ParallelLinear.convert_parallel_linear(model, 1, ["up", "haed"])
     elif case == "embedding":
@@ -76,6 +78,7 @@ def _convert_badly(case: str) -> None:
     [
         ("twice", "already converted: head, up. A layer is converted once"),
         ("twice by name", "already converted: head"),
+        ("itself", "already converted: the module itself"),
         ("name", r"'haed' names no nn.Linear of the model; it has: up, head"),
         ("embedding", r"'embed' names no nn.Linear of the model"),
         ("dim", r"dim=2 was given for convert_parallel_linear: use 0 \(rows\), 1 or -1"),

@@ -58,7 +58,7 @@ def test_degrees_must_multiply_to_the_world_size(fields, world_size, message):
         Plan(**fields).resolve(world_size)
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp"])
+@pytest.mark.parametrize("axis", ["cp"])
 @pytest.mark.parametrize("degree", [2, -1])
 def test_axes_without_an_implementation_are_named(axis, degree):
     plan = Plan(dp_shard=1, **{axis: degree})
@@ -66,10 +66,30 @@ def test_axes_without_an_implementation_are_named(axis, degree):
         plan.resolve(2)
 
 
-@pytest.mark.parametrize(("name", "value"), [("pp_schedule", "gpipe"), ("pp_split", ["layers.2"])])
-def test_options_of_such_axes_are_not_ignored(name, value):
-    with pytest.raises(ValueError, match=rf"^{name}=.* belongs to the pp axis"):
+@pytest.mark.parametrize(
+    ("name", "value"), [("pp_schedule", "gpipe"), ("pp_split", ["layers.2"]), ("pp_stages_per_rank", 2)]
+)
+def test_options_of_a_pipeline_are_not_ignored_without_one(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}=.* was given, but pp=1 makes no pipeline; set pp"):
         Plan(**{name: value}).resolve(1)
+
+
+def test_pipelines_are_checked_when_their_ranks_are_known():
+    assert Plan(pp=-1, dp_shard=1, micro_batches=4).resolve(4).pp == 4
+    assert Plan(pp=2, dp_shard=1, pp_schedule="zbv").resolve(2).stages_per_rank == 2
+    fields = dict(dp_shard=1, pp_schedule="looped_bfs", pp_stages_per_rank=3)
+    assert Plan(pp=2, **fields).resolve(2).stages_per_rank == 3
+    for plan, message in (
+        (Plan(pp=-1, dp_shard=1, micro_batches=2), "1f1b schedule on 4 ranks needs at least micro_batches=4"),
+        (Plan(pp=4, dp_shard=1, micro_batches=4, pp_split=["layers.1"]), "pp_split names 1 modules.*4 stages: name 3"),
+        (Plan(pp=4, dp_shard=1, pp_schedule="zbv", pp_stages_per_rank=1), "zbv schedule needs 2 stages a rank"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.resolve(4)
+    with pytest.raises(ValueError, match="did you mean '1f1b'"):
+        Plan(pp=2, pp_schedule="1F1B")
+    with pytest.raises(TypeError, match="pp_split is 'layers.1'; it must be None or a non-empty list"):
+        Plan(pp=2, pp_split="layers.1")
 
 
 def test_options_that_would_have_no_effect_are_not_ignored():

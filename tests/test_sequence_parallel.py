@@ -93,11 +93,23 @@ def test_what_code_between_blocks_reads_is_whole():
     assert ends == {"blocks.0": (True, True), "blocks.1": (True, True), "blocks.2": (True, True)}
 
 
-def test_attention_of_torch():
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_attention_of_torch(batch_first, norm_first):
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    found = find_tensor_plan(model, 2, inputs=torch.zeros(3, 5, 16), sequence_parallel=True)
+    found = find_tensor_plan(model, 2, inputs=torch.zeros(4, 5, 16), sequence_parallel=True)
     assert set(found.sequence) == {"layers.0", "layers.1"}
+    split = found.sequence["layers.0"]
+    assert split.dim == (1 if batch_first else 0)
+    assert split.attentions == {"self_attn": (0, 1, 2)} and not split.whole and split.columns == {"linear1": True}
+    assert "self_attn.out_proj" in split.rows
+
+
+def test_attention_that_stays_whole_runs_on_the_whole_sequence():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    found = find_tensor_plan(model, 4, inputs=torch.zeros(3, 5, 16), sequence_parallel=True)
     assert "self_attn" in found.sequence["layers.0"].whole
 
 

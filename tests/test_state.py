@@ -1,12 +1,16 @@
 """Collecting and relocating state, and living under DistributedDataParallel."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import tensorshard.distributed as tsd
+import tensorshard.state as state_module
 from rank_pool import RankError
 from tensorshard.nn import ParallelEmbedding, ParallelLinear, ParallelModule
 from tensorshard.state import (
@@ -158,6 +162,10 @@ def _own_layers() -> None:
     whole = collect_state_dict(marked, rank0_only=False)
     assert whole["weight"].shape == (5, 4)
     assert torch.equal(relocate_state_dict(marked, whole)["weight"], marked.weight)
+    marked.register_buffer("scale", tsd.scatter(torch.arange(3.0), 0))
+    whole = collect_state_dict(marked, rank0_only=False)
+    assert whole["scale"].tolist() == [0, 1, 2]
+    assert torch.equal(relocate_state_dict(marked, whole)["scale"], marked.scale)
 
 
 def test_layers_of_ones_own(ranks):
@@ -178,12 +186,39 @@ def test_ties_survive(ranks):
     ranks(2, _ties)
 
 
+def _most_whole_tensors() -> int:
+    """How many whole tensors exist at once while they are collected."""
+    tsd.init_process_group(2)
+    model = nn.Sequential(*(ParallelLinear(8, 8, dim=1) for _ in range(4)))
+    seen, most = [], 0
+    gather = state_module.gather_whole
+
+    def watched(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        whole = gather(tensor, parameter)
+        seen.append(StorageWeakRef(whole.untyped_storage()))
+        most = max(most, sum(not storage.expired() for storage in seen))
+        return whole
+
+    with mock.patch.object(state_module, "gather_whole", watched):
+        collected = collect_state_dict(model)
+    assert len(collected) == (8 if tsd.get_rank() == 0 else 0)
+    return most
+
+
+def test_collecting_takes_one_tensor_at_a_time(ranks):
+    assert ranks(2, _most_whole_tensors) == [8, 1]  # the first rank keeps them
+
+
 def _bad_state(case: str) -> None:
     tsd.init_process_group(2)
     dist.barrier()
     layer = ParallelLinear(4, 6, dim=1)
     if case == "shape":
         relocate_state_dict(layer, {"weight": torch.ones(5, 4)})
+    elif case == "momentum":
+        state = {"state": {0: {"momentum_buffer": torch.ones(3, 3)}}, "param_groups": []}
+        relocate_state_dict(torch.optim.SGD(layer.parameters(), lr=0.1), state)
     elif case == "none":
         relocate_state_dict(layer, None)
     elif case == "load":
@@ -194,6 +229,7 @@ def _bad_state(case: str) -> None:
     ("case", "message"),
     [
         ("shape", r"weight: a tensor of shape \[5, 4\] was given where \[6, 4\] is held"),
+        ("momentum", r"momentum_buffer of parameter 0: a tensor of shape \[3, 3\] was given where \[6, 4\] is held"),
         ("none", "the first rank of the group passed no state"),
         ("load", "size mismatch for weight"),
     ],

@@ -37,7 +37,7 @@ def test_a_style_reads_as_it_is_written(text):
         ("colwise(3)", "takes no options"),
         ("packed_colwise", "needs numbers"),
         ("packed_colwise(0)", "needs numbers"),
-        ("slice(0, 1)", "takes one dimension"),
+        ("slice(0, 1, 2)", "takes one dimension"),
         ("divide", "needs the names of attributes"),
         ("divide(a.b)", "needs the names of attributes"),
         ("replicate(twice)", "takes sum_grad or nothing"),

@@ -3,13 +3,16 @@
 import copy
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.utils.checkpoint import checkpoint
 
 import tensorshard as ts
@@ -318,14 +321,12 @@ def test_zero_refuses(ranks):
     with pytest.raises(RankError, match="overlap_with_ddp=True was given for a model with split parameters"):
         ranks(2, _zero_with_errors, "overlap")
     with pytest.raises(
-        RankError, match=r"state 4, momentum_buffer: a tensor of shape \[3, 3\] was given where \[7, 4\]"
+        RankError, match=r"momentum_buffer of parameter 4: a tensor of shape \[3, 3\] was given where \[7, 4\]"
     ):
         ranks(2, _zero_with_errors, "shape")
 
 
 def _torch_is_left_as_it_was() -> None:
-    from torch.nn.utils import clip_grad
-
     def places():
         handlers = torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers
         return [
@@ -350,8 +351,40 @@ def _torch_is_left_as_it_was() -> None:
     assert places() == before
 
 
+def _torch_ends_the_world() -> None:
+    ts.distributed.destroy_process_group()
+    original = clip_grad._get_total_norm
+    ts.init_process_group(2)
+    ours = clip_grad._get_total_norm
+    assert ours is not original
+    dist.destroy_process_group()  # torch's: nobody tells us
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.full((1,), 3.0)
+    assert nn.utils.clip_grad_norm_(parameter, 1.0) == 3.0
+    assert clip_grad._get_total_norm is original
+    assert ours([parameter.grad]) == parameter.grad  # who kept ours has torch's
+
+
+def _somebody_wraps_in_turn() -> None:
+    ts.distributed.destroy_process_group()
+    original = clip_grad._get_total_norm
+    ts.init_process_group(2)
+    ours = clip_grad._get_total_norm
+
+    def theirs(*args):
+        return ours(*args)
+
+    with mock.patch.object(clip_grad, "_get_total_norm", theirs):
+        ts.distributed.destroy_process_group()
+        assert clip_grad._get_total_norm is theirs
+        assert theirs([torch.ones(4)]) == 2.0
+    clip_grad._get_total_norm = original
+
+
 def test_torch_is_left_as_it_was(ranks):
     ranks(2, _torch_is_left_as_it_was)
+    ranks(2, _torch_ends_the_world)
+    ranks(2, _somebody_wraps_in_turn)
     ranks(2, ts.init_process_group, 2)  # and leaves its world with the groups in it
     ranks(2, _torch_is_left_as_it_was)
 
@@ -467,6 +500,77 @@ def _scales() -> None:
 def test_who_averages(ranks):
     with pytest.raises(RankError, match=r"being computed again by torch.utils.checkpoint with use_reentrant=True"):
         ranks(2, _scales)
+
+
+class _CosineHead(nn.Module):
+    """Puts a head's normalised weight together in forward: what is gathered there are no samples."""
+
+    def __init__(self, parallel: bool) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x).tanh()
+        if not self.parallel:
+            return nn.functional.linear(x, nn.functional.normalize(self.head.weight))
+        weight = nn.functional.normalize(self.head.weight.to_local())
+        return nn.functional.linear(ts.distributed.gather(x, dim=0), ts.distributed.gather(weight, dim=0))
+
+
+def _gathered_weights(group_size: int) -> None:
+    ts.init_process_group(group_size)
+    torch.manual_seed(0)
+    model, whole = _CosineHead(True), _CosineHead(False)
+    whole.load_state_dict(model.state_dict())
+    ts.nn.ParallelLinear.convert_parallel_linear(model, 1, ["head"])
+    x = torch.randn(2 * dist.get_world_size(), 3)
+    ddp = DistributedDataParallel(model)
+    ddp(x[2 * dist.get_rank() :][:2]).square().mean().backward()
+    whole(x).square().mean().backward()
+    torch.testing.assert_close(model.body.weight.grad, whole.body.weight.grad)
+    torch.testing.assert_close(model.head.weight.grad.full_tensor(), whole.head.weight.grad)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_weights_gathered_in_forward(ranks, world):
+    ranks(world, _gathered_weights, 2)
+
+
+def _accumulate(group_size: int) -> None:
+    """Three backwards that DDP does not synchronize, and one of nothing that it does."""
+    ts.init_process_group(group_size)
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6))
+    model = copy.deepcopy(whole)
+    ts.nn.ParallelLinear.convert_parallel_linear(model, 0, ["1"])
+    ddp = DistributedDataParallel(model)
+    for x in torch.randn(3, 2 * ts.distributed.get_data_parallel_size(), 4):
+        with ddp.no_sync():
+            ddp(x[2 * ts.distributed.get_data_parallel_rank() :][:2]).square().mean().backward()
+        whole(x).square().mean().backward()
+    ddp(torch.zeros(1, 4)).mul(0).sum().backward()
+    for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        gradient = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
+        torch.testing.assert_close(gradient, expected.grad)
+
+
+def test_accumulation(ranks):
+    ranks(2, _accumulate, 2)
+    ranks(4, _accumulate, 2)
+
+
+def _others_are_ignored_still() -> None:
+    ts.init_process_group(2)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    ts.nn.ParallelLinear.convert_parallel_linear(model, 0, ["1"])
+    DistributedDataParallel(model)
+    assert set(model._ddp_params_and_buffers_to_ignore) == {"0.weight", "1.weight", "1.bias"}
+
+
+def test_what_others_registered_stays_registered(ranks):
+    ranks(2, _others_are_ignored_still)
 
 
 def _wrapped_without_registering(group_size: int) -> None:

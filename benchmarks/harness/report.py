@@ -35,9 +35,18 @@ def print_group(console: Console, group: Group, quantities: Sequence[Quantity]) 
 
 
 def format_value(value: float, unit: str) -> str:
-    """`value`, in seconds or bytes as `unit` says, for people: in s or ms, or in MB (1e6 bytes)."""
-    if unit == "bytes":
-        return f"{value / 1e6:.0f} MB"
+    """`value`, of one of the units of :class:`Quantity`, for people: in s or ms, or in MB (1e6 bytes)."""
+    match unit:
+        case "bytes":
+            return f"{value / 1e6:.0f} MB"
+        case "share":
+            return f"{value:.1%}"
+        case "B":
+            return f"{value:.0f} B"
+        case "error":
+            return f"{value:.1e}"
+        case "classes":
+            return f"{value / 1e6:.1f} million"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
 
 
@@ -48,7 +57,7 @@ def _cells(row: Row, quantities: Sequence[Quantity]) -> list[str]:
     for quantity in quantities:
         value = row.values[quantity.key]
         cell = format_value(value.median, quantity.unit)
-        if value.ratio is not None:
+        if value.ratio is not None and quantity.is_compared:
             cell += f"  {value.ratio:.2f}x"
             if value.lowest_ratio != value.highest_ratio:
                 cell += f"\n{value.lowest_ratio:.2f}-{value.highest_ratio:.2f}x"

@@ -18,7 +18,8 @@ class Quantity:
     Args:
         key: its name in a results file.
         label: its name in a table.
-        unit: "s" or "bytes".
+        unit: "s"; "bytes" of memory, or "B" for few of them; "share" of the whole; "error", a number; or "classes", of
+            which more is better.
         headline: whether the README's table has it too; the terminal's and the results file always do.
     """
 
@@ -26,6 +27,11 @@ class Quantity:
     label: str
     unit: str
     headline: bool = True
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether a ratio says anything: of errors and of counts it does not."""
+        return self.unit in ("s", "bytes", "B")
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,15 @@ def split_batch(inputs: Any, targets: Any, parts: int) -> list[tuple[Any, Any]]:
     return list(zip(_split(inputs, size, parts), _split(targets, size, parts), strict=True))
 
 
+def split_unevenly(inputs: Any, targets: Any, parts: int) -> list[tuple[Any, Any]]:
+    """As :func:`split_batch`, into at most `parts` micro-batches whose sizes differ by one at most."""
+    size = batch_size(inputs)
+    parts = max(1, min(parts, size))
+    if parts == 1:
+        return [(inputs, targets)]
+    return list(zip(_split(inputs, size, parts), _split(targets, size, parts), strict=True))
+
+
 def _split(tree: Any, size: int, parts: int) -> list[Any]:
     leaves, structure = tree_flatten(tree)
     columns = []
@@ -55,7 +64,7 @@ def _split(tree: Any, size: int, parts: int) -> list[Any]:
                 f"{size} samples; its first dimension must be {size}"
             )
         else:
-            columns.append(list(leaf.chunk(parts)))
+            columns.append(list(leaf.tensor_split(parts)))
     return [tree_unflatten([column[i] for column in columns], structure) for i in range(parts)]
 
 

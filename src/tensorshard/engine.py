@@ -45,6 +45,7 @@ def parallelize(
     loss_fn: LossFunction,
     seed: int = 0,
     device: torch.device | str | None = None,
+    sample_inputs: Any = None,
 ) -> "Engine":
     """Lays `model` out over the world as `plan` says.
 
@@ -64,6 +65,8 @@ def parallelize(
             tokens vary. Floating-point outputs reach it as fp32.
         seed: of the initial weights and of dropout. Weights do not depend on the plan.
         device: of this rank; the CUDA device of its local rank if there is one, else the CPU.
+        sample_inputs: inputs as for :meth:`Engine.step`, of any values and sizes, on which the model is run on fake
+            tensors to find out where `tp` can split and `pp` cut it. By default they are guessed from its layers.
 
     Raises:
         ValueError, TypeError: the plan or an argument cannot be honoured; raised before any memory is taken.
@@ -78,8 +81,10 @@ def parallelize(
     source, agreed = _weights_of(model, seed)
     check_model(source.module, plan)
     mesh = Mesh(plan, device.type)
-    sharded = apply_plan(source, plan, mesh, device, broadcast=not agreed and mesh.world_size > 1)
-    torch.manual_seed(seed * 1_000_003 + mesh.dp_rank)  # dropout differs between data ranks, and is repeatable
+    broadcast = not agreed and mesh.world_size > 1
+    sharded = apply_plan(source, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
+    # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
+    torch.manual_seed(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank)
     return Engine(sharded, plan, mesh, optimizer=optimizer, loss_fn=loss_fn, device=device)
 
 
@@ -90,6 +95,7 @@ class Engine:
         model: callable as before; its parameters are this rank's. A loop of one's own works too:
             ``engine.model(x)``, ``loss.backward()``, ``engine.optimizer.step()``, ``engine.optimizer.zero_grad()``:
             gradients are then averaged over the data ranks, as with DistributedDataParallel.
+            With a pipeline it holds this rank's stages, and cannot be called.
         optimizer: updates the masters; learning-rate schedulers are built on it.
         step_count: optimizer steps taken, skipped ones of fp16 included.
         measure_grad_norm: whether the next steps set :attr:`grad_norm` even where the plan does not need it.
@@ -120,7 +126,7 @@ class Engine:
         self._trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
         self._ways_split = sharded.ways_split()
         objective = Objective(loss_fn, plan.precision, device)
-        self._passes: Passes = WholeModelPasses(sharded, plan, mesh, objective, device)
+        self._passes = _passes_for(sharded, plan, mesh, objective, device)
         self._running_statistics = running_statistics(sharded.model)
         self.optimizer = _build_optimizer(optimizer, self._trained)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
@@ -198,7 +204,13 @@ class Engine:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
         self.grad_norm = None
         if clip is not None or self.scaler is not None or self.measure_grad_norm:
-            norm = global_norm(self._trained.values(), self._ways_split, self.mesh.world_group)
+            norm = global_norm(
+                self._trained.values(),
+                self._ways_split,
+                self.mesh.world_group,
+                device=self.device,
+                always_sum=self.mesh.degrees["pp"] > 1,
+            )
             self.grad_norm = norm if factor is None else norm * factor
             if self.scaler is not None:
                 overflowed = not _is_finite(self.grad_norm)
@@ -255,9 +267,45 @@ class Engine:
 
         return load(self, path)
 
+    def draw_schedule(self, path: Any = None, *, micro_batches: int | None = None) -> str:
+        """Who computes what when in a step of the plan's pipeline, and its bubble's share, as text.
+
+        A forward is drawn as long as a backward of inputs, and as one of parameters, and all stages alike.
+
+        Args:
+            path: where to write a drawing, too: "schedule.svg", or "schedule.txt" for the text.
+            micro_batches: how many, if not as the plan says.
+
+        Raises:
+            ValueError: the plan has no pipeline.
+        """
+        from tensorshard.pipeline.draw import timeline
+
+        if self.plan.pp == 1:
+            raise ValueError("the plan has pp=1, so there is no schedule to draw; set pp to 2 or more")
+        drawn = timeline(
+            self.plan.pp_schedule,
+            ranks=self.plan.pp,
+            stages_per_rank=self.plan.stages_per_rank,
+            micro_batches=micro_batches or self.plan.micro_batches,
+        )
+        if path is not None and self.mesh.rank == 0:
+            drawn.save(path)
+        return drawn.text()
+
     def summary(self) -> Summary:
         """What is held where: dtypes, and parameters on this rank."""
         return summarize(self.plan, self.sharded, self.optimizer)
+
+
+def _passes_for(sharded: ShardedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device) -> Passes:
+    if plan.pp == 1:
+        return WholeModelPasses(sharded, plan, mesh, objective, device)
+    from tensorshard.pipeline_passes import PipelinePasses
+    from tensorshard.transforms.pipelined import PipelinedModel
+
+    assert isinstance(sharded, PipelinedModel)
+    return PipelinePasses(sharded, plan, mesh, objective, device)
 
 
 def _weights_of(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[TensorSource, bool]:
@@ -285,6 +333,8 @@ def _check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any) -> Non
 
 
 def _build_optimizer(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    if not masters:  # of a pipeline's stage nothing may be trained; its optimizer then exists for schedulers' sake
+        masters = {"none": nn.Parameter(torch.empty(0))}
     given: Any = list(masters.items()) if _wants_names(factory) else list(masters.values())
     built = factory(given)
     if not isinstance(built, torch.optim.Optimizer):

@@ -140,13 +140,6 @@ class Plan:
         return replace(self, **{free: world_size // known})._with_pipeline_checked()
 
     def _with_pipeline_checked(self) -> "Plan":
-        defaults = {f.name: f.default for f in fields(self)}
-        for name, axis in _FIELDS_OF_AXES.items():
-            if getattr(self, axis) == 1 and getattr(self, name) != defaults[name]:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} was given, but {axis}=1 makes no pipeline; set {axis}, or leave "
-                    f"{name} at {defaults[name]!r}"
-                )
         if self.pp > 1:
             stages = self.stages_per_rank * self.pp
             if self.pp_split is not None and len(self.pp_split) + 1 != stages:
@@ -180,6 +173,13 @@ class Plan:
                 )
             if getattr(self, axis) == -1:
                 raise ValueError(f"{axis}=-1 asks for {what}, which this version does not implement; set {axis}=1")
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, axis in _FIELDS_OF_AXES.items():
+            if getattr(self, axis) == 1 and getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} was given, but {axis}=1 makes no pipeline; set {axis}, or leave "
+                    f"{name} at {defaults[name]!r}"
+                )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
                 "sequence_parallel=True splits sequences over the tensor-parallel ranks, but tp=1; set tp, or "

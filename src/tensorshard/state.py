@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.distributed import groups, primitives
 from tensorshard.distributed.data_parallel import register_ddp_parameters_to_ignore
 from tensorshard.distributed.marks import get_mark, get_parallel_dim, register_parallel_dim
+from tensorshard.distributed.optimizer_state import MOMENTUM_SCALES
 from tensorshard.distributed.parts import gather_whole, own_part
 from tensorshard.distributed.sharding import distribute_like, normalize_dim, shard_sizes
 
@@ -140,13 +141,15 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
         if path[0] in marked:
             return own_part(whole, marked[path[0]])
         reference = references.get(path if path in references else path[:-1])
-        step_count = len(path) > 1 and whole.numel() == 1
-        if reference is None or isinstance(whole, DTensor) or (step_count and whole.shape != reference.shape):
+        # What is not like the parameter: a step count, or the scales of 8-bit rows, which their optimizer cuts itself.
+        other = len(path) > 1 and (whole.numel() == 1 or path[-1] == MOMENTUM_SCALES)
+        if reference is None or isinstance(whole, DTensor) or (other and whole.shape != reference.shape):
             return whole
         try:
             return distribute_like(whole, reference)
         except ValueError as error:
-            raise ValueError(f"{', '.join(map(str, path))}: {error}") from error
+            name = path[0] if len(path) == 1 else f"{path[-1]} of parameter {path[1]}"
+            raise ValueError(f"{name}: {error}") from error
 
     relocated = _map_tensors(state_dict, relocate)
     return {prefix + name: value for name, value in relocated.items()}

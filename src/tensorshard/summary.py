@@ -24,6 +24,7 @@ class Summary:
     buffer_bytes: int
     optimizer: str
     tensor_plan: str | None
+    pipeline: str | None
 
     def describe(self) -> str:
         """A few lines for a person."""
@@ -36,6 +37,8 @@ class Summary:
         ]
         if self.tensor_plan is not None:
             lines.append(self.tensor_plan)
+        if self.pipeline is not None:
+            lines.append(self.pipeline)
         return "\n".join(lines)
 
 
@@ -43,11 +46,12 @@ def summarize(plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimize
     """Counts what a laid-out model holds on this rank."""
     masters = sharded.masters()
     trained = {p for p in masters.values() if p.requires_grad}
-    first = next(iter(trained))
+    first = next(iter(trained or masters.values()), torch.empty(0))
+    shapes = sharded.full_shapes()
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return Summary(
-        parameters=sum(sharded.full_shape(name).numel() for name in masters),
-        trained_parameters=sum(sharded.full_shape(name).numel() for name, p in masters.items() if p.requires_grad),
+        parameters=sum(shape.numel() for shape in shapes.values()),
+        trained_parameters=sum(shape.numel() for name, shape in shapes.items() if sharded.is_trained(name)),
         held_parameters=sharded.held_numel(),
         updated_parameters=sum(to_local(p).numel() for p in trained),
         master_dtype=first.dtype,
@@ -56,6 +60,7 @@ def summarize(plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimize
         buffer_bytes=sum(b.nbytes for b in sharded.model.buffers()),
         optimizer=type(optimizer).__name__ + (" (fused)" if fused else ""),
         tensor_plan=None if sharded.split.found is None else sharded.split.found.describe(),
+        pipeline=sharded.describe_stages(),
     )
 
 

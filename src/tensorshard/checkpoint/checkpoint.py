@@ -27,7 +27,7 @@ _FORMAT = 1
 def save(engine: "Engine", path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
     """See :meth:`tensorshard.Engine.save`."""
     target = Path(path)
-    document = json.dumps(_document(engine, extra), indent=1)
+    document = json.dumps(_gathered(engine, _document(engine, extra)), indent=1)
     _agree(
         engine,
         FileExistsError(f"{target} is there already and is not overwritten; save under another name, or move it away")
@@ -57,8 +57,8 @@ def load(engine: "Engine", path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{source} has format {document.get('format')!r}; this version reads format {_FORMAT}")
     metadata = read_metadata(source)
     engine.sharded.finish_gather()
-    tensors = _model_tensors(engine)
-    _check_matches(tensors, metadata, source)
+    tensors = _model_tensors(engine, engine.sharded.persistent_buffers())
+    _check_matches(engine, metadata, source)
     states = _empty_optimizer_states(engine, metadata)
     for name, values in states.items():
         shape = engine.sharded.masters()[name].shape
@@ -85,7 +85,7 @@ def _document(engine: "Engine", extra: dict[str, Any]) -> dict[str, Any]:
     names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     groups = [
         {
-            "names": [names[p] for p in group["params"]],
+            "names": [names[p] for p in group["params"] if p in names],
             "options": {k: v for k, v in group.items() if k not in ("params", "param_names") and _is_plain(v)},
         }
         for group in engine.optimizer.param_groups
@@ -112,6 +112,24 @@ def _document(engine: "Engine", extra: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
+def _gathered(engine: "Engine", document: dict[str, Any]) -> dict[str, Any]:
+    """`document` with what only the other ranks of a pipeline know: the options and states of their parameters."""
+    if engine.mesh.degrees["pp"] == 1:
+        return document
+    group = engine.mesh.group("pp")
+    documents: list[Any] = [None] * group.size()
+    dist.all_gather_object(documents, document["optimizer"], group=group)
+    groups = [
+        {
+            "names": list(dict.fromkeys(name for found in alike for name in found["names"])),
+            "options": next((found["options"] for found in alike if found["names"]), alike[0]["options"]),
+        }
+        for alike in zip(*(found["groups"] for found in documents), strict=True)
+    ]
+    scalars = {name: values for found in documents for name, values in found["scalars"].items()}
+    return {**document, "optimizer": {"groups": groups, "scalars": scalars}}
+
+
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | list | tuple)
 
@@ -126,16 +144,15 @@ def _laid_out(engine: "Engine", name: str, tensor: torch.Tensor) -> Any:
     return TensorPieces.of(tensor, sharded.full_shape(name), layout.dim, ranges)
 
 
-def _model_tensors(engine: "Engine") -> dict[str, Any]:
+def _model_tensors(engine: "Engine", buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
     masters = engine.sharded.masters()
     tensors = {f"model.{name}": _laid_out(engine, name, master.detach()) for name, master in masters.items()}
-    persistent = engine.sharded.persistent_buffers()
-    tensors.update({f"buffers.{name}": buffer for name, buffer in persistent.items()})
+    tensors.update({f"buffers.{name}": buffer for name, buffer in buffers.items()})
     return tensors
 
 
 def _tensors(engine: "Engine") -> dict[str, Any]:
-    tensors = _model_tensors(engine)
+    tensors = _model_tensors(engine, engine.sharded.owned_buffers())
     names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     for parameter, state in engine.optimizer.state.items():
         for key, value in state.items():
@@ -148,14 +165,16 @@ def _tensors(engine: "Engine") -> dict[str, Any]:
     return tensors
 
 
-def _check_matches(tensors: dict[str, Any], metadata: Metadata, source: Path) -> None:
+def _check_matches(engine: "Engine", metadata: Metadata, source: Path) -> None:
+    shapes = {f"model.{name}": shape for name, shape in engine.sharded.full_shapes().items()}
+    shapes.update({f"buffers.{name}": shape for name, shape in engine.sharded.buffer_shapes().items()})
     stored = {
         key: entry
         for key, entry in metadata.state_dict_metadata.items()
         if key.startswith(("model.", "buffers.")) and isinstance(entry, TensorStorageMetadata)
     }
-    missing = [key for key in tensors if key not in stored]
-    unknown = [key for key in stored if key not in tensors]
+    missing = [key for key in shapes if key not in stored]
+    unknown = [key for key in stored if key not in shapes]
     if missing or unknown:
         parts = []
         if missing:
@@ -163,11 +182,11 @@ def _check_matches(tensors: dict[str, Any], metadata: Metadata, source: Path) ->
         if unknown:
             parts.append(f"it has {len(unknown)} that the model does not have, such as {unknown[0]}")
         raise ValueError(f"{source} is a checkpoint of another model: {'; '.join(parts)}")
-    for key, tensor in tensors.items():
-        if tuple(stored[key].size) != tuple(tensor.shape):
+    for key, shape in shapes.items():
+        if tuple(stored[key].size) != tuple(shape):
             raise ValueError(
                 f"{source} is a checkpoint of another model: {key} has shape {tuple(stored[key].size)} in it and "
-                f"{tuple(tensor.shape)} in the model"
+                f"{tuple(shape)} in the model"
             )
 
 
@@ -179,6 +198,8 @@ def _empty_optimizer_states(engine: "Engine", metadata: Metadata) -> dict[str, d
         if not full_key.startswith("optimizer.") or not isinstance(entry, TensorStorageMetadata):
             continue
         key, name = full_key.removeprefix("optimizer.").split(".", 1)
+        if name not in masters:  # another pipeline rank's
+            continue
         master = masters[name]
         dtype = entry.properties.dtype
         if entry.size == engine.sharded.full_shape(name) and master.dim() > 0:
@@ -193,14 +214,17 @@ def _restore_optimizer(engine: "Engine", states: dict[str, dict[str, torch.Tenso
     stored = document["optimizer"]
     names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     current = engine.optimizer.state_dict()
-    options_of = {name: group["options"] for group in stored["groups"] for name in group["names"]}
     state: dict[int, dict[str, Any]] = {}
     groups = []
-    for group, described in zip(engine.optimizer.param_groups, current["param_groups"], strict=True):
-        members = [names[p] for p in group["params"]]
+    for place, (group, described) in enumerate(
+        zip(engine.optimizer.param_groups, current["param_groups"], strict=True)
+    ):
+        members = [names.get(p, "") for p in group["params"]]
         # How a kernel is chosen belongs to this machine, not to the checkpoint.
         restored = {
-            k: v for k, v in options_of.get(members[0], {}).items() if k not in ("fused", "foreach", "capturable")
+            k: v
+            for k, v in _options(stored["groups"], members, place).items()
+            if k not in ("fused", "foreach", "capturable")
         }
         groups.append({**described, **restored})
         for index, name in zip(described["params"], members, strict=True):
@@ -208,6 +232,14 @@ def _restore_optimizer(engine: "Engine", states: dict[str, dict[str, torch.Tenso
             if values:
                 state[index] = values
     engine.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _options(groups: list[dict[str, Any]], members: list[str], place: int) -> dict[str, Any]:
+    """Options of the stored group that has `members`; of the one in the same place, where these are none."""
+    for group in groups:
+        if set(members) & set(group["names"]):
+            return group["options"]
+    return {} if any(members) or place >= len(groups) else groups[place]["options"]
 
 
 def _generator_states(engine: "Engine") -> dict[str, torch.Tensor]:

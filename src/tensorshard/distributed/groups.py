@@ -217,12 +217,19 @@ def resolve_group(group: Group | None) -> dist.ProcessGroup:
 
     Raises:
         RuntimeError: None was given and there is no model-parallel group.
-        ValueError: a mesh of several dimensions.
+        ValueError: a mesh of several dimensions, or a group that this rank is not in.
+        TypeError: neither a process group nor a mesh.
     """
     if group is None:
         return get_group()
-    if not isinstance(group, DeviceMesh):
+    if isinstance(group, dist.ProcessGroup):
         return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"group= is one that rank {dist.get_rank()} is not in: call this only on the ranks of a group")
+    if not isinstance(group, DeviceMesh):
+        raise TypeError(
+            f"group={group!r} was given: pass a torch.distributed process group or a mesh such as mesh['tp']"
+        )
     if group.ndim != 1:
         raise ValueError(f"group={group} has {group.ndim} dimensions: pass one of them, such as mesh['tp']")
     return group.get_group()

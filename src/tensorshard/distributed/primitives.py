@@ -155,11 +155,11 @@ def all_to_all_dims(
         shape[concat_dim] = size
         shapes.append(torch.Size(shape))
     incoming = tensor.new_empty(sum(shape.numel() for shape in shapes))
-    dist.all_to_all_single(
-        incoming,
-        torch.cat([part.reshape(-1) for part in outgoing]),
-        [shape.numel() for shape in shapes],
-        [part.numel() for part in outgoing],
+    dist.all_to_all_single(  # as bytes: Gloo does not know every type
+        incoming.view(torch.uint8),
+        torch.cat([part.reshape(-1) for part in outgoing]).view(torch.uint8),
+        [shape.numel() * tensor.element_size() for shape in shapes],
+        [part.numel() * tensor.element_size() for part in outgoing],
         group=group,
     )
     received = incoming.split([shape.numel() for shape in shapes])

@@ -86,7 +86,7 @@ class SplitParameters:
             if is_split(parameter):
                 held = states.pop(index, None) or {}
                 self.split_optim.state[parameter] = {
-                    name: _relocate(value, parameter, f"state {index}, {name}") for name, value in held.items()
+                    name: _relocate(value, parameter, f"{name} of parameter {index}") for name, value in held.items()
                 }
         super().load_state_dict({**state_dict, "state": states})  # type: ignore[misc]
         self._sync_param_groups(self.param_groups, self.split_optim.param_groups)

@@ -72,8 +72,8 @@ def _choose(
             chosen |= layers
     if twice:
         raise ValueError(
-            f"already converted: {', '.join(sorted(twice))}. A layer is converted once; to convert others "
-            "of this model, give their names="
+            f"already converted: {', '.join(name or 'the module itself' for name in sorted(twice))}. A layer is "
+            "converted once; to convert others of this model, give their names="
         )
     return chosen
 

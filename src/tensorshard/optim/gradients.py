@@ -15,22 +15,36 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def global_norm(
-    parameters: Iterable[torch.Tensor], ways_split: Mapping[torch.Tensor, int], group: dist.ProcessGroup
+    parameters: Iterable[torch.Tensor],
+    ways_split: Mapping[torch.Tensor, float],
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device | None = None,
+    always_sum: bool = False,
 ) -> torch.Tensor:
     """L2 norm over the gradients of all `parameters`, on every rank the same: a scalar in fp64.
 
     Each tensor counts once however many ranks hold a copy: a rank's share of the sum of squares is divided by the
     number of copies, and one sum over `group`, the world, does the rest.
+
+    Args:
+        ways_split: over how many ranks each parameter's elements are spread; the others hold copies.
+        device: where the sum travels.
+        always_sum: whether ranks have different parameters, as in a pipeline, so that each takes part in the sum
+            whatever its own are like.
     """
     world_size = group.size()
     with_gradient = [p for p in parameters if p.grad is not None]
     if not with_gradient:
-        return torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if always_sum:
+            all_reduce_(total, group)
+        return total.sqrt()
     norms = torch._foreach_norm(local_gradients(with_gradient), 2.0)
     copies = [world_size / ways_split[p] for p in with_gradient]
     squares = torch.stack([n.double() for n in norms]).square()
     total = (squares / torch.tensor(copies, dtype=torch.float64, device=squares.device)).sum()
-    if any(ways_split[p] > 1 for p in with_gradient):
+    if always_sum or any(ways_split[p] > 1 for p in with_gradient):
         all_reduce_(total, group)
     else:
         total = total * world_size  # every rank holds everything

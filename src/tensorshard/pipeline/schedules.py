@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
-from torch.distributed import pipelining
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -42,6 +39,8 @@ class Schedule:
 
     def torch_class(self) -> Any:
         """The class in ``torch.distributed.pipelining``."""
+        from torch.distributed import pipelining  # takes a second to import, and a Plan needs none of it
+
         return getattr(pipelining, self.torch_name)
 
     def bubble_share(self, *, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
@@ -169,6 +168,8 @@ def actions(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int) 
     check_schedule(name, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
     if name == "1f1b":  # the list that torch makes of it numbers the last rank's micro-batches from 1; it runs this one
         return [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
+    from torch import nn
+
     schedule = find_schedule(name)
     stages: Any = [
         SimpleNamespace(

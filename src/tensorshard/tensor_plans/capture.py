@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from tensorshard.tensor_plans.copies import blank, copy_with
+from tensorshard.tensor_plans.experts import stand_in
 from tensorshard.tensor_plans.layers import as_splittable
 
 
@@ -64,6 +65,7 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         twin = copy_with(model, blank).eval()
+        stand_in(twin)
         recorder = _Recorder(twin)
         for name in blocks:
             recorder.watch(name, twin.get_submodule(name))

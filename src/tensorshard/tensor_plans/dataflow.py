@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from tensorshard.tensor_plans.capture import BlockCall, storage_key, tensor_leaves
 from tensorshard.tensor_plans.copies import blank, copy_with
-from tensorshard.tensor_plans.layers import as_splittable, is_multihead_attention, signature_of
+from tensorshard.tensor_plans.experts import stand_in
+from tensorshard.tensor_plans.layers import as_splittable, is_multihead_attention, named_arguments
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def follow(block: nn.Module, call: BlockCall, whole: set[str]) -> Dataflow:
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         twin = copy_with(block, blank).eval()
+        stand_in(twin)
         for parameter in twin.parameters():  # without gradients, some modules take shortcuts past their layers
             parameter.requires_grad_(parameter.is_floating_point())
         args, kwargs = tree_map_only(torch.Tensor, lambda t: blank("", t), (call.args, call.kwargs))
@@ -136,10 +138,9 @@ class _Labels(TorchDispatchMode):
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name in self.arguments:
                 return
-            given = signature_of(module).bind_partial(*args, **kwargs).arguments
             self.arguments[name] = {
                 key: Argument(value.shape, self._origins.get(storage_key(value), frozenset()))
-                for key, value in (given | given.get("kwargs", {})).items()
+                for key, value in named_arguments(module, args, kwargs).items()
                 if isinstance(value, torch.Tensor)
             }
 

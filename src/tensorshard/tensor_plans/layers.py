@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -52,6 +53,17 @@ def signature_of(module: nn.Module) -> inspect.Signature:
     """What the forward of `module`'s class takes; that of the instance may have been replaced."""
     signature = inspect.signature(type(module).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `module` by their names; those that cannot be told are left out."""
+    try:
+        bound = signature_of(module).bind_partial(*args, **kwargs)
+    except TypeError:  # a forward of its own on the instance
+        return dict(kwargs)
+    parameters = signature_of(module).parameters
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return kwargs | {key: value for key, value in bound.arguments.items() if parameters[key].kind not in variadic}
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import nn
 
 from tensorshard.tensor_plans.capture import BlockCall
 from tensorshard.tensor_plans.dataflow import Dataflow, Region, follow
+from tensorshard.tensor_plans.experts import expert_styles, find_experts
 from tensorshard.tensor_plans.head_counts import undivided_heads
 from tensorshard.tensor_plans.layers import as_splittable
 from tensorshard.tensor_plans.proposals import Proposal, proposals
+from tensorshard.tensor_plans.shared_proposals import shared_proposals
 from tensorshard.tensor_plans.styles import SUM_GRADIENTS, Style
 from tensorshard.tensor_plans.verify import BlockCheck, MismatchError
 
@@ -72,7 +75,7 @@ def search_block(
             break
         for region in regions:
             taken.update(region.columns)
-            outcome = _split(block, check, region, flow, published or {})
+            outcome = _split(block, call, check, region, flow, published or {})
             if isinstance(outcome, SplitRegion):
                 found.split.append(outcome)
             else:
@@ -87,16 +90,44 @@ def search_block(
             found.whole[name] = reasons.get(name, unused if name in flow.called else "it is not called as a module")
             if name not in taken and name in flow.called:
                 found.ends.append(name)
+    for name, experts in find_experts(block).items():
+        outcome = _split_experts(name, experts, check)
+        if isinstance(outcome, str):
+            found.whole[name] = f"its experts stay whole: {outcome}"
+        else:
+            found.split.append(outcome)
     return found
 
 
+def _split_experts(name: str, experts: nn.Module, check: BlockCheck) -> SplitRegion | str:
+    """How the MLPs of stacked experts can be split, or why they cannot."""
+    reason = "there is no way to try"
+    for tries, styles in enumerate(expert_styles(name, experts), start=1):
+        try:
+            agreement = check.check(styles)
+        except MismatchError as error:
+            if tries == 1:
+                reason = f"split over {check.size} ranks, {error}"
+            continue
+        region = Region((name,), (name,), (), ())
+        return SplitRegion(region, Proposal(styles, {}), tries, agreement.sharded_outputs)
+    return reason
+
+
 def _split(
-    block: nn.Module, check: BlockCheck, region: Region, flow: Dataflow, published: Mapping[str, Style]
+    block: nn.Module,
+    call: BlockCall,
+    check: BlockCheck,
+    region: Region,
+    flow: Dataflow,
+    published: Mapping[str, Style],
 ) -> SplitRegion | str:
     """How `region` can be split, or why it cannot."""
     heads = undivided_heads(block, region.columns, check.size)
     reason = "there is no way to try"
-    own = proposals(block, region, flow, check.inputs, check.size)
+    own = proposals(block, region, flow, check.inputs, check.size, provided=call.providers)
+    shared = shared_proposals(block, region, flow, check.size)
+    own = chain(shared, own) if heads is not None else chain(own, shared)
     for tries, proposal in enumerate(_all_proposals(region, own, published), start=1):
         try:
             agreement = check.check(proposal.styles, proposal.sliced_inputs)

@@ -1,7 +1,7 @@
 """Sequence parallelism of a model's blocks, as data: what is split along the sequence, and where it is put together."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class SequenceSplit:
             tensor inputs that are gathered, and their outputs that are cut, by their indices.
         rows: row layers, whose summed output is scattered along the sequence.
         partial: parameters that are applied to parts of the sequence, so that their gradients are to be added.
+        attentions: split ``nn.MultiheadAttention`` modules that read the sequence, and which of their tensor inputs
+            come in parts, by their indices.
         scatters: whether the input comes whole, and is to be cut.
         gathers: whether the outputs are needed whole.
     """
@@ -37,6 +39,7 @@ class SequenceSplit:
     partial: tuple[str, ...]
     scatters: bool = False
     gathers: bool = False
+    attentions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def linked(self, *, scatters: bool, gathers: bool) -> "SequenceSplit":
         """The same, with what happens at the block's ends."""
@@ -44,6 +47,6 @@ class SequenceSplit:
 
     def describe(self) -> str:
         """In a few words, without names of parameters."""
-        places = [*(name for name, alone in self.columns.items() if alone), *self.modules]
+        places = [*(name for name, alone in self.columns.items() if alone), *self.modules, *self.attentions]
         whole = f", whole in {', '.join(self.whole)}" if self.whole else ""
         return f"dim {self.dim}, gathered for {', '.join(places)}, scattered by {', '.join(self.rows)}{whole}"

@@ -83,7 +83,7 @@ class ThreadGroup(dist.ProcessGroup):
         self._board.barrier.wait()
         return _Done()
 
-    all_to_all_single = alltoall_base
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def _exchange(self, sent: Any) -> list[Any]:
         self._board.slots[self._rank] = sent.detach() if isinstance(sent, torch.Tensor) else sent

@@ -20,7 +20,9 @@ STYLES = {
     "replicate": "whole on every rank; replicate(sum_grad) where each rank applies it to activations of its own, so "
     "that its gradients are to be added",
     "slice": "slice(dim): a parameter, or a module's parameters, cut along a dimension; for what works element by "
-    "element on split features",
+    "element on split features; slice(dim, parts) where there are several equal parts along it, each to be cut",
+    "sum": "a module whose parameters are sliced so that each rank computes its part of a sum, as of stacked experts: "
+    "its output is summed over the ranks, and so are the gradients of its inputs",
     "heads": "an nn.MultiheadAttention's heads are split, and with them its packed weights; its out_proj is rowwise",
     "divide": "divide(name, ...): attributes of a module that are to be divided by the number of ranks, such as "
     "divide(num_heads); config.name for one of the module's config; name/2 for one that is to be divided by 2 instead; "
@@ -38,7 +40,7 @@ class Style:
         kind: a key of :data:`STYLES`.
         sizes: of ``packed_colwise``: the number of equal parts, or the parts' sizes; of ``colwise_shared``: the number
             of key-value heads, then the sizes of queries, keys and values where they are fused; of ``slice``: the
-            dimension.
+            dimension, and the number of parts along it if there are several.
         names: of ``divide``: the attributes; of ``replicate``: ("sum_grad",) or nothing.
     """
 
@@ -66,6 +68,7 @@ COLUMN_KINDS = ("colwise", "packed_colwise", "colwise_shared")
 """Kinds after which each rank has features of its own."""
 
 _DIVIDED = re.compile(r"(config\.)?[^\W\d]\w*(/\d+)?|input\.[^\W\d]\w*\.\d+/(config\.)?[^\W\d]\w*")
+SUM = Style("sum")
 SUM_GRADIENTS = Style("replicate", names=("sum_grad",))
 
 
@@ -89,7 +92,8 @@ def parse_style(text: str) -> Style:
         if not options or not all(_DIVIDED.fullmatch(option) for option in options):
             raise ValueError(
                 f"{text!r}: divide needs the names of attributes, as in divide(num_heads), which may be followed by "
-                f"what to divide by, as in divide(num_key_value_groups/2), or inputs, as in divide(input.alibi.0/num_heads)"
+                f"what to divide by, as in divide(num_key_value_groups/2), or inputs, as in "
+                f"divide(input.alibi.0/num_heads)"
             )
         if any((by := option.partition("/")[2]).isdecimal() and int(by) < 2 for option in options):
             raise ValueError(f"{text!r}: an attribute is divided by 2 or more, as in divide(num_key_value_groups/2)")
@@ -102,8 +106,8 @@ def parse_style(text: str) -> Style:
         least = 0 if kind == "slice" else 1
         if not options or not all(option.isdecimal() and int(option) >= least for option in options):
             raise ValueError(f"{text!r}: {kind} needs numbers, {STYLES[kind]}")
-        if kind == "slice" and len(options) > 1:
-            raise ValueError(f"{text!r}: slice takes one dimension, as in slice(0)")
+        if kind == "slice" and (len(options) > 2 or options[1:] == ["0"]):
+            raise ValueError(f"{text!r}: slice takes one dimension, as in slice(0), and a number of parts if not 1")
         if kind == "colwise_shared" and len(options) not in (1, 4):
             raise ValueError(
                 f"{text!r}: colwise_shared takes the number of key-value heads, as in colwise_shared(2), and for a "

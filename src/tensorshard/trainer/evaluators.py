@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tensorshard.batch import call_model, to_device
+from tensorshard.batch import to_device
 from tensorshard.engine import Engine
 from tensorshard.trainer.step_record import BatchSize
-from tensorshard.transforms.precision import autocast, widen_output
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -69,15 +68,11 @@ class MetricEvaluator:
     @torch.no_grad()
     def evaluate(self, engine: Engine) -> dict[str, float]:
         metrics = {name: metric.to(engine.device) for name, metric in self.metrics.items()}
-        was_training = engine.model.training
-        engine.model.eval()
         for batch in islice(self.loader, self.max_batches):
-            inputs, targets = to_device(batch, engine.device)
-            with autocast(engine.plan.precision, engine.device):
-                outputs = widen_output(call_model(engine.model, inputs))
+            inputs, targets = batch
+            outputs, targets = engine.predict(inputs), to_device(targets, engine.device)
             for metric in metrics.values():
                 metric.update(outputs, targets)
-        engine.model.train(was_training)
         results = {name: float(metric.compute()) for name, metric in metrics.items()}
         for metric in metrics.values():
             metric.reset()

@@ -1,6 +1,8 @@
-"""The transforms in their order: tensor -> recompute -> compile -> precision -> shard."""
+"""The transforms in their order: [pipeline ->] tensor -> recompute -> compile -> precision -> shard."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,55 +16,120 @@ from tensorshard.transforms.batch_norm import synchronize_batch_norm
 from tensorshard.transforms.precision import DTYPES, keep_norms_fp32
 from tensorshard.transforms.recompute import apply_recompute
 from tensorshard.transforms.shard import ShardedModel, shard_units
-from tensorshard.transforms.tensor_split import choose_tensor_split, split_over_tensor_ranks
+from tensorshard.transforms.tensor_split import TensorSplit, choose_tensor_split, split_over_tensor_ranks
 from tensorshard.transforms.units import find_blocks
 
+Values = Callable[[str], torch.Tensor]
+"""The whole value of a parameter or buffer, by its name, on this rank's device."""
 
-def apply_plan(source: TensorSource, plan: Plan, mesh: Mesh, device: torch.device, *, broadcast: bool) -> ShardedModel:
+
+def apply_plan(
+    source: TensorSource,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    broadcast: bool,
+    sample_inputs: Any = None,
+) -> ShardedModel:
     """The source's model, laid out over `mesh` as `plan` says, its values on `device`.
 
     Args:
         broadcast: whether the values of the mesh's first rank count, because the ranks' own may differ.
+        sample_inputs: what the model is run on to find out how it can be split and cut; None to guess.
     """
     model = source.module
-    names = [name for name, _ in model.named_parameters()]
-    found = choose_tensor_split(model, plan, mesh)
-    blocks = find_blocks(model)
-    units = shard_units(model, plan.shard_units)
-    if plan.precision != "fp32":
-        keep_norms_fp32(model)
-    if mesh.dp_size > 1:
-        synchronize_batch_norm(model, mesh.dp_group)
-    split = split_over_tensor_ranks(model, found, plan, mesh)
-    repeated = list(blocks.values()) or [model]  # a model without blocks is one
-    apply_recompute(repeated, plan.recompute)
-    if plan.compile:
-        compile_blocks(repeated)
-    reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
+    found = choose_tensor_split(model, plan, mesh, sample_inputs)
+    if mesh.degrees["pp"] > 1:
+        from tensorshard.transforms.pipeline import apply_pipeline
+
+        return apply_pipeline(source, found, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
 
     def value_of(name: str) -> torch.Tensor:
         value = source.tensor(name).to(device)
-        if broadcast:
-            value = value.contiguous()
-            dist.broadcast(value, group=mesh.world_group, group_src=0)
-        return split.local(name, value)
+        return from_first_rank(value, mesh) if broadcast else value
 
-    def values() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in names:
-            yield name, value_of(name)
+    part = Part(
+        model,
+        repeated=list(find_blocks(model).values()) or [model],  # a model without blocks is one
+        units=shard_units(model, plan.shard_units),
+        computed=[model],
+    )
+    return lay_out(part, value_of, lambda: split_over_tensor_ranks(model, found, plan, mesh), plan, mesh, device)
 
-    assign_buffers(model, value_of, device)
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank lays out: a model, or a stage of one.
+
+    Args:
+        module: on the meta device.
+        repeated: the blocks, which are recomputed and compiled one by one.
+        units: what is gathered and reduced together.
+        computed: the modules in which anything is computed.
+    """
+
+    module: nn.Module
+    repeated: list[nn.Module]
+    units: list[list[nn.Module]]
+    computed: list[nn.Module]
+
+
+def lay_out(
+    part: Part,
+    value_of: Values,
+    split_tensors: Callable[[], TensorSplit],
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+) -> ShardedModel:
+    """Applies the transforms to `part`, and fills it.
+
+    Args:
+        value_of: asked for one name after the other, in the order of the model where that matters to other ranks.
+        split_tensors: splits the part over the tensor-parallel ranks.
+    """
+    names = [name for name, _ in part.module.named_parameters()]
+    for module in part.computed:
+        if plan.precision != "fp32":
+            keep_norms_fp32(module)
+        if mesh.dp_size > 1:
+            synchronize_batch_norm(module, mesh.dp_group)
+    split = split_tensors()
+    apply_recompute(part.repeated, plan.recompute)
+    if plan.compile:
+        compile_blocks(part.repeated)
+    reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
+
+    def local_value(name: str) -> torch.Tensor:
+        return split.local(name, value_of(name))
+
+    assign_buffers(part.module, local_value, device)
     if plan.zero == 3 and mesh.degrees["dp_shard"] > 1:
         from tensorshard.transforms.fully_sharded import FullyShardedModel
 
         return FullyShardedModel(
-            model, value_of, units, mesh, split, precision=plan.precision, reduce_dtype=reduce_dtype
+            part.module, local_value, part.units, mesh, split, precision=plan.precision, reduce_dtype=reduce_dtype
         )
     from tensorshard.transforms.replicated import ReplicatedModel
 
     return ReplicatedModel(
-        model, values(), units, mesh, split, level=int(plan.zero), precision=plan.precision, reduce_dtype=reduce_dtype
+        part.module,
+        ((name, local_value(name)) for name in names),
+        part.units,
+        mesh,
+        split,
+        level=int(plan.zero),
+        precision=plan.precision,
+        reduce_dtype=reduce_dtype,
     )
+
+
+def from_first_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """`value` as the mesh's first rank has it. A collective of the mesh."""
+    value = value.contiguous()
+    dist.broadcast(value, group=mesh.world_group, group_src=0)
+    return value
 
 
 def compile_blocks(blocks: list[nn.Module]) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.nn.module import ParallelModule
 from tensorshard.plan import Plan
 from tensorshard.transforms.head_checks import check_heads
 from tensorshard.transforms.precision import master_dtype
@@ -18,10 +19,12 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         plan: a resolved plan.
 
     Raises:
-        ValueError: a parameter that cannot be trained or laid out, a module with sparse gradients, nothing to train,
-            a head that does what a plan does, or a name in ``plan.shard_units`` that no module has.
+        ValueError: a parameter that cannot be trained or laid out, a layer that is split already, a module with sparse
+            gradients, nothing to train, a head that does what a plan does, or a name in ``plan.shard_units`` that no
+            module has.
     """
     check_heads(model, plan)
+    _check_not_split(model, plan)
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -40,6 +43,16 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         _check_fully_shardable(model, trained)
     if isinstance(plan.shard_units, list):
         select_modules(model, plan.shard_units)
+
+
+def _check_not_split(model: nn.Module, plan: Plan) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelModule) and module.dim is not None:
+            raise ValueError(
+                f"module {name!r} is a {type(module).__name__} that is split over {module.mesh.size()} ranks already, "
+                f"but a plan makes its own groups (here tp={plan.tp}) and splits layers by itself: give the "
+                f"model with plain layers, or train this one without a Plan"
+            )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

@@ -89,6 +89,8 @@ def _forward(
     for argument, (dim, heads) in inputs.items():
         # A signature files what only **kwargs takes under the name of these.
         holder = bound.arguments if argument in signature.parameters else bound.arguments.get(extra, {})
+        if argument not in holder and argument not in signature.parameters:
+            raise ValueError(f"{name} was not given an input {argument!r}, whose heads are to be divided")
         given = holder.get(argument)
         if isinstance(given, torch.Tensor):
             holder[argument] = _own_heads(given, dim, heads, group, f"{name}'s input {argument!r}")

@@ -101,6 +101,9 @@ class FullyShardedModel(ShardedModel):
         if self._hybrid:
             self.model.set_requires_all_reduce(last)
 
+    def finish_micro_batch(self) -> None:
+        """FSDP finishes by itself at the end of backward."""
+
     def finish_backward(self) -> None:
         """FSDP finishes by itself at the end of backward."""
 

@@ -4,6 +4,7 @@ It reads its weights past the layers that hold them, so that no style of a layer
 written again, for this rank's heads; what it puts out, and which arguments it takes, is as documented for the class.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -46,7 +47,7 @@ def attention_layouts(name: str, module: nn.Module, size: int) -> dict[str, Layo
 def split_attention(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Makes `module` compute this rank's heads. Its ``out_proj`` is a row layer of its own, and is called as such."""
     assert isinstance(module, nn.MultiheadAttention)
-    module.forward = partial(_attention_forward, module, group)  # type: ignore[method-assign]
+    module.forward = partial(attention_forward, module, group, partial(_column, group))  # type: ignore[method-assign]
 
 
 def keep_layers_called(model: nn.Module, split: set[str]) -> None:
@@ -67,9 +68,20 @@ def keep_layers_called(model: nn.Module, split: set[str]) -> None:
             module.use_nested_tensor = False
 
 
-def _attention_forward(
+Column = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""A column layer as a function of its input, this rank's rows of its weight, and of its bias."""
+
+
+def _column(
+    group: dist.ProcessGroup, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return parallel_linear(input, weight, bias, 1, group)
+
+
+def attention_forward(
     module: nn.MultiheadAttention,
     group: dist.ProcessGroup,
+    column: Column,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -79,7 +91,11 @@ def _attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``nn.MultiheadAttention.forward`` on this rank's heads: [batch, heads, length, features] throughout."""
+    """``nn.MultiheadAttention.forward`` on this rank's heads: [batch, heads, length, features] throughout.
+
+    Args:
+        column: what queries, keys and values are computed with.
+    """
     if query.is_nested or key.is_nested or value.is_nested:
         raise ValueError("nested tensors were given to an nn.MultiheadAttention that is split; give padded ones")
     if is_causal and attn_mask is None:
@@ -88,7 +104,7 @@ def _attention_forward(
     first, heads = shard_range(module.num_heads, group.size(), group.rank())
     q, k, v = (
         _as_heads(part, heads, batched, module.batch_first)
-        for part in _project_inputs(module, group, query, key, value)
+        for part in _project_inputs(module, column, query, key, value)
     )
     hinted = is_causal and key_padding_mask is None and not need_weights  # the mask is what the hint says
     attends = (q.size(0), module.num_heads, q.size(2), k.size(2))
@@ -119,7 +135,7 @@ def _attention_forward(
 
 def _project_inputs(
     module: nn.MultiheadAttention,
-    group: dist.ProcessGroup,
+    column: Column,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -129,19 +145,19 @@ def _project_inputs(
     if module.in_proj_weight is None:
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        return [
-            parallel_linear(x, to_local(w), b, 1, group)
-            for x, w, b in zip((query, key, value), weights, biases, strict=True)
-        ]
+        return [column(x, to_local(w), b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
     weight = to_local(module.in_proj_weight)
     part = weight.size(0) // 3
-    together = [(query, 3)] if query is key and key is value else [(query, 1), (key, 2)]
-    if key is not value:
-        together = [(query, 1), (key, 1), (value, 1)]
+    together: list[tuple[torch.Tensor, int]] = []
+    for input in (query, key, value):
+        if together and together[-1][0] is input:
+            together[-1] = (input, together[-1][1] + 1)
+        else:
+            together.append((input, 1))
     projected: list[torch.Tensor] = []
     for input, count in together:
         rows = slice(len(projected) * part, (len(projected) + count) * part)
-        output = parallel_linear(input, weight[rows], None if bias is None else bias[rows], 1, group)
+        output = column(input, weight[rows], None if bias is None else bias[rows])
         projected += output.chunk(count, -1)
     return projected
 

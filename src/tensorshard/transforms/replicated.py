@@ -191,7 +191,8 @@ class ReplicatedModel(ShardedModel):
             module._parameters[name] = p.compute if computing else p.master
 
     def _forward_over(self) -> None:
-        if not torch.is_grad_enabled() and not self._interleaved:  # else backward still needs them: recomputation runs the modules again
+        # Else backward still needs them: recomputation runs the modules again.
+        if not torch.is_grad_enabled() and not self._interleaved:
             self._show(computing=False)
 
     # -- gradients --

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tensorshard.distributed import primitives
 from tensorshard.distributed.sharding import shard_sizes
-from tensorshard.nn.functional.arguments import autocast
+from tensorshard.nn.functional.arguments import as_rows, autocast
 
 
 class _GatheredColumns(Function):
@@ -45,16 +45,16 @@ class _GatheredColumns(Function):
         if ctx.needs_input_grad[0]:
             flat: torch.Tensor | None = None
             for grad, weight in present:
-                flat = _rows(grad).mm(weight) if flat is None else flat.addmm_(_rows(grad), weight)
+                flat = as_rows(grad).mm(weight) if flat is None else flat.addmm_(as_rows(grad), weight)
             shape = list(input.shape)
             shape[ctx.dim] = sum(ctx.sizes)
             whole_grad = input.new_zeros(shape) if flat is None else flat.view(shape)
             scattering = primitives.start_reduce_scatter_dim(whole_grad, ctx.dim, ctx.sizes, ctx.group)
-        rows = None if gathering is None else _rows(gathering.wait())
+        rows = None if gathering is None else as_rows(gathering.wait())
         grad_parameters: list[torch.Tensor | None] = []
         for index, grad in enumerate(grads):
             needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * index : 6 + 2 * index]
-            of_output = None if grad is None else _rows(grad)
+            of_output = None if grad is None else as_rows(grad)
             wanted = of_output is not None and needs_weight and rows is not None
             grad_parameters.append(of_output.t().mm(rows) if wanted else None)  # type: ignore[union-attr, arg-type]
             grad_parameters.append(None if of_output is None or not needs_bias else of_output.sum(0))
@@ -87,10 +87,10 @@ class _ScatteredRow(Function):
         (grad,) = grads
         input, weight = ctx.saved_tensors
         gathering = primitives.start_gather_dim(grad, ctx.dim, ctx.sizes, ctx.group)
-        grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+        grad_bias = as_rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         whole = gathering.wait()
         grad_input = whole.matmul(weight) if ctx.needs_input_grad[0] else None
-        grad_weight = _rows(whole).t().mm(_rows(input)) if ctx.needs_input_grad[1] else None
+        grad_weight = as_rows(whole).t().mm(as_rows(input)) if ctx.needs_input_grad[1] else None
         return grad_input, grad_weight, grad_bias, None, None
 
 
@@ -125,8 +125,3 @@ def scattered_row(
     """
     given, weight, bias = autocast(input, weight, bias)  # type: ignore[assignment]
     return _ScatteredRow.apply(given, weight, bias, dim, group)
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[*, features] as [positions, features]."""
-    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor[None]

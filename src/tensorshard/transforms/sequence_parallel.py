@@ -20,8 +20,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tensorshard.distributed import functional as collectives
 from tensorshard.distributed import primitives
 from tensorshard.distributed.sharding import shard_range, to_local
+from tensorshard.nn.functional import parallel_linear
+from tensorshard.tensor_plans.capture import tensor_leaves
 from tensorshard.tensor_plans.layers import is_transposed
 from tensorshard.tensor_plans.sequence import SequenceSplit
+from tensorshard.transforms.multihead_attention import attention_forward
 from tensorshard.transforms.sequence_layers import gathered_columns, scattered_row
 from tensorshard.transforms.shared_columns import SharedColumns
 
@@ -90,6 +93,10 @@ def _split_block(
     for key in split.rows:
         row = block.get_submodule(key)
         row.forward = partial(_row_forward, row, inner)  # type: ignore[method-assign]
+    for key, leaves in split.attentions.items():
+        attention = block.get_submodule(key)
+        assert isinstance(attention, nn.MultiheadAttention)
+        attention.forward = partial(_attention_forward, attention, leaves, inner)  # type: ignore[method-assign]
     for key, leaves in split.modules.items():
         module = block.get_submodule(key)
         module.forward = partial(_gathering_forward, module.forward, leaves, inner)  # type: ignore[method-assign]
@@ -144,6 +151,22 @@ def _row_forward(layer: nn.Module, sequence: _Sequence, input: torch.Tensor) -> 
     bias = None if layer.bias is None else to_local(layer.bias)  # type: ignore[arg-type]
     weight = weight.t() if is_transposed(layer) else weight
     return scattered_row(input, weight, bias, sequence.dim, sequence.group)
+
+
+def _attention_forward(
+    module: nn.MultiheadAttention, leaves: tuple[int, ...], sequence: _Sequence, *args: Any, **kwargs: Any
+) -> Any:
+    """A split attention, some of whose inputs come in parts; its ``out_proj`` is a row layer, and scatters."""
+    tensors = tensor_leaves((args, kwargs))
+    parts = {id(tensors[index]) for index in leaves}
+
+    def column(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if id(input) not in parts:
+            return parallel_linear(input, weight, bias, 1, sequence.group)
+        assert sequence.length is not None
+        return gathered_columns(input, [(weight, bias)], sequence.dim, sequence.length, sequence.group)[0]
+
+    return attention_forward(module, sequence.group, column, *args, **kwargs)
 
 
 def _gathering_forward(

@@ -36,6 +36,10 @@ class ShardedModel(ABC):
         """The same for the buffers that belong into a state dict."""
         return self._buffer_shapes
 
+    def describe_stages(self) -> str | None:
+        """The stages of the pipeline, if there is one."""
+        return None
+
     def is_trained(self, name: str) -> bool:
         """Whether the original model's parameter requires a gradient."""
         return name in self._trained
@@ -44,9 +48,9 @@ class ShardedModel(ABC):
         """The shape of the original model's parameter."""
         return self._shapes[name]
 
-    def ways_split(self) -> dict[torch.Tensor, int]:
+    def ways_split(self) -> dict[torch.Tensor, float]:
         """Over how many ranks each master's elements are spread; the others of the world hold copies."""
-        ways: dict[torch.Tensor, int] = {}
+        ways: dict[torch.Tensor, float] = {}
         for name, master in self.masters().items():
             sharded = isinstance(master, DTensor) and any(p.is_shard() for p in master.placements)
             over = master.device_mesh.size(-1) if isinstance(master, DTensor) and sharded else 1
@@ -87,6 +91,7 @@ class ShardedModel(ABC):
         """
         return nullcontext()
 
+    @abstractmethod
     def finish_micro_batch(self) -> None:
         """Called when a backward of an interleaved step is over."""
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from tensorshard.distributed import primitives
 from tensorshard.distributed.marks import ParallelMark, set_mark
 from tensorshard.distributed.sharding import to_local
-from tensorshard.nn.functional.arguments import autocast
+from tensorshard.nn.functional.arguments import as_rows, autocast
 from tensorshard.tensor_plans.layers import is_transposed
 
 
@@ -40,18 +40,18 @@ class _Columns(Function):
         input, *weights = ctx.saved_tensors
         grad_input = reduction = None
         if ctx.needs_input_grad[0]:
-            flat = torch.zeros_like(_rows(input)) if all(grad is None for grad in grads) else None
+            flat = torch.zeros_like(as_rows(input)) if all(grad is None for grad in grads) else None
             for grad, weight in zip(grads, weights, strict=True):
                 if grad is not None:
-                    flat = _rows(grad).mm(weight) if flat is None else flat.addmm_(_rows(grad), weight)
+                    flat = as_rows(grad).mm(weight) if flat is None else flat.addmm_(as_rows(grad), weight)
             assert flat is not None
             reduction = primitives.all_reduce(flat, ctx.group, async_op=True)
             grad_input = flat.view(input.shape)
         grad_parameters: list[torch.Tensor | None] = []
         for index, grad in enumerate(grads):
             needs_weight, needs_bias = ctx.needs_input_grad[2 + 2 * index : 4 + 2 * index]
-            rows = None if grad is None else _rows(grad)
-            grad_parameters.append(None if rows is None or not needs_weight else rows.t().mm(_rows(input)))
+            rows = None if grad is None else as_rows(grad)
+            grad_parameters.append(None if rows is None or not needs_weight else rows.t().mm(as_rows(input)))
             grad_parameters.append(None if rows is None or not needs_bias else rows.sum(0))
         if reduction is not None:
             reduction.wait()
@@ -117,8 +117,3 @@ class SharedColumns:
         """This rank's columns of the outputs of layers of these weights and biases."""
         computed, *flat = autocast(input, *(tensor for pair in parameters for tensor in pair))
         return _Columns.apply(computed, self._group, *flat)
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[*, features] as [samples, features]."""
-    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor[None]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tensorshard.distributed import functional as collectives
 from tensorshard.distributed.groups import Group, resolve_group
@@ -57,7 +58,7 @@ def apply_tensor_parallel(
         shared_inputs: names of column layers that are called with the same tensor, in the order of their calls, as
             :attr:`FoundPlan.shared_inputs` has them. They communicate once for all.
         outputs: what the output layers (``colwise_gather``) ask whether to gather; None for always.
-        whole: where `model` is a stage of a pipeline, the model as it was, by which names are matched and layouts found.
+        whole: where `model` is a stage of a pipeline, the model as it was: by it names are matched and layouts found.
         elsewhere: names of what other stages compute, which is left as it is.
 
     Returns:
@@ -129,7 +130,7 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
 
 def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int) -> dict[str, Layout]:
     """Layouts of a module's own parameters, where they are not whole."""
-    if style is None or style.kind == "replicate":
+    if style is None or style.kind in ("replicate", "sum"):
         return {}
     if style.kind == "divide":
         for attribute in style.names:
@@ -196,10 +197,14 @@ def _parameter_layout(name: str, parameter: torch.Tensor, style: Style) -> Layou
         return WHOLE
     if style.kind != "slice":
         raise ValueError(f"{name} is a parameter, which can be 'slice(dim)' or 'replicate', not {style.kind!r}")
-    (dim,) = style.sizes
+    dim, parts = (*style.sizes, 1)[:2]
     if dim >= parameter.ndim:
         raise ValueError(f"{name} has {parameter.ndim} dimensions, and {style} asks for dimension {dim}")
-    return Layout(dim, (parameter.shape[dim],))
+    if parameter.shape[dim] % parts:
+        raise ValueError(
+            f"{name} has {parameter.shape[dim]} elements along dimension {dim}, which are not {parts} equal parts"
+        )
+    return Layout(dim, (parameter.shape[dim] // parts,) * parts)
 
 
 def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: SplitOutputs) -> None:
@@ -212,6 +217,9 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
     if style.sums_gradients:
         names = [key for key, p in module._parameters.items() if p is not None]
         module.forward = partial(_forward_summing, module, module.forward, names, group)  # type: ignore[method-assign]
+        return
+    if style.kind == "sum":
+        module.forward = partial(_sum_forward, module.forward, group)  # type: ignore[method-assign]
         return
     layer = as_splittable(module)
     if layer is None or style.kind in ("slice", "replicate"):
@@ -249,6 +257,16 @@ def _output_forward(
     input: torch.Tensor,
 ) -> torch.Tensor:
     return outputs.finish(forward(input), size, group)
+
+
+def _sum_forward(forward: Callable[..., Any], group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    """`forward`, which is a rank's part of a sum."""
+
+    def given(tensor: torch.Tensor) -> torch.Tensor:
+        return collectives.copy(tensor, group) if tensor.requires_grad else tensor
+
+    args, kwargs = tree_map_only(torch.Tensor, given, (args, kwargs))
+    return tree_map_only(torch.Tensor, lambda part: collectives.reduce(part, group), forward(*args, **kwargs))
 
 
 def _embedding_forward(

@@ -37,10 +37,14 @@ class DistributedGroupSampler(DistributedSampler):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
+        num_groups = get_data_parallel_size() if num_groups is None else num_groups
+        group_index = get_data_parallel_rank() if group_index is None else group_index
+        if not 0 <= group_index < num_groups:
+            raise ValueError(f"group_index={group_index} of num_groups={num_groups} was given: count them from 0")
         super().__init__(
             dataset,  # type: ignore[arg-type]  # a length and items by index are all it needs
-            num_replicas=get_data_parallel_size() if num_groups is None else num_groups,
-            rank=get_data_parallel_rank() if group_index is None else group_index,
+            num_replicas=num_groups,
+            rank=group_index,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,

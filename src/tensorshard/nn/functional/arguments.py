@@ -38,6 +38,11 @@ def check_same_ranks(own: dist.ProcessGroup, group: Group | None, what: str) -> 
         raise ValueError(f"{what} is split over the ranks {held}, and group= names the ranks {given}: leave group= out")
 
 
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[*, features] as [samples, features]."""
+    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor[None]
+
+
 def check_dim(dim: int | None, what: str) -> None:
     """Refuses dimensions that the two dimensions of a weight do not have.
 

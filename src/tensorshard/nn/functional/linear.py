@@ -16,7 +16,7 @@ from tensorshard.distributed.functional import scatter
 from tensorshard.distributed.groups import Group
 from tensorshard.distributed.marks import ParallelMark, get_mark, set_mark
 from tensorshard.distributed.sharding import normalize_dim, shard_range, to_local
-from tensorshard.nn.functional.arguments import autocast, check_dim, parameter_group
+from tensorshard.nn.functional.arguments import as_rows, autocast, check_dim, parameter_group
 
 
 class _ColumnLinear(Function):
@@ -50,7 +50,7 @@ class _ColumnLinear(Function):
             grad_weight = _weight_gradient(grad, input)
         advance(reduction)
         if ctx.needs_input_grad[2]:
-            grad_bias = _rows(grad).sum(0)
+            grad_bias = as_rows(grad).sum(0)
         if reduction is not None:
             reduction.wait()
         return grad_input, grad_weight, grad_bias, None
@@ -81,7 +81,7 @@ class _RowLinear(Function):
         input, weight = ctx.saved_tensors
         grad_input = grad.matmul(weight) if ctx.needs_input_grad[0] else None
         grad_weight = _weight_gradient(grad, input) if ctx.needs_input_grad[1] else None
-        grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+        grad_bias = as_rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, None
 
 
@@ -130,12 +130,7 @@ def parallel_linear(
 
 
 def _weight_gradient(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    return _rows(grad).t().mm(_rows(input))
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[*, features] as [samples, features]."""
-    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor[None]
+    return as_rows(grad).t().mm(as_rows(input))
 
 
 def _check_whole(input: torch.Tensor, what: str) -> None:

@@ -56,8 +56,8 @@ def parallel_linear_cross_entropy(
             that has not joined a process group holds them all.
         keep_logits: whether backward finds this rank's logits (their exponentials, in bf16, whose rounding of 2^-9 is
             then in the gradients) as forward left them, 2 bytes a sample and class, or computes them again. None: they
-            are kept, in bf16 for narrow inputs and without rounding for others, where that takes at most a quarter of
-            the bytes of this rank's weight.
+            are kept, in bf16 for narrow inputs and without rounding for others, where that takes at most half of the
+            bytes of this rank's weight: for as many samples as half the features, where all are of one type.
         margin: ``ArcFace`` or ``CosFace``, for the target's logit; needs `normalize`.
         scale: multiplies the logits.
         normalize: whether the rows of input and weight are taken at length 1, so that logits are `scale` times cosines.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from tensorshard.distributed.optimizer_state import MOMENTUM_SCALES
 from tensorshard.distributed.sharding import local_part
 from tensorshard.nn.heads.rounding import Noise, block_size, dequantize, quantize
 from tensorshard.nn.heads.tiles import Tiles, tile_width
@@ -14,7 +15,7 @@ from tensorshard.nn.heads.update import Rule, Slot, Update, finish_step
 
 MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _OPTIONS = ("lr", "momentum", "weight_decay", "momentum_dtype", "seed")
-_MOMENTUM, _SCALES = "momentum_buffer", "momentum_scales"
+_MOMENTUM, _SCALES = "momentum_buffer", MOMENTUM_SCALES
 
 
 class HeadSGD(torch.optim.Optimizer):
@@ -247,7 +248,7 @@ class HeadSGD(torch.optim.Optimizer):
             return
         values = part.to(slot.scales.device, torch.float32, copy=True).contiguous()
         noise = Noise(values.numel(), 0, values.device)
-        quantize(values, noise, torch.empty_like(values), slot.momentum, slot.scales)
+        quantize(values, noise.bits(values.shape), torch.empty_like(values), slot.momentum, slot.scales)
 
     def _seed(self) -> int:
         """Of the rounding in the next pass; never twice the same."""

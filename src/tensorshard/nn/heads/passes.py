@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from tensorshard.distributed import primitives
+from tensorshard.nn.heads.kernels import choose_kernels, smooth
 from tensorshard.nn.heads.sinks import Sink
 from tensorshard.nn.heads.spec import HeadSpec
 from tensorshard.nn.heads.tiles import Columns, Tiles
@@ -54,6 +55,7 @@ def run_forward(tiles: Tiles, columns: Columns, class_weight: torch.Tensor | Non
         kept = tiles.input.new_empty(samples * tiles.columns, dtype=spec.keep)
         references = tiles.input.new_empty((len(tiles), samples), dtype=wide)
 
+    kernels = choose_kernels(tiles.input)
     for tile in tiles:
         weight = tiles.weight(tile)
         tiles.note_norms(tile, weight)
@@ -66,9 +68,7 @@ def run_forward(tiles: Tiles, columns: Columns, class_weight: torch.Tensor | Non
             logits.scatter_(1, column, picked.to(wide))
         if spec.label_smoothing:
             weighted_sum += logits.sum(1) if class_weight is None else logits.mv(class_weight[tile.rows])
-        before, reference = reference, torch.maximum(reference, logits.amax(1))
-        logits.sub_(reference[:, None]).exp_()
-        total.mul_((before - reference).double().exp_()).add_(logits.sum(1))
+        reference = kernels.online_softmax(logits, reference, total)
         if kept is not None and references is not None:
             kept[samples * tile.begin : samples * tile.end].view(logits.shape).copy_(logits)
             references[tile.index] = reference
@@ -115,20 +115,17 @@ def run_backward(
     of_softmax = (slopes.of_softmax * (found.reference.double() - found.log_sum).exp()).to(wide)[:, None]
     smoothing = None if slopes.smoothing is None else slopes.smoothing.to(wide)
     at_target = slopes.at_target.to(wide)[:, None]
-    samples = len(tiles.input)
+    samples, kernels = len(tiles.input), choose_kernels(tiles.input)
     for tile in tiles:
         weight = tiles.weight(tile)
+        weights = None if class_weight is None else class_weight[tile.rows]
         if found.kept is None or found.references is None:
-            slope = tiles.logits(tile, weight).sub_(found.reference[:, None]).exp_().mul_(of_softmax)
+            logits = tiles.logits(tile, weight)
+            slope = kernels.softmax_slope(logits, found.reference, of_softmax, smoothing, weights)
         else:
             kept = found.kept[samples * tile.begin : samples * tile.end].view(samples, tile.width)
             factor = slopes.of_softmax * (found.references[tile.index].double() - found.log_sum).exp()
-            slope = torch.mul(kept, factor.to(wide)[:, None], out=tiles.buffer(tile))
-        if smoothing is not None:
-            if class_weight is None:
-                slope.sub_(smoothing[:, None])
-            else:
-                slope.addr_(smoothing, class_weight[tile.rows], alpha=-1)
+            slope = smooth(torch.mul(kept, factor.to(wide)[:, None], out=tiles.buffer(tile)), smoothing, weights)
         column, inside = columns.inside(tile)
         slope.scatter_(1, column, at_target.where(inside, slope.gather(1, column)))
 

@@ -34,7 +34,7 @@ class Noise:
         return self._bits[place : place + shape.numel()].view(shape)
 
 
-def round_to_bfloat16_(tensor: torch.Tensor, noise: Noise) -> torch.Tensor:
+def round_to_bfloat16_(tensor: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """fp32 numbers to one of their two neighbours in bf16, the nearer one more often, so that the mean is kept.
 
     Without it an update smaller than a 512th of a weight would be lost each time. (Used for training in bf16 by
@@ -42,8 +42,9 @@ def round_to_bfloat16_(tensor: torch.Tensor, noise: Noise) -> torch.Tensor:
 
     Args:
         tensor: contiguous; changed in place, and still fp32.
+        bits: of its shape: 16 random bits an element, as :class:`Noise` gives them.
     """
-    tensor.view(torch.int32).add_(noise.bits(tensor.shape)).bitwise_and_(-(1 << 16))
+    tensor.view(torch.int32).add_(bits).bitwise_and_(-(1 << 16))
     return tensor
 
 
@@ -53,7 +54,9 @@ def block_size(features: int) -> int:
     return size if size >= _SMALLEST_BLOCK else features
 
 
-def quantize(tensor: torch.Tensor, noise: Noise, room: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def quantize(
+    tensor: torch.Tensor, bits: torch.Tensor, room: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
     """fp32 rows as 8-bit codes: code c of a block of scale s stands for s * c * |c| / 127^2.
 
     Squares put the levels close together near zero, where most of a momentum is; a block's scale is its largest
@@ -62,6 +65,7 @@ def quantize(tensor: torch.Tensor, noise: Noise, room: torch.Tensor, codes: torc
 
     Args:
         tensor: [rows, D], contiguous; overwritten.
+        bits: of its shape: 16 random bits an element.
         room: of the same shape, overwritten.
         codes: [rows, D] int8, written. scales: [rows, D / block] fp32, written.
     """
@@ -72,7 +76,7 @@ def quantize(tensor: torch.Tensor, noise: Noise, room: torch.Tensor, codes: torc
     level = magnitude.sqrt().floor_()
     # Between the levels k^2 and (k + 1)^2, 2k + 1 apart: up with the probability that keeps the mean.
     up = magnitude.addcmul_(level, level, value=-1).div_(level * 2 + 1).mul_(1 << 16)
-    level += noise.bits(level.shape) < up
+    level += bits.view(level.shape) < up
     codes.copy_(torch.copysign(level.clamp_(max=_LEVELS), blocks, out=level).view(tensor.shape))
 
 

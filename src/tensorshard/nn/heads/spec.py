@@ -87,8 +87,8 @@ def choose_keep(
     """In which type exponentials are kept for backward, or None.
 
     Args:
-        keep_logits: as the user gave it. True: in bf16. None: where they take at most a quarter of the bytes of this
-            rank's weight; in bf16 for narrow inputs, which are no more exact themselves, else as wide as they are.
+        keep_logits: as the user gave it. True: in bf16. None: where they take at most half of the bytes of this rank's
+            weight; in bf16 for narrow inputs, which are no more exact themselves, else as wide as they are.
     """
     if keep_logits is not None:
         return torch.bfloat16 if keep_logits else None
@@ -99,4 +99,4 @@ def choose_keep(
         dtype = input.dtype
     columns = len(weight) if sample is None else len(sample)
     size = input.numel() // max(1, input.size(-1)) * columns * dtype.itemsize
-    return dtype if 4 * size <= weight.numel() * weight.element_size() else None
+    return dtype if 2 * size <= weight.numel() * weight.element_size() else None

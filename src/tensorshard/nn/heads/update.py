@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tensorshard.nn.heads.rounding import Noise, dequantize, quantize, round_to_bfloat16_
+from tensorshard.nn.heads.kernels import Kernels, choose_kernels
+from tensorshard.nn.heads.rounding import Noise
 from tensorshard.nn.heads.tiles import Tile, Tiles
 
 
@@ -59,6 +60,7 @@ class Update:
         narrow = any(slot is not None and not slot.is_wide() for slot in (weight, bias))
         width, features = tiles.new_scratch().shape if narrow else (0, 0)
         self._noise = Noise(width * features, seed, tiles.input.device) if narrow else None
+        self._kernels = choose_kernels(tiles.input)
 
     def put_product(self, tile: Tile, slope: torch.Tensor) -> None:
         if not self._direct:
@@ -88,40 +90,34 @@ class Update:
     def _finish(self, weight: torch.Tensor, momentum: torch.Tensor) -> None:
         """Ends the step of some rows, both of the wide type."""
         if self._rule.complete:
-            if self._rule.weight_decay:
-                momentum.add_(weight, alpha=self._rule.weight_decay)
-            weight.add_(momentum, alpha=-self._rule.lr)
+            self._kernels.sgd_step(weight, momentum, self._rule.weight_decay, self._rule.lr)
 
     def _step(self, slot: Slot, rows: slice | torch.Tensor, grad: torch.Tensor, room: list[torch.Tensor]) -> None:
         """As `_finish` after the sum, for states of any type and rows of a sample. Overwrites `grad` and `room`."""
         momentum, spare = room
         if slot.scales is not None:
-            dequantize(slot.momentum[rows], slot.scales[rows], out=momentum)
+            self._kernels.dequantize(slot.momentum[rows], slot.scales[rows], momentum)
         else:
             momentum.copy_(slot.momentum[rows])
         momentum.mul_(self._rule.keep).add_(grad)
         if self._rule.complete:
             weight = grad.copy_(slot.weight[rows])
-            if self._rule.weight_decay:
-                momentum.add_(weight, alpha=self._rule.weight_decay)
-            weight.add_(momentum, alpha=-self._rule.lr)
+            self._kernels.sgd_step(weight, momentum, self._rule.weight_decay, self._rule.lr)
             self._write(slot.weight, rows, weight)
         if slot.scales is None:
             self._write(slot.momentum, rows, momentum)
             return
         assert self._noise is not None
-        if isinstance(rows, slice):
-            quantize(momentum, self._noise, spare, slot.momentum[rows], slot.scales[rows])
-            return
         codes, scales = slot.momentum[rows], slot.scales[rows]
-        quantize(momentum, self._noise, spare, codes, scales)
-        slot.momentum[rows], slot.scales[rows] = codes, scales
+        self._kernels.quantize(momentum, self._noise.bits(momentum.shape), spare, codes, scales)
+        if not isinstance(rows, slice):  # else these are the slot's own memory
+            slot.momentum[rows], slot.scales[rows] = codes, scales
 
     def _write(self, target: torch.Tensor, rows: slice | torch.Tensor, value: torch.Tensor) -> None:
         """Stores rows in the type of `target`. Overwrites `value`."""
         if target.dtype == torch.bfloat16:
             assert self._noise is not None
-            value = round_to_bfloat16_(value, self._noise)
+            value = self._kernels.round_to_bfloat16_(value, self._noise.bits(value.shape))
         target[rows] = value.to(target.dtype)
 
 
@@ -136,23 +132,22 @@ def finish_step(weight: Slot, bias: Slot | None, rule: Rule, seed: int, rows: in
         noise = None if slot.is_wide() else Noise(min(rows, len(flat)) * features, seed, flat.device)
         for begin in range(0, len(flat), rows):
             part = slice(begin, begin + rows)
-            _finish_rows(slot, part, rule, noise, wide)
+            _finish_rows(slot, part, rule, noise, wide, choose_kernels(flat))
 
 
-def _finish_rows(slot: Slot, rows: slice, rule: Rule, noise: Noise | None, wide: torch.dtype) -> None:
+def _finish_rows(slot: Slot, rows: slice, rule: Rule, noise: Noise | None, wide: torch.dtype, kernels: Kernels) -> None:
     weight, held = slot.weight[rows], slot.momentum[rows]
     if slot.scales is not None:
-        momentum = dequantize(held, slot.scales[rows], out=torch.empty_like(held, dtype=wide))
+        momentum = kernels.dequantize(held, slot.scales[rows], torch.empty_like(held, dtype=wide))
     else:
         momentum = held.to(wide)  # itself, if it is of that type
-    if rule.weight_decay:
-        momentum.add_(weight, alpha=rule.weight_decay)
-    moved = weight.to(wide).add_(momentum, alpha=-rule.lr)
+    moved = weight.to(wide)
+    kernels.sgd_step(moved, momentum, rule.weight_decay, rule.lr)
     if noise is None:
         return
     if weight.dtype == torch.bfloat16:
-        weight.copy_(round_to_bfloat16_(moved, noise))
+        weight.copy_(kernels.round_to_bfloat16_(moved, noise.bits(moved.shape)))
     if slot.scales is not None:
-        quantize(momentum, noise, torch.empty_like(momentum), held, slot.scales[rows])
+        kernels.quantize(momentum, noise.bits(momentum.shape), torch.empty_like(momentum), held, slot.scales[rows])
     elif held.dtype == torch.bfloat16:
-        held.copy_(round_to_bfloat16_(momentum, noise))
+        held.copy_(kernels.round_to_bfloat16_(momentum, noise.bits(momentum.shape)))

@@ -1,0 +1,113 @@
+"""Measures one contender's steps of a head: the side of one rank."""
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from benchmarks.harness import memory
+from benchmarks.harness.heads import HeadJob, load_job, measurement_file
+from benchmarks.heads import LEARNING_RATE, Head, HeadWork
+
+_CHUNK = 8192  # classes that are computed in fp64 at a time
+
+
+def measure(job: HeadJob, rank: int, world_size: int) -> dict[str, Any]:
+    """Builds the contender, compares its first step with fp64 if that is asked for, and measures the next ones."""
+    head: Head = import_module(f"benchmarks.peers.{job.builder}").build(job.work, rank, world_size, **job.options)
+    features, targets = job.work.batch()
+    before = head.weight.clone() if job.exact else None
+    loss = head.step(features, targets)
+    error = 0.0
+    if before is not None:
+        assert features.grad is not None
+        error = first_step_error(job.work, before, head.weight, loss, features, targets, rank, world_size)
+        del before
+    for _ in range(job.warmup_steps - 1):
+        _step(head, features, targets)
+    features.grad = None
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    dist.barrier()
+    memory.reset_peak()
+    held, cpu_start = memory.resident_bytes(), time.process_time()
+    seconds = [_step(head, features, targets) for _ in range(job.measured_steps)]
+    return {
+        "step_seconds": seconds,
+        "cpu_seconds": (time.process_time() - cpu_start) / job.measured_steps,
+        "peak_bytes": memory.peak_resident_bytes() - held,
+        "state_bytes": sum(t.numel() * t.element_size() for t in head.states()),
+        "error": error,
+    }
+
+
+def first_step_error(
+    work: HeadWork,
+    before: Tensor,
+    after: Tensor,
+    loss: Tensor,
+    features: Tensor,
+    targets: Tensor,
+    rank: int,
+    world_size: int,
+) -> float:
+    """How far a first step is from the same in fp64, as :class:`HeadMeasurement` says it."""
+    x, start = features.detach().double(), work.first_class(rank, world_size)
+    local = (targets - start).clamp(0, len(before) - 1)
+    here = (targets >= start) & (targets < start + len(before))
+    log_sum = torch.stack([(x @ rows.double().t()).logsumexp(1) for rows in before.split(_CHUNK)]).logsumexp(0)
+    at_target = (x * before[local].double()).sum(1) * here
+    log_sums = [torch.empty_like(log_sum) for _ in range(world_size)]
+    dist.all_gather(log_sums, log_sum)
+    log_sum = torch.stack(log_sums).logsumexp(0)
+    dist.all_reduce(at_target)
+    expected_loss = (log_sum - at_target).mean()
+    errors = [((loss.double() - expected_loss) / expected_loss).abs().item()]
+
+    input_gradient, furthest, largest = torch.zeros_like(x), 0.0, 0.0
+    for begin in range(0, len(before), _CHUNK):
+        rows = before[begin : begin + _CHUNK].double()
+        slope = (x @ rows.t()).sub_(log_sum[:, None]).exp_()
+        inside = here & (local >= begin) & (local < begin + len(rows))
+        slope[inside, local[inside] - begin] -= 1
+        slope /= work.samples
+        input_gradient += slope @ rows
+        update = -LEARNING_RATE * slope.t() @ x
+        furthest = max(furthest, (after[begin : begin + _CHUNK].double() - rows - update).abs().max().item())
+        largest = max(largest, update.abs().max().item())
+    dist.all_reduce(input_gradient)
+    assert features.grad is not None
+    errors.append(((features.grad.double() - input_gradient).abs().max() / input_gradient.abs().max()).item())
+    errors.append(furthest / largest)
+    return max(errors)
+
+
+def _step(head: Head, features: Tensor, targets: Tensor) -> float:
+    features.grad = None
+    start = time.perf_counter()
+    head.step(features, targets)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    job_file, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    job = load_job(job_file)
+    torch.set_num_threads(job.threads)
+    dist.init_process_group("gloo")
+    outcome = measure(job, rank, dist.get_world_size())
+    measurement_file(job_file, rank).write_text(json.dumps(outcome))
+    dist.barrier()  # the others may still read what this rank sent
+    os._exit(0)  # without destructors: see training_rank
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Measures pipelined contenders' steps: the side that starts the ranks and reads the outcome.
+
+All contenders live in the same ranks and take turns, so that noise hits all alike.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.harness.contender import Contender
+from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.statistics import check_losses_agree
+from benchmarks.pipelines import PipelineWork
+
+_RANK_MODULE = "benchmarks.harness.pipelines_rank"
+_LOSS_TOLERANCE = 2e-5  # relative; fp32 sums in other orders make about 1e-6
+
+
+@dataclass(frozen=True)
+class PipelineJob:
+    """What each rank is to run.
+
+    Args:
+        builders: of the contenders by their names: a module in :mod:`benchmarks.peers`, and its options.
+        rounds: how often each contender has its turn.
+        warmup_steps: of each contender, before anything is measured.
+        measured_steps: in a turn.
+    """
+
+    work: PipelineWork
+    builders: dict[str, tuple[str, dict[str, Any]]]
+    rounds: int
+    warmup_steps: int
+    measured_steps: int
+
+
+@dataclass(frozen=True)
+class RankPipelineMeasurement:
+    """What one rank measured of one contender.
+
+    Args:
+        step_seconds: of each step of each round.
+        cpu_seconds: of each round, processor time per step of all threads.
+        losses: of the warm-up steps, where the rank knows them.
+    """
+
+    step_seconds: list[list[float]]
+    cpu_seconds: list[float]
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class PipelineMeasurement:
+    """What all ranks measured of one contender, by round.
+
+    Args:
+        step_seconds: median over the round's steps of the slowest rank's time.
+        cpu_seconds: processor time per step, of all ranks together.
+    """
+
+    step_seconds: list[float]
+    cpu_seconds: list[float]
+
+
+def measure_pipelines(
+    work: PipelineWork,
+    contenders: Sequence[Contender],
+    world_size: int,
+    *,
+    rounds: int,
+    warmup_steps: int,
+    measured_steps: int,
+    environment: Mapping[str, str],
+    timeout: float,
+) -> dict[str, PipelineMeasurement]:
+    """Measures every contender, having checked that all train alike.
+
+    Raises:
+        RankError: a rank failed, or took too long.
+        LossMismatchError: a contender did not train as the others did.
+    """
+    builders = {c.name: (c.builder, c.options) for c in contenders}
+    job = PipelineJob(work, builders, rounds, warmup_steps, measured_steps)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        job_file = Path(folder) / "job.json"
+        job_file.write_text(json.dumps(asdict(job)))
+        run_ranks(_RANK_MODULE, [str(job_file)], world_size, environment=environment, timeout=timeout)
+        outcomes = [json.loads(measurement_file(job_file, rank).read_text()) for rank in range(world_size)]
+    measured = {name: [RankPipelineMeasurement(**rank[name]) for rank in outcomes] for name in builders}
+    check_losses_agree({name: ranks[-1].losses for name, ranks in measured.items()}, _LOSS_TOLERANCE)
+    return {name: summarize_pipeline(ranks) for name, ranks in measured.items()}
+
+
+def summarize_pipeline(ranks: Sequence[RankPipelineMeasurement]) -> PipelineMeasurement:
+    """One measurement of a contender from those of the ranks."""
+    return PipelineMeasurement(
+        step_seconds=[
+            median(max(step) for step in zip(*steps, strict=True))
+            for steps in zip(*(rank.step_seconds for rank in ranks), strict=True)
+        ],
+        cpu_seconds=[sum(of_round) for of_round in zip(*(rank.cpu_seconds for rank in ranks), strict=True)],
+    )
+
+
+def load_job(path: Path) -> PipelineJob:
+    """Reads the job that :func:`measure_pipelines` wrote for the ranks."""
+    content = json.loads(path.read_text())
+    return PipelineJob(**{**content, "work": PipelineWork(**content["work"])})
+
+
+def measurement_file(job_file: Path, rank: int) -> Path:
+    """Where `rank` writes its measurements."""
+    return job_file.with_name(f"rank{rank}.json")

@@ -1,0 +1,85 @@
+"""The work that contenders for a classifier's head share: one step of training its last layer and its loss, in fp32."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tensorshard.distributed.sharding import shard_range
+
+_SEED = 0
+LEARNING_RATE, MOMENTUM = 0.1, 0.9
+
+
+@dataclass(frozen=True)
+class HeadWork:
+    """A head and its batch.
+
+    Args:
+        name: of the work.
+        samples: of a step, the same on every rank.
+        features: of a sample.
+        classes: of all ranks.
+    """
+
+    name: str
+    samples: int
+    features: int
+    classes: int
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Features [samples, features], whose gradient is wanted as within a model, and targets [samples]."""
+        generator = torch.Generator().manual_seed(_SEED)
+        features = torch.randn(self.samples, self.features, generator=generator)
+        return features.requires_grad_(), torch.randint(self.classes, (self.samples,), generator=generator)
+
+    def first_class(self, rank: int, world_size: int) -> int:
+        """The first class that `rank` holds."""
+        return shard_range(self.classes, world_size, rank)[0]
+
+    def weight(self, rank: int, world_size: int) -> Tensor:
+        """Initial rows of the classes that `rank` holds."""
+        start, count = shard_range(self.classes, world_size, rank)
+        generator = torch.Generator().manual_seed(_SEED + 1 + start)
+        return torch.randn(count, self.features, generator=generator).mul_(self.features**-0.5)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A contender that was built.
+
+    Args:
+        step: takes features and targets, updates the weight by SGD with momentum, leaves the features' gradient in
+            ``features.grad``, and returns the loss.
+        weight: this rank's rows.
+        states: what is held from step to step, the weight among it.
+    """
+
+    step: Callable[[Tensor, Tensor], Tensor]
+    weight: Tensor
+    states: Callable[[], list[Tensor]]
+
+
+def with_sgd(weight: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor], local: Tensor | None = None) -> Head:
+    """A head that torch's own SGD trains.
+
+    Args:
+        weight: a leaf that `loss_of` reads.
+        loss_of: features and targets to the loss.
+        local: this rank's rows, where `weight` is a DTensor.
+    """
+    optimizer = torch.optim.SGD([weight], lr=LEARNING_RATE, momentum=MOMENTUM)
+
+    def step(features: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(features, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def states() -> list[Tensor]:
+        held = [weight, *(value["momentum_buffer"] for value in optimizer.state.values())]
+        return [t.to_local() if hasattr(t, "to_local") else t for t in held]
+
+    return Head(step, weight.detach() if local is None else local, states)

@@ -1,0 +1,94 @@
+"""What is done to a tile of logits between the matrix products: as it stands, or compiled.
+
+Each operation here reads and writes a whole tile. One after the other that is cheap on a CPU, whose cache holds the
+tile, and most of the time on a GPU, where torch.compile makes one or two kernels of each function (Triton's, by way of
+Inductor). Both are the same code, so that what is tested without a GPU is what runs on one.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from tensorshard.nn.heads.rounding import dequantize, quantize, round_to_bfloat16_
+
+
+def online_softmax(logits: torch.Tensor, reference: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Takes a tile into the running sums of exponentials (Milakov and Gimelshein 2018).
+
+    Args:
+        logits: [N, width]; becomes exp(logits - the new reference).
+        reference: [N]: the largest logit so far.
+        total: [N] fp64: the sum of exp(logits - reference) so far; brought up to date.
+
+    Returns:
+        The new reference.
+    """
+    after = torch.maximum(reference, logits.amax(1))
+    logits.sub_(after[:, None]).exp_()
+    total.mul_((reference - after).double().exp_()).add_(logits.sum(1))
+    return after
+
+
+def softmax_slope(
+    logits: torch.Tensor,
+    reference: torch.Tensor,
+    of_softmax: torch.Tensor,
+    smoothing: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """Makes of a tile of logits the loss's gradient with respect to them, but for the targets', in place.
+
+    Args:
+        logits: [N, width].
+        reference: [N], of which `of_softmax` [N, 1] takes account.
+        smoothing: [N]: what label smoothing takes off, times the class weights [width] if there are any.
+    """
+    logits.sub_(reference[:, None]).exp_().mul_(of_softmax)
+    return smooth(logits, smoothing, class_weight)
+
+
+def smooth(slope: torch.Tensor, smoothing: torch.Tensor | None, class_weight: torch.Tensor | None) -> torch.Tensor:
+    """Takes label smoothing's share off a tile's slopes, in place."""
+    if smoothing is None:
+        return slope
+    return slope.sub_(smoothing[:, None]) if class_weight is None else slope.addr_(smoothing, class_weight, alpha=-1)
+
+
+def sgd_step(weight: torch.Tensor, momentum: torch.Tensor, weight_decay: float, lr: float) -> None:
+    """m += weight_decay * w; w -= lr * m, in place."""
+    if weight_decay:
+        momentum.add_(weight, alpha=weight_decay)
+    weight.add_(momentum, alpha=-lr)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions of this module and of :mod:`rounding`, as they stand or compiled."""
+
+    online_softmax: Callable[..., torch.Tensor]
+    softmax_slope: Callable[..., torch.Tensor]
+    sgd_step: Callable[..., None]
+    round_to_bfloat16_: Callable[..., torch.Tensor]
+    quantize: Callable[..., None]
+    dequantize: Callable[..., torch.Tensor]
+
+
+REFERENCE = Kernels(online_softmax, softmax_slope, sgd_step, round_to_bfloat16_, quantize, dequantize)
+
+
+@functools.cache
+def compiled_kernels(backend: str = "inductor") -> Kernels:
+    """All of them compiled, for tiles of any size."""
+    functions = vars(REFERENCE).items()
+    return Kernels(**{name: torch.compile(f, backend=backend, dynamic=True, fullgraph=True) for name, f in functions})
+
+
+def choose_kernels(tensor: torch.Tensor) -> Kernels:
+    """The compiled ones on a GPU that Triton is there for; never where something watches or fakes what is computed."""
+    real = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    compiles = tensor.device.type == "cuda" and real and find_spec("triton") is not None
+    return compiled_kernels() if compiles and _get_current_dispatch_mode() is None else REFERENCE

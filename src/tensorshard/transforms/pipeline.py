@@ -1,0 +1,145 @@
+"""A model cut into the stages of a pipeline, of which each rank lays out its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.distributed.decide import decide_once
+from tensorshard.materialize import TensorSource
+from tensorshard.mesh import Mesh
+from tensorshard.pipeline.capture import Tracer
+from tensorshard.pipeline.cut import Cut, cut_model
+from tensorshard.pipeline.graph import CallGraph
+from tensorshard.pipeline.shapes import Shapes
+from tensorshard.pipeline.stage import StageModule
+from tensorshard.plan import Plan
+from tensorshard.tensor_plans.copies import copy_with
+from tensorshard.tensor_plans.find import FoundPlan
+from tensorshard.tensor_plans.inputs import example_inputs
+from tensorshard.transforms.apply import Part, from_first_rank, lay_out
+from tensorshard.transforms.assign import ParameterPlaces, like
+from tensorshard.transforms.pipelined import PipelinedModel
+from tensorshard.transforms.precision import autocast, compute_dtype, keep_norms_fp32, master_dtype
+from tensorshard.transforms.shard import ShardedModel, stage_shard_units
+from tensorshard.transforms.stage_split import rehearse_tensor_split, split_stage
+from tensorshard.transforms.tensor_split import TensorSplit
+
+_REMEDY = (
+    "give parallelize(sample_inputs=...), inputs as for Engine.step, of any values and any sizes that the model takes"
+)
+
+
+def apply_pipeline(
+    source: TensorSource,
+    found: FoundPlan | None,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    broadcast: bool,
+    sample_inputs: Any,
+) -> PipelinedModel:
+    """The stages of the source's model that this rank has, laid out over the other axes of `mesh`.
+
+    Args:
+        found: the tensor-parallel table; None without.
+        broadcast, sample_inputs: as for :func:`tensorshard.transforms.apply.apply_plan`.
+
+    Raises:
+        ValueError: the model cannot be cut; it says where and why.
+    """
+    model = source.module
+    tracer = _tracer(source, found, plan, mesh, device)
+    with autocast(plan.precision, device):
+        graph = _trace(tracer, model, sample_inputs)
+    count = mesh.degrees["pp"] * mesh.stages_per_rank
+    # Ranks may have parts of different sizes, and must cut alike.
+    positions = decide_once(lambda: cut_model(graph, count, split=plan.pp_split).positions, mesh.world_group)
+    cut = Cut(graph, positions)
+    shapes = Shapes(tracer, cut)
+    stages = [StageModule(model, shapes, index) for index in mesh.stages]
+    value_of = _values(source, stages, mesh, device, broadcast=broadcast)
+    parts = [_lay_out_stage(stage, model, value_of, found, plan, mesh, device) for stage in stages]
+    return PipelinedModel(model, stages, parts, mesh)
+
+
+def _lay_out_stage(
+    stage: StageModule,
+    model: nn.Module,
+    value_of: Callable[[str], torch.Tensor],
+    found: FoundPlan | None,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+) -> ShardedModel:
+    blocks = list(stage.blocks.values())
+    part = Part(
+        stage.module,
+        repeated=blocks,
+        units=stage_shard_units(model, stage.module, plan.shard_units, blocks=blocks, units=stage.units),
+        computed=list(stage.units.values()),
+    )
+
+    def split() -> TensorSplit:
+        return TensorSplit() if found is None else split_stage(stage, model, found, plan, mesh.group("tp"))
+
+    return lay_out(part, value_of, split, plan, mesh, device)
+
+
+def _tracer(source: TensorSource, found: FoundPlan | None, plan: Plan, mesh: Mesh, device: torch.device) -> Tracer:
+    """Runs the model on fake tensors as this rank will: in its precision, with its part of split layers."""
+
+    def prepare(twin: nn.Module) -> None:
+        places = ParameterPlaces(twin)
+        for parameter in list(twin.parameters()):
+            dtype = compute_dtype(master_dtype(parameter.dtype), plan.precision)
+            if dtype != parameter.dtype:
+                places.replace(parameter, like(parameter, parameter.detach().to(dtype)))
+        if plan.precision != "fp32":
+            keep_norms_fp32(twin)
+        if found is not None:
+            rehearse_tensor_split(twin, found, mesh.group("tp"))
+
+    # What buffers hold may decide what the model does; parameters do not.
+    with_buffers = copy_with(
+        source.module, lambda name, tensor: tensor if isinstance(tensor, nn.Parameter) else source.tensor(name)
+    )
+    return Tracer(with_buffers, device=device, prepare=prepare)
+
+
+def _trace(tracer: Tracer, model: nn.Module, sample_inputs: Any) -> CallGraph:
+    if sample_inputs is not None:
+        return tracer.trace(sample_inputs)
+    error: Exception | None = None
+    for candidate in example_inputs(model):
+        try:
+            return tracer.trace(candidate)
+        except Exception as caught:  # whatever a model makes of inputs that are not its own
+            error = error or caught
+    name = type(model).__name__
+    if error is None:
+        raise ValueError(f"no inputs could be guessed to find out where {name} can be cut into stages; {_REMEDY}")
+    raise ValueError(
+        f"{name} could not be run on guessed inputs to find out where it can be cut into stages, "
+        f"{type(error).__name__}: {error}; {_REMEDY}"
+    ) from error
+
+
+def _values(
+    source: TensorSource, stages: list[StageModule], mesh: Mesh, device: torch.device, *, broadcast: bool
+) -> Callable[[str], torch.Tensor]:
+    """Where the values of this rank's stages come from."""
+    if not broadcast:
+        return lambda name: source.tensor(name).to(device)
+    own = {name for stage in stages for name, _ in stage.module.named_parameters()}
+    own |= {name for stage in stages for name, _ in stage.module.named_buffers()}
+    held: dict[str, torch.Tensor] = {}
+    # Stages are of different ranks, and each is to have the first rank's values: all take part in sending all.
+    model = source.module
+    for name in [*dict(model.named_parameters()), *dict(model.named_buffers())]:
+        value = from_first_rank(source.tensor(name).to(device), mesh)
+        if name in own:
+            held[name] = value.cpu()
+    return lambda name: held[name].to(device)

@@ -1,0 +1,80 @@
+"""Gradients of parameters that stages on several pipeline ranks use: tied ones, a module called again, bare ones."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class SharedGradients:
+    """Adds up, on every rank that has a parameter, the gradients of all that have it.
+
+    Every rank sends its own to the others and sums in the order of the ranks: so all get the same to the last bit, and
+    weights that were equal stay equal.
+
+    Args:
+        ranks: for each parameter, the pipeline ranks that have it.
+        masters: this rank's parameters.
+        group: of the pipeline.
+    """
+
+    def __init__(
+        self, ranks: Mapping[str, Sequence[int]], masters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
+    ) -> None:
+        self._group = group
+        self._ranks = {name: list(who) for name, who in sorted(ranks.items()) if len(who) > 1 and name in masters}
+        self._masters = {name: masters[name] for name in self._ranks}
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """A collective of the ranks that have any of the parameters. One that has no gradient anywhere gets none."""
+        if not self._ranks:
+            return
+        mine = self._group.rank()
+        own: dict[str, torch.Tensor] = {}
+        received: dict[str, dict[int, torch.Tensor]] = {}
+        counts: dict[str, dict[int, torch.Tensor]] = {}
+        operations: list[dist.P2POp] = []
+        for name, who in self._ranks.items():
+            master = self._masters[name]
+            has = master.grad is not None
+            own[name] = local_of(master.grad if has else torch.zeros_like(master)).contiguous()  # type: ignore[arg-type]
+            flag = torch.full((1,), float(has), device=own[name].device)
+            received[name], counts[name] = {}, {}
+            for rank in who:
+                if rank == mine:
+                    continue
+                peer = dist.get_global_rank(self._group, rank)
+                received[name][rank] = torch.empty_like(own[name])
+                counts[name][rank] = torch.empty_like(flag)
+                pairs = [(flag, counts[name][rank]), (own[name], received[name][rank])]
+                for sent, room in pairs if own[name].numel() else pairs[:1]:
+                    operations.append(dist.P2POp(dist.isend, sent, peer, self._group))
+                    operations.append(dist.P2POp(dist.irecv, room, peer, self._group))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        for name, who in self._ranks.items():
+            master = self._masters[name]
+            if master.grad is None and not any(count.item() for count in counts[name].values()):
+                continue
+            terms = [own[name] if rank == mine else received[name][rank] for rank in who]
+            total = terms[0].clone()
+            for term in terms[1:]:
+                total.add_(term)
+            _set_gradient(master, total)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` that this rank has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _set_gradient(master: nn.Parameter, local: torch.Tensor) -> None:
+    if isinstance(master, DTensor):
+        master.grad = DTensor.from_local(  # type: ignore[assignment]
+            local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+        )
+    else:
+        master.grad = local

@@ -1,0 +1,67 @@
+"""The compiled form of what is done to tiles, which GPUs run, against the plain one, on the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tensorshard.nn import ArcFace, ParallelLinearCrossEntropy
+from tensorshard.nn.heads import kernels, passes, tiles, update
+
+
+def _train(options: dict[str, Any], steps: int = 3) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    head = ParallelLinearCrossEntropy(64, 37, **options)
+    outcome = []
+    for _ in range(steps):
+        x, targets = torch.randn(6, 64, requires_grad=True), torch.randint(37, (6,))
+        loss = head(x, targets)
+        loss.backward()
+        outcome += [loss.detach(), x.grad]
+        if head.optimizer is not None:
+            head.optimizer.step()
+    return [*outcome, head.weight.detach().float() if head.optimizer is not None else head.weight.grad]
+
+
+def _sgd(**options: Any) -> dict[str, Any]:
+    return {"update": dict(lr=0.1, momentum=0.9, weight_decay=0.01, **options)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing": 0.1, "z_loss": 1e-3, "keep_logits": False},
+        {"class_weight": torch.linspace(0.5, 2, 37), "label_smoothing": 0.1, "bias": True, **_sgd()},
+        {"margin": ArcFace(), "scale": 8.0, **_sgd(momentum_dtype="bf16"), "dtype": torch.bfloat16},
+        {**_sgd(momentum_dtype="int8"), "dtype": torch.bfloat16, "sample_rate": 0.5},
+    ],
+)
+def test_compiled_is_the_same(options, monkeypatch):
+    """Traced and decomposed as on a GPU, though not turned into Triton's kernels."""
+    monkeypatch.setattr(tiles, "tile_width", lambda *_: 16)
+    expected = _train(options)
+    used = kernels.compiled_kernels("aot_eager_decomp_partition")
+    for module in (passes, update):
+        monkeypatch.setattr(module, "choose_kernels", lambda _: used)
+    found = _train(options)
+    low = options.get("dtype") is not None  # a last bit may turn which way a number is rounded
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2 if low else 1e-5, atol=2e-2 if low else 1e-6)
+
+
+def test_which_are_chosen(monkeypatch):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    assert kernels.choose_kernels(torch.zeros(2)) is kernels.REFERENCE
+    with FakeTensorMode():  # a CUDA tensor, which nothing is computed of
+        fake = torch.empty(2, device="cuda")
+        assert kernels.choose_kernels(fake) is kernels.REFERENCE
+
+    class OnGPU:
+        device = torch.device("cuda")
+
+    monkeypatch.setattr(kernels, "type", lambda _: torch.Tensor, raising=False)
+    monkeypatch.setattr(kernels, "compiled_kernels", lambda: "compiled")
+    assert kernels.choose_kernels(OnGPU()) == "compiled"
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    assert kernels.choose_kernels(OnGPU()) is kernels.REFERENCE
