@@ -351,6 +351,7 @@ def test_parts_that_do_not_fit(ranks, case, message):
         ({"reduction": "avg"}, ValueError, "reduction='avg' was given: use one of 'none', 'mean', 'sum'"),
         ({"label_smoothing": 2.0}, ValueError, "use a number from 0 to 1"),
         ({"scale": 0.0}, ValueError, "scale=0.0 was given"),
+        ({"z_loss": -1.0}, ValueError, "z_loss=-1.0 was given: use 0 or more"),
         ({"margin": ArcFace()}, ValueError, "without normalize=True"),
         (
             {"margin": CosFace(), "normalize": True, "bias": torch.randn(12)},

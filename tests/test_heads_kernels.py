@@ -4,15 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tensorshard.nn import ArcFace, ParallelLinearCrossEntropy
+from tensorshard.nn.functional import parallel_linear_cross_entropy
 from tensorshard.nn.heads import kernels, passes, tiles, update
+from tensorshard.nn.heads.spec import Precision
 
 
 def _train(options: dict[str, Any], steps: int = 3) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    head = ParallelLinearCrossEntropy(64, 37, **options)
+    head = ParallelLinearCrossEntropy(64, 37, **{"keep_logits": False, **options})
     outcome = []
     for _ in range(steps):
         x, targets = torch.randn(6, 64, requires_grad=True), torch.randint(37, (6,))
@@ -31,7 +34,7 @@ def _sgd(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"label_smoothing": 0.1, "z_loss": 1e-3, "keep_logits": False},
+        {"label_smoothing": 0.1, "z_loss": 1e-3},
         {"class_weight": torch.linspace(0.5, 2, 37), "label_smoothing": 0.1, "bias": True, **_sgd()},
         {"margin": ArcFace(), "scale": 8.0, **_sgd(momentum_dtype="bf16"), "dtype": torch.bfloat16},
         {**_sgd(momentum_dtype="int8"), "dtype": torch.bfloat16, "sample_rate": 0.5},
@@ -44,7 +47,10 @@ def test_compiled_is_the_same(options, monkeypatch):
     used = kernels.compiled_kernels("aot_eager_decomp_partition")
     for module in (passes, update):
         monkeypatch.setattr(module, "choose_kernels", lambda _: used)
+    torch._dynamo.reset()
+    counters.clear()
     found = _train(options)
+    assert counters["frames"]["ok"] == counters["frames"]["total"] > 1 and not counters["graph_break"]
     low = options.get("dtype") is not None  # a last bit may turn which way a number is rounded
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-2 if low else 1e-5, atol=2e-2 if low else 1e-6)
@@ -65,3 +71,31 @@ def test_which_are_chosen(monkeypatch):
     assert kernels.choose_kernels(OnGPU()) == "compiled"
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     assert kernels.choose_kernels(OnGPU()) is kernels.REFERENCE
+
+
+def test_narrow_products_as_on_a_gpu(monkeypatch):
+    """A GPU multiplies in bf16 and sums in fp32; here the products are fp32's, of what was rounded to bf16."""
+    monkeypatch.setattr(tiles, "tile_width", lambda *_: 16)
+    mm = torch.mm
+
+    def wide_mm(left: torch.Tensor, right: torch.Tensor, out_dtype: Any = None, *, out: Any = None) -> torch.Tensor:
+        return mm(left.to(out_dtype), right.to(out_dtype), out=out) if out_dtype else mm(left, right, out=out)
+
+    exact = _train({"label_smoothing": 0.1})
+    updated = _train(_sgd())
+    monkeypatch.setattr(torch, "mm", wide_mm)
+    monkeypatch.setattr(Precision, "choose", lambda *_: Precision(torch.bfloat16, torch.float32))
+    for options, expected in (({"label_smoothing": 0.1}, exact), (_sgd(), updated)):
+        for got, want in zip(_train(options), expected, strict=True):
+            assert got.dtype == torch.float32 and not torch.equal(got, want)
+            assert (got - want).norm() < 2.0**-6 * want.norm()
+
+
+def test_shapes_and_types_on_another_device():
+    """On the meta device, where nothing is computed, every operation still checks what it is given."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for options in ({}, {"keep_logits": True}, {"label_smoothing": 0.1}, {"normalize": True, "margin": ArcFace()}):
+            x, w = (torch.randn(n, 32, device="meta", dtype=dtype, requires_grad=True) for n in (64, 1000))
+            loss = parallel_linear_cross_entropy(x, w, torch.randint(1000, (64,), device="meta"), **options)
+            loss.backward()
+            assert loss.dtype == torch.float32 and w.grad.dtype == x.grad.dtype == dtype and w.grad.shape == (1000, 32)

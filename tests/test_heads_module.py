@@ -217,10 +217,13 @@ def test_sampling(ranks):
 
 
 def _bad(case: str) -> None:
-    tsd.init_process_group(1 if case == "replicas" else 2)
+    if "no group" not in case:
+        tsd.init_process_group(1 if case == "replicas" else 2)
     dist.barrier()
-    if case == "replicas":
+    if case.startswith("replicas"):
         ParallelLinearCrossEntropy(5, 12, update=dict(lr=0.1))
+    if case == "gathering, no group":
+        ParallelLinearCrossEntropy(5, 12, gather_inputs=True)
     head = ParallelLinearCrossEntropy(5, 12)
     head(torch.randn(3, 5), torch.tensor([1, 12, 3]))
 
@@ -229,6 +232,8 @@ def _bad(case: str) -> None:
     ("case", "message"),
     [
         ("replicas", "a head over 1 of 2 processes whose inputs are not gathered: its copies elsewhere"),
+        ("replicas, no group", "a head over 1 of 2 processes whose inputs are not gathered: its copies elsewhere"),
+        ("gathering, no group", "gathers over the ranks that hold the classes, but this head has no group: call"),
         ("target", "target 12, number 1 of 3, is outside the 12 classes"),
     ],
 )

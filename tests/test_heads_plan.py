@@ -141,7 +141,7 @@ def test_an_update_in_backward_is_refused(ranks, fields, message, as_callable):
 
 
 def _refused(fields: dict[str, Any], as_callable: bool) -> None:
-    build = partial(_Classifier, update=dict(lr=0.1))
+    build = partial(_Classifier, update=dict(lr=0.1), gather_inputs=torch.distributed.group.WORLD)
     ts.parallelize(build if as_callable else build(), ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=_loss)
 
 

@@ -284,6 +284,49 @@ def test_a_stage_may_have_nothing_to_train(ranks, tmp_path, level):
     parity.assert_same({"losses": losses, "state": state}, {"losses": expected, "state": weights}, 1e-5)
 
 
+class TwoInputs(nn.Module):
+    """Every block reads the second input; a plain number is one of the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor, power: int = 1) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x * gate**power)
+        return {"x": x, "gated": x * gate}
+
+
+def _two_losses(output: dict[str, torch.Tensor], targets: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = targets["kept"]
+    first = (output["x"] - targets["pair"][0]).square().mean(1)
+    second = (output["gated"] - targets["pair"][1]).abs().mean(1)
+    return ((first + second) * kept).sum(), kept.sum()
+
+
+def _train_two_inputs(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    x, gate = torch.linspace(-1, 1, 48).view(8, 6), torch.linspace(0.5, 1.5, 8).view(8, 1)
+    inputs = (x, gate, 2)
+    targets = {"pair": (x.flip(0), x.flip(1)), "kept": torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0])}
+    engine = ts.parallelize(
+        TwoInputs(),
+        ts.Plan(**fields),
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        loss_fn=_two_losses,
+        sample_inputs=inputs,
+    )
+    losses = [engine.step(inputs, targets).item() for _ in range(4)]
+    return [*losses, engine.evaluate(inputs, targets).item()], engine.predict(inputs)
+
+
+def test_several_inputs_and_targets_of_any_structure(ranks):
+    expected, output = ranks(1, _train_two_inputs, dict())[0]
+    for losses, outputs in ranks(2, _train_two_inputs, dict(pp=2, micro_batches=4)):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(outputs, output, rtol=1e-5, atol=1e-6)
+
+
 # Bad inputs.
 
 

@@ -88,7 +88,7 @@ def test_pipelines_are_checked_when_their_ranks_are_known():
             plan.resolve(4)
     with pytest.raises(ValueError, match="did you mean '1f1b'"):
         Plan(pp=2, pp_schedule="1F1B")
-    with pytest.raises(TypeError, match="pp_split is 'layers.1'; it must be None or a non-empty list"):
+    with pytest.raises(TypeError, match=r"pp_split is 'layers\.1'; it must be None or a non-empty list"):
         Plan(pp=2, pp_split="layers.1")
 
 

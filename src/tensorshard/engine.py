@@ -1,6 +1,5 @@
 """parallelize() and the Engine: one optimizer step under any plan."""
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from tensorshard.distributed.world import default_device, join_world, world_size
 from tensorshard.loss_tally import Objective
 from tensorshard.materialize import TensorSource, from_meta, from_module, record
 from tensorshard.mesh import Mesh
+from tensorshard.optim.build import OptimizerFactory, build_optimizer
 from tensorshard.optim.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.optim.loss_scaler import LossScaler
 from tensorshard.passes import Passes, WholeModelPasses
@@ -29,7 +29,6 @@ from tensorshard.transforms.shard import ShardedModel
 
 logger = logging.getLogger("tensorshard")
 
-OptimizerFactory = Callable[..., torch.optim.Optimizer]
 LossFunction = Callable[[Any, Any], Any]
 
 
@@ -128,7 +127,7 @@ class Engine:
         objective = Objective(loss_fn, plan.precision, device)
         self._passes = _passes_for(sharded, plan, mesh, objective, device)
         self._running_statistics = running_statistics(sharded.model)
-        self.optimizer = _build_optimizer(optimizer, self._trained)
+        self.optimizer = build_optimizer(optimizer, self._trained)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
         self.optimizer.register_step_post_hook(lambda *_: sharded.publish_update())
 
@@ -330,36 +329,6 @@ def _check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any) -> Non
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a callable (output, targets) -> loss")
     check_loss_function(loss_fn)
-
-
-def _build_optimizer(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    if not masters:  # of a pipeline's stage nothing may be trained; its optimizer then exists for schedulers' sake
-        masters = {"none": nn.Parameter(torch.empty(0))}
-    given: Any = list(masters.items()) if _wants_names(factory) else list(masters.values())
-    built = factory(given)
-    if not isinstance(built, torch.optim.Optimizer):
-        raise TypeError(f"optimizer(parameters) returned a {type(built).__name__}; it must return a torch Optimizer")
-    known = set(masters.values())
-    for group in built.param_groups:
-        for parameter in group["params"]:
-            if parameter not in known:
-                raise ValueError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that it was not given; build "
-                    f"it from the parameters that the callable receives"
-                )
-        # The for-loop that torch chooses on CPUs is 7 times slower; the fused kernel computes the same. Those of other
-        # optimizers do not take DTensors.
-        is_open = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
-        if is_open and isinstance(built, torch.optim.Adam | torch.optim.AdamW):
-            group["fused"] = True
-    return built
-
-
-def _wants_names(factory: Any) -> bool:
-    try:
-        return "named_parameters" in inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return False
 
 
 def _is_finite(value: torch.Tensor) -> bool:

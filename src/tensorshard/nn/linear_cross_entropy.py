@@ -1,35 +1,26 @@
 """The head of a classifier: its last linear layer and its loss, for any number of classes."""
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
-from tensorshard.distributed import primitives
-from tensorshard.distributed.groups import Group, is_initialized, resolve_group
+from tensorshard.distributed.groups import Group
 from tensorshard.distributed.marks import ParallelMark, set_mark
-from tensorshard.distributed.sharding import shard_range, to_local
+from tensorshard.distributed.sharding import shard_range
 from tensorshard.nn.functional.linear_cross_entropy import tiled_loss
-from tensorshard.nn.heads import gathering
 from tensorshard.nn.heads.check import check_options
 from tensorshard.nn.heads.function import Extras
 from tensorshard.nn.heads.logits import head_tiles, local_logits
 from tensorshard.nn.heads.margins import Margin
-from tensorshard.nn.heads.optimizer import HeadSGD
-from tensorshard.nn.heads.parameter import as_torch_parameter, refuse_grad_when, without_grad
-from tensorshard.nn.heads.place import Place
-from tensorshard.nn.heads.rows import fill_rows, initial_rows
+from tensorshard.nn.heads.module import HeadModule
 from tensorshard.nn.heads.sampling import sample_classes
 from tensorshard.nn.heads.topk import largest_logits
-from tensorshard.nn.module import ParallelModule
 
 _DEFAULT_SCALE = 64.0  # of cosines, as in ArcFace and CosFace
 
 
-class ParallelLinearCrossEntropy(ParallelModule):
+class ParallelLinearCrossEntropy(HeadModule):
     """``nn.Linear`` and ``nn.CrossEntropyLoss`` in one, its classes split over a group, its logits never all there.
 
     Exact: see :func:`tensorshard.nn.functional.parallel_linear_cross_entropy`. Initial weights are ``nn.Linear``'s
@@ -69,8 +60,6 @@ class ParallelLinearCrossEntropy(ParallelModule):
         ValueError: options that do not fit.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
     class_weight: torch.Tensor | None
 
     def __init__(
@@ -98,25 +87,24 @@ class ParallelLinearCrossEntropy(ParallelModule):
     ) -> None:
         normalize = margin is not None if normalize is None else normalize
         scale = (_DEFAULT_SCALE if normalize else 1.0) if scale is None else scale
-        check_options(reduction, label_smoothing, margin, scale, normalize, bias)
+        check_options(reduction, label_smoothing, z_loss, margin, scale, normalize, bias)
         _check_module(in_features, num_classes, class_weight, sample_rate, label_smoothing)
-        split = group is not None or is_initialized()
-        super().__init__(0 if split else None, group if split else None)
-        self._ranks: dist.ProcessGroup | None = None  # whom a Plan has split the classes over
-        self.in_features, self.num_classes = in_features, num_classes
+        super().__init__(
+            in_features,
+            num_classes,
+            bias,
+            gather_inputs=gather_inputs,
+            grad_scale=grad_scale,
+            update=update,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
         self.ignore_index, self.label_smoothing, self.z_loss = ignore_index, label_smoothing, z_loss
         self.reduction, self.keep_logits = reduction, keep_logits
         self.margin, self.normalize, self.scale = margin, normalize, scale
-        self.sample_rate, self.grad_scale = sample_rate, grad_scale
-        self._data_group = self._resolve_data_group(gather_inputs)
+        self.sample_rate = sample_rate
         self.register_buffer("class_weight", class_weight, persistent=False)
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        weight, biases = initial_rows(in_features, num_classes, *self._range(), bias, device, dtype)
-        self.weight = self._parameter(weight, (num_classes, in_features))
-        self.register_parameter("bias", None if biases is None else self._parameter(biases, (num_classes,)))
-        self.optimizer: HeadSGD | None = None
-        if update is not None:
-            self._update_in_backward(update)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> "ParallelLinearCrossEntropy":
@@ -161,7 +149,7 @@ class ParallelLinearCrossEntropy(ParallelModule):
             self.weight,
             targets,
             self.bias,
-            Place(self._range()[0], self.num_classes, self._process_group()),
+            self._place(),
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             class_weight=self.class_weight,
@@ -229,18 +217,6 @@ class ParallelLinearCrossEntropy(ParallelModule):
         valid = targets != self.ignore_index
         return (hit & valid).sum() / valid.sum()
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Backward passes inside leave the weight as it is and add up; the first one outside ends the step.
-
-        For micro-batches, with ``update=``: all but the last of a step run inside.
-
-        Raises:
-            RuntimeError: the head was built without ``update=``: gradients then add up by themselves.
-        """
-        if self.optimizer is None:
-            raise RuntimeError("accumulate() is for heads built with update=: here gradients add up in .grad")
-        return self.optimizer.accumulate()
-
     def extra_repr(self) -> str:
         options = [f"{self.in_features}, {self.num_classes}, bias={self.bias is not None}"]
         options += [] if self.margin is None else [f"margin={self.margin}"]
@@ -248,139 +224,6 @@ class ParallelLinearCrossEntropy(ParallelModule):
         options += [f"sample_rate={self.sample_rate}"] if self.sample_rate < 1 else []
         options += [] if self.optimizer is None else [f"update={self.optimizer.options()}"]
         return ", ".join(options)
-
-    def _gather(self, features: Any, targets: Any) -> tuple[Any, Any]:
-        """The whole batch, if it is in parts."""
-        if self._data_group is None:
-            return features, targets
-        if features is not None:
-            features = gathering.gather_features(
-                features, self._data_group, self.grad_scale, self._gathers_over_classes()
-            )
-        if targets is not None:
-            sizes = primitives.exchange_sizes(len(targets), self._data_group, targets.device)
-            targets = primitives.gather_dim(targets, 0, sizes, self._data_group)
-        return features, targets
-
-    @property
-    def gathers_inputs(self) -> bool:
-        """Whether it was built with ``gather_inputs=``."""
-        return self._data_group is not None
-
-    def _gathers_over_classes(self) -> bool:
-        group = self._process_group()
-        return self._data_group is not None and group is not None and gathering.same_ranks(self._data_group, group)
-
-    def split_classes(self, group: dist.ProcessGroup) -> None:
-        """Makes a head that holds all classes compute with its part of them, as a Plan's tensor-parallel ranks do.
-
-        The caller puts this rank's rows (:func:`tensorshard.distributed.sharding.shard_range`) into the parameters.
-
-        Raises:
-            RuntimeError: the head is split already, or was built with ``update=`` or ``gather_inputs=``.
-        """
-        taken = [
-            what
-            for what, is_so in (
-                ("a group of its own", self._process_group() is not None),
-                ("update=", self.optimizer is not None),
-                ("gather_inputs=", self._data_group is not None),
-            )
-            if is_so
-        ]
-        if taken:
-            raise RuntimeError(f"a head with {taken[0]} cannot be split over other ranks: build it without")
-        self._ranks = group
-
-    def _process_group(self) -> dist.ProcessGroup | None:
-        return self._ranks if self._mesh is None else self.group
-
-    def _size_and_rank(self) -> tuple[int, int]:
-        group = self._process_group()
-        return (1, 0) if group is None else (group.size(), group.rank())
-
-    def _resolve_data_group(self, gather_inputs: bool | Group) -> dist.ProcessGroup | None:
-        if gather_inputs is False:
-            return None
-        if gather_inputs is True:
-            return self._process_group()
-        return resolve_group(gather_inputs)
-
-    def _range(self) -> tuple[int, int]:
-        """This rank's first class and how many it has."""
-        return shard_range(self.num_classes, *self._size_and_rank())
-
-    def reset_parameters(self) -> None:
-        """Draws the parameters anew, as the constructor did: those of ``nn.Linear`` for the same random seed."""
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                fill_rows(to_local(parameter.detach()), self.num_classes, self._range()[0], self.in_features)
-
-    def _parameter(self, local: torch.Tensor, shape: tuple[int, ...]) -> nn.Parameter:
-        if self._mesh is None:
-            return nn.Parameter(local)
-        stride = torch.empty(shape, device="meta").stride()
-        if local.device.type not in (self._mesh.device_type, "meta"):
-            local = local.to(self._mesh.device_type)
-        return nn.Parameter(
-            DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
-        )
-
-    def _check_replicas(self) -> None:
-        group = self._process_group()
-        if group is not None and group.size() < dist.get_world_size() and self._data_group is None:
-            raise ValueError(
-                f"update= was given to a head over {group.size()} of {dist.get_world_size()} processes "
-                "whose inputs are "
-                "not gathered: its copies elsewhere would see other batches and drift apart. Pass gather_inputs= (the "
-                "data axis), spread the classes over all processes, or leave update= out"
-            )
-
-    def _check_update(self, features: torch.Tensor) -> None:
-        if self.optimizer is None:
-            return
-        if not self.optimizer.holds(self.weight):
-            raise RuntimeError(
-                "the weight of a head built with update= was replaced (by load_state_dict(assign=True), fully_shard or "
-                "the like), and its optimizer still has the old one: build the head without update="
-            )
-        half = (
-            torch.get_autocast_dtype(features.device.type) if torch.is_autocast_enabled(features.device.type) else None
-        )
-        if torch.float16 in (features.dtype, half):
-            raise RuntimeError(
-                "a head built with update= was called in fp16, whose losses a GradScaler scales, skipping steps that "
-                "overflow: backward would have updated the weight already. Use bf16, or build the head without update="
-            )
-
-    def _update_in_backward(self, options: dict[str, Any]) -> None:
-        self._check_replicas()
-        self._renew_parameters()
-        self.optimizer = HeadSGD.from_options(self.weight, self.bias, dict(options))
-        self._guard()
-
-    def _renew_parameters(self) -> None:
-        self.weight = without_grad(self.weight)
-        if self.bias is not None:
-            self.bias = without_grad(self.bias)
-
-    def _guard(self) -> None:
-        assert self.optimizer is not None
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                refuse_grad_when(parameter, self.optimizer)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "ParallelLinearCrossEntropy":
-        if self.optimizer is None:
-            return super()._apply(fn, recurse)
-        # What torch does here it can do to parameters of its own types alone.
-        for name, parameter in list(self.named_parameters(recurse=False)):
-            setattr(self, name, as_torch_parameter(parameter))
-        super()._apply(fn, recurse)
-        self._renew_parameters()
-        self.optimizer.rebind(self.weight, self.bias)
-        self._guard()
-        return self
 
 
 def _check_module(

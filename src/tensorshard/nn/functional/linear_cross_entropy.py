@@ -119,6 +119,7 @@ def tiled_loss(
         class_weight=class_weight,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
+        z_loss=z_loss,
         reduction=reduction,
         margin=margin,
         scale=scale,

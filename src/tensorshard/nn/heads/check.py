@@ -1,5 +1,7 @@
 """What a head refuses, before anything is allocated."""
 
+import math
+
 import torch
 
 from tensorshard.nn.heads.function import Extras
@@ -19,6 +21,7 @@ def check_head(
     class_weight: torch.Tensor | None,
     ignore_index: int,
     label_smoothing: float,
+    z_loss: float,
     reduction: str,
     margin: Margin | None,
     scale: float,
@@ -35,7 +38,7 @@ def check_head(
         IndexError: a target is outside the classes.
         ValueError: anything else.
     """
-    check_options(reduction, label_smoothing, margin, scale, normalize, bias is not None)
+    check_options(reduction, label_smoothing, z_loss, margin, scale, normalize, bias is not None)
     _check_tensors(input, weight, target, bias, extras)
     if class_weight is not None:
         if list(class_weight.shape) != [classes]:
@@ -56,7 +59,13 @@ def check_head(
 
 
 def check_options(
-    reduction: str, label_smoothing: float, margin: Margin | None, scale: float, normalize: bool, bias: bool
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    margin: Margin | None,
+    scale: float,
+    normalize: bool,
+    bias: bool,
 ) -> None:
     """Refuses options that do not fit together.
 
@@ -67,6 +76,8 @@ def check_options(
         raise ValueError(f"reduction={reduction!r} was given: use one of {', '.join(map(repr, REDUCTIONS))}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing={label_smoothing} was given: use a number from 0 to 1")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss={z_loss} was given: use 0 or more")
     if not scale > 0:
         raise ValueError(f"scale={scale} was given: use a number above 0")
     if margin is not None and not normalize:

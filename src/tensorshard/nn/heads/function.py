@@ -12,7 +12,7 @@ from tensorshard.distributed import primitives
 from tensorshard.nn.heads.optimizer import HeadSGD
 from tensorshard.nn.heads.passes import Slopes, Statistics, run_backward, run_forward
 from tensorshard.nn.heads.sinks import Gradients
-from tensorshard.nn.heads.spec import HeadSpec
+from tensorshard.nn.heads.spec import HeadSpec, without_autocast
 from tensorshard.nn.heads.tiles import Columns, Tiles
 
 
@@ -53,7 +53,7 @@ class _Head(Function):
         spec: HeadSpec,
     ) -> torch.Tensor:
         precision = spec.precision
-        with torch.autocast(input.device.type, enabled=False):
+        with without_autocast(input):
             norms = input.new_empty(len(weight), dtype=precision.wide) if spec.normalize else None
             tiles = Tiles(input.to(precision.compute), weight, bias, sample, norms, precision)
             columns = Columns(targets, spec.start, len(weight), sample)
@@ -75,7 +75,7 @@ class _Head(Function):
         input, weight, bias, targets, class_weight, sample, norms, *rest = ctx.saved_tensors
         found = Statistics(*rest)
         precision = spec.precision
-        with torch.autocast(input.device.type, enabled=False):
+        with without_autocast(input):
             tiles = Tiles(input.to(precision.compute), weight, bias, sample, norms, precision)
             columns = Columns(targets, spec.start, len(weight), sample)
             slopes = _slopes(grads[0].double(), found, _weigh(targets, class_weight, spec), class_weight, spec)

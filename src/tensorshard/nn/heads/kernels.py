@@ -58,33 +58,25 @@ def smooth(slope: torch.Tensor, smoothing: torch.Tensor | None, class_weight: to
     return slope.sub_(smoothing[:, None]) if class_weight is None else slope.addr_(smoothing, class_weight, alpha=-1)
 
 
-def sgd_step(weight: torch.Tensor, momentum: torch.Tensor, weight_decay: float, lr: float) -> None:
-    """m += weight_decay * w; w -= lr * m, in place."""
-    if weight_decay:
-        momentum.add_(weight, alpha=weight_decay)
-    weight.add_(momentum, alpha=-lr)
-
-
 @dataclass(frozen=True)
 class Kernels:
     """The functions of this module and of :mod:`rounding`, as they stand or compiled."""
 
     online_softmax: Callable[..., torch.Tensor]
     softmax_slope: Callable[..., torch.Tensor]
-    sgd_step: Callable[..., None]
     round_to_bfloat16_: Callable[..., torch.Tensor]
     quantize: Callable[..., None]
     dequantize: Callable[..., torch.Tensor]
 
 
-REFERENCE = Kernels(online_softmax, softmax_slope, sgd_step, round_to_bfloat16_, quantize, dequantize)
+REFERENCE = Kernels(online_softmax, softmax_slope, round_to_bfloat16_, quantize, dequantize)
 
 
 @functools.cache
 def compiled_kernels(backend: str = "inductor") -> Kernels:
-    """All of them compiled, for tiles of any size."""
+    """All of them compiled, for tiles of any size. None takes a number that changes, which would compile it anew."""
     functions = vars(REFERENCE).items()
-    return Kernels(**{name: torch.compile(f, backend=backend, dynamic=True, fullgraph=True) for name, f in functions})
+    return Kernels(**{name: torch.compile(function, backend=backend, dynamic=True) for name, function in functions})
 
 
 def choose_kernels(tensor: torch.Tensor) -> Kernels:

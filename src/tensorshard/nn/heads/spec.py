@@ -1,7 +1,8 @@
 """What a head's loss is to be computed of, besides its tensors."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -73,8 +74,15 @@ class HeadSpec:
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     """The type of an enclosing ``torch.autocast`` for the device of `tensor`, or None."""
+    if tensor.is_meta:
+        return None
     device_type = tensor.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context in which operations on the device of `tensor` compute in the types that they are given."""
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
 def choose_keep(

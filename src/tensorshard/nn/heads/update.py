@@ -90,7 +90,7 @@ class Update:
     def _finish(self, weight: torch.Tensor, momentum: torch.Tensor) -> None:
         """Ends the step of some rows, both of the wide type."""
         if self._rule.complete:
-            self._kernels.sgd_step(weight, momentum, self._rule.weight_decay, self._rule.lr)
+            _sgd_step(weight, momentum, self._rule.weight_decay, self._rule.lr)
 
     def _step(self, slot: Slot, rows: slice | torch.Tensor, grad: torch.Tensor, room: list[torch.Tensor]) -> None:
         """As `_finish` after the sum, for states of any type and rows of a sample. Overwrites `grad` and `room`."""
@@ -102,7 +102,7 @@ class Update:
         momentum.mul_(self._rule.keep).add_(grad)
         if self._rule.complete:
             weight = grad.copy_(slot.weight[rows])
-            self._kernels.sgd_step(weight, momentum, self._rule.weight_decay, self._rule.lr)
+            _sgd_step(weight, momentum, self._rule.weight_decay, self._rule.lr)
             self._write(slot.weight, rows, weight)
         if slot.scales is None:
             self._write(slot.momentum, rows, momentum)
@@ -119,6 +119,13 @@ class Update:
             assert self._noise is not None
             value = self._kernels.round_to_bfloat16_(value, self._noise.bits(value.shape))
         target[rows] = value.to(target.dtype)
+
+
+def _sgd_step(weight: torch.Tensor, momentum: torch.Tensor, weight_decay: float, lr: float) -> None:
+    """m += weight_decay * w; w -= lr * m, in place."""
+    if weight_decay:
+        momentum.add_(weight, alpha=weight_decay)
+    weight.add_(momentum, alpha=-lr)
 
 
 def finish_step(weight: Slot, bias: Slot | None, rule: Rule, seed: int, rows: int) -> None:
@@ -142,7 +149,7 @@ def _finish_rows(slot: Slot, rows: slice, rule: Rule, noise: Noise | None, wide:
     else:
         momentum = held.to(wide)  # itself, if it is of that type
     moved = weight.to(wide)
-    kernels.sgd_step(moved, momentum, rule.weight_decay, rule.lr)
+    _sgd_step(moved, momentum, rule.weight_decay, rule.lr)
     if noise is None:
         return
     if weight.dtype == torch.bfloat16:
