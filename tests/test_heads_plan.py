@@ -96,6 +96,28 @@ def test_a_meta_module_gets_the_weights_of_a_linear_layer(ranks):
     assert found[4] == pytest.approx((37 * 8) ** 0.5 * (1 / 3 / 8) ** 0.5, rel=0.1)
 
 
+def _step_and_save(path: str) -> list[float]:
+    engine = parity.make_engine("gpt_head", dict(tp=2, zero=3))
+    losses = [engine.step(*parity.shard(engine, *parity.batch("gpt_head", step))).item() for step in range(2)]
+    engine.save(path)
+    return losses
+
+
+def _load_and_step(kind: str, path: str) -> list[float]:
+    engine = parity.make_engine(kind, dict(zero=1))
+    engine.load(path)
+    return [engine.step(*parity.shard(engine, *parity.batch(kind, step))).item() for step in range(2, 4)]
+
+
+def test_a_plain_layer_goes_on_from_a_heads_checkpoint(ranks, tmp_path):
+    path = str(tmp_path / "split")
+    losses = ranks(4, _step_and_save, path)[0]
+    expected = parity.reference("gpt", steps=4)["losses"]
+    torch.testing.assert_close(losses, expected[:2], rtol=1e-5, atol=1e-5)
+    for kind in ("gpt", "gpt_head"):
+        torch.testing.assert_close(ranks(2, _load_and_step, kind, path)[0], expected[2:], rtol=1e-5, atol=1e-5)
+
+
 def _low_precision(fields: dict[str, Any]) -> list[float]:
     engine = ts.parallelize(
         _Classifier(), ts.Plan(precision="bf16", **fields), optimizer=parity.ADAMW, loss_fn=_loss, seed=3

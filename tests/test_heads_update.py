@@ -313,4 +313,4 @@ def _peak_bytes(plain: bool) -> int:
 def test_neither_logits_nor_a_gradient_are_held(ranks):
     """A gradient takes 82 MB, and logits 41 MB."""
     assert ranks(1, _peak_bytes, False)[0] < 12e6
-    assert ranks(1, _peak_bytes, True)[0] > 82e6 + 41e6
+    assert ranks(1, _peak_bytes, True)[0] > 0.9 * (82e6 + 41e6)

@@ -12,6 +12,7 @@ from torch import nn
 
 import parity
 import tensorshard as ts
+from tensorshard.engine import NonFiniteLossError
 from tensorshard.launch import World, launch
 from tensorshard.launch_errors import WorkerFailedError
 from tensorshard.models import GPT
@@ -30,6 +31,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt2-tied-clip": ("gpt2", 2, dict(micro_batches=2, clip_grad_norm=CLIP)),
     "t5-interleaved": ("t5", 2, dict(micro_batches=2, pp_schedule="interleaved_1f1b")),
     "unet-skips": ("unet", 2, dict(micro_batches=2, pp_split=["down.2"])),
+    "gpt-cut-inside-of-a-block": ("gpt", 2, dict(micro_batches=2, pp_units=["blocks.1.*"], pp_split=["blocks.1.mlp"])),
+    "resnet-whole-encoder": ("resnet", 2, dict(micro_batches=2, pp_units=["resnet.encoder"], recompute="full")),
     "tied-zero1": ("gpt_tied", 4, dict(zero=1, micro_batches=4, clip_grad_norm=CLIP)),
     "tied-zero2-zero-bubble": ("gpt_tied", 4, dict(zero=2, micro_batches=4, pp_schedule="interleaved_zero_bubble")),
     "tied-zero3-full": ("gpt_tied", 4, dict(zero=3, micro_batches=4, recompute="full", clip_grad_norm=CLIP)),
@@ -351,6 +354,11 @@ def _message(kind: str, fields: dict[str, Any], **options: Any) -> str:
         (dict(pp_split=["blocks.9"]), "pp_split names 'blocks.9', which is no module that is called; did you mean"),
         (dict(pp_split=["blocks.0.mlp"]), "is inside of 'blocks.0', and that runs on one stage as a whole"),
         (dict(pp_split=["blocks.1", "head"]), "pp_split names 2 modules"),
+        (
+            dict(tp=2, pp_units=["blocks.1.mlp"], sequence_parallel=True),
+            "is inside of 'blocks.1', and with sequence_parallel=True",
+        ),
+        (dict(pp_units=["block.*"]), "no module of the model is called 'block.*'"),
         (dict(pp_schedule="pipedream"), "pp_schedule is 'pipedream'; "),
         (dict(pp_stages_per_rank=3), "the 1f1b schedule needs 1 stage a rank, and there are 3"),
         (dict(pp_schedule="looped_bfs", pp_stages_per_rank=9), "which cannot make 18 stages"),
@@ -359,7 +367,7 @@ def _message(kind: str, fields: dict[str, Any], **options: Any) -> str:
     ],
 )
 def test_plans_that_cannot_be_honoured(ranks, fields, words):
-    for message in ranks(2, _message, "gpt", fields):
+    for message in ranks(2 * fields.get("tp", 1), _message, "gpt", fields):
         assert words in message
 
 
@@ -405,6 +413,27 @@ def _unsplittable_batch() -> str:
 def test_a_batch_that_does_not_split(ranks):
     for message in ranks(2, _unsplittable_batch):
         assert "a batch of 6 samples on this rank does not split into micro_batches=4" in message
+
+
+def _steps_around_a_bad_batch(fields: dict[str, Any]) -> tuple[list[float], str, int]:
+    engine = parity.make_engine("resnet", fields)
+    images, labels = parity.batch("resnet", 0)
+    losses = [engine.step(images, labels).item()]
+    try:
+        engine.step(images.fill_(float("inf")), labels)
+        message = ""
+    except NonFiniteLossError as error:
+        message = str(error)
+    losses.append(engine.step(*parity.batch("resnet", 1)).item())
+    losses.append(engine.evaluate(*parity.batch("resnet", 2)).item())  # by the running statistics
+    return losses, message, engine.step_count
+
+
+def test_a_loss_that_is_not_finite_is_said_on_every_stage_and_leaves_no_trace(ranks):
+    alone, _, _ = ranks(1, _steps_around_a_bad_batch, dict(micro_batches=2))[0]
+    for losses, message, count in ranks(2, _steps_around_a_bad_batch, dict(pp=2, micro_batches=2)):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=1e-6)
+        assert "the loss of step 2 is nan" in message and count == 2
 
 
 class CountsCalls(nn.Module):

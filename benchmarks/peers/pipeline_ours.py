@@ -18,6 +18,7 @@ def build(work: PipelineWork, rank: int, world_size: int, **plan: Any) -> Pipeli
         optimizer=OPTIMIZER,
         loss_fn=loss_fn,
         device="cpu",
+        sample_inputs=work.batch(0)[0][: work.tokens],
     )
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float | None:

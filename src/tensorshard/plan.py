@@ -19,7 +19,7 @@ RECOMPUTE_MODES = ("none", "selective", "full")
 # Axes of the mesh that exist in the data structure and that no transform implements yet.
 _MISSING_AXES = {"cp": "context parallelism"}
 # Fields that only mean something along one of the axes.
-_FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": "pp"}
+_FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": "pp", "pp_units": "pp"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Plan:
         pp_split: names of the modules that start a stage, the first stage's excepted; None to balance the stages' cost.
         pp_stages_per_rank: how many stages each pipeline rank has, where the schedule works with several; None for as
             few as it does.
+        pp_units: names of modules (globs allowed) that a pipeline is not to cut through, beside the model's blocks; or of
+            parts of blocks, between which it may then cut.
         offload: where optimizer states go; None keeps them on the device.
 
     Raises:
@@ -83,6 +85,7 @@ class Plan:
     reduce_dtype: str | None = None
     tp_check: bool = True
     pp_stages_per_rank: int | None = None
+    pp_units: list[str] | None = None
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -105,7 +108,8 @@ class Plan:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         object.__setattr__(self, "shard_units", _shard_units(self.shard_units))
-        object.__setattr__(self, "pp_split", _names_of_modules("pp_split", self.pp_split))
+        for name in ("pp_split", "pp_units"):
+            object.__setattr__(self, name, _names_of_modules(name, getattr(self, name)))
         if self.pp_stages_per_rank is not None:
             _check_int("pp_stages_per_rank", self.pp_stages_per_rank, least=1)
         if self.pp_schedule != "1f1b":

@@ -109,7 +109,7 @@ class Tracer:
                 raise ValueError(
                     f"buffer {buffer!r} is changed by code outside of the model's units, by what units computed; each "
                     f"stage would change it differently. Move that code into the unit, or name the module that holds "
-                    f"it as a unit"
+                    f"it as a unit (pp_units)"
                 )
         return CallGraph(
             calls=tuple(self._calls),
@@ -186,7 +186,8 @@ class Tracer:
             raise ValueError(
                 f"{owner} ({type(self._twin.get_submodule(where)).__name__}) decides by the value of a tensor that is "
                 f"computed by units, after the call of {last!r} ({error.func}); only the stage of that unit would "
-                f"have the value. Name {where or 'an enclosing module'!r} as one unit, so that it runs on one stage"
+                f"have the value. Name {where or 'an enclosing module'!r} as one unit (pp_units), so that it runs on "
+                f"one stage"
             ) from error
 
     def _watch(self, name: str) -> None:

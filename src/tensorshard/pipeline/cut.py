@@ -113,7 +113,7 @@ def cut_model(graph: CallGraph, stages: int, *, split: list[str] | None = None, 
     if stages > len(names):
         raise ValueError(
             f"the model has {len(names)} units ({_some(names)}), which cannot make {stages} stages; with this model "
-            f"there can be at most {len(names)}. Use fewer stages, or name smaller modules as units"
+            f"there can be at most {len(names)}. Use fewer stages, or name smaller modules as units (pp_units)"
         )
     obstacles = {position: obstacle(graph, position, limits) for position in range(1, len(names))}
     allowed = [position for position, reason in obstacles.items() if reason is None]
@@ -163,7 +163,7 @@ def _first_call(graph: CallGraph, name: str) -> int:
     if enclosing:
         raise ValueError(
             f"pp_split names {name!r}, which is inside of {enclosing[0]!r}, and that runs on one stage as a whole; "
-            f"name {enclosing[0]!r}, or make {name!r} a unit"
+            f"name {enclosing[0]!r}, or make {name!r} a unit (pp_units)"
         )
     if name in graph.parameters:
         raise ValueError(

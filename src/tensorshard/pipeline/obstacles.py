@@ -55,7 +55,7 @@ def obstacle(graph: CallGraph, position: int, limits: Limits) -> str | None:
         return (
             f"a cut before {after!r} would send {len(crossing)} tensors, outputs of {', '.join(map(repr, sources[:3]))}"
             f" and others that are still needed; at most {limits.values} may cross. Name the modules that enclose them "
-            f"as units, or raise the limit"
+            f"as units (pp_units), or raise the limit"
         )
     if limits.nbytes is not None and graph.crossing_bytes(position) > limits.nbytes:
         return (

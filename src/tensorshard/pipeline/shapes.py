@@ -67,7 +67,8 @@ class Shapes:
                 f"with inputs {_described(inputs)} the model calls {len(now)} units, and at place {differs} "
                 f"{now[differs] if differs < len(now) else 'none'!r}, but with the sample inputs that it was cut by "
                 f"{len(before)}, and there {before[differs] if differs < len(before) else 'none'!r}; the pipeline "
-                f"needs the same calls for all inputs: name a module around those that vary as one unit"
+                f"needs the same calls for all inputs: name a module around those that vary as one unit "
+                f"(pp_units), or cut it by other sample_inputs"
             )
         for stage, span in enumerate(self.cut.spans):
             missing = graph.parameters_of(*span) - self.cut.parameters(stage)

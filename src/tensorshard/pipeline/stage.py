@@ -173,7 +173,7 @@ class StageModule:
             raise RuntimeError(
                 f"{name!r}, which belongs to another stage than {self.index}, was called in backward: the model "
                 f"recomputes a region that holds units of two stages. Checkpoint each block by itself, or name the "
-                f"region's module as one unit"
+                f"region's module as one unit (pp_units)"
             )
         if run.depth:  # called by one of this stage's units, as a part of it
             return forward(*args, **kwargs)

@@ -52,7 +52,8 @@ class StageRun:
         if expected != unit:
             raise RuntimeError(
                 f"the model called {unit!r} where {expected!r} was expected: the order of its calls depends on values, "
-                f"and so differs from that of the sample inputs; name a module around those that vary as one unit"
+                f"and so differs from that of the sample inputs; name a module around those that vary as one unit "
+                f"(pp_units)"
             )
         self.position += 1
         self.depth = 1
@@ -108,5 +109,6 @@ class StageRun:
             expected = self._graph.calls[self.position].unit
             raise RuntimeError(
                 f"the model returned before it called {expected!r}, which it called with the sample inputs: the order "
-                f"of its calls depends on values; name a module around those that vary as one unit"
+                f"of its calls depends on values; name a module around those that vary as one unit "
+                f"(pp_units)"
             )

@@ -25,6 +25,7 @@ from tensorshard.transforms.precision import autocast, compute_dtype, keep_norms
 from tensorshard.transforms.shard import ShardedModel, stage_shard_units
 from tensorshard.transforms.stage_split import rehearse_tensor_split, split_stage
 from tensorshard.transforms.tensor_split import TensorSplit
+from tensorshard.transforms.units import find_blocks, select_modules
 
 _REMEDY = (
     "give parallelize(sample_inputs=...), inputs as for Engine.step, of any values and any sizes that the model takes"
@@ -74,7 +75,11 @@ def _lay_out_stage(
     mesh: Mesh,
     device: torch.device,
 ) -> ShardedModel:
-    blocks = list(stage.blocks.values())
+    blocks = [
+        stage.module.get_submodule(name)
+        for name in find_blocks(model)
+        if any(name == unit or name.startswith(f"{unit}.") for unit in stage.units)
+    ]
     part = Part(
         stage.module,
         repeated=blocks,
@@ -106,7 +111,15 @@ def _tracer(source: TensorSource, found: FoundPlan | None, plan: Plan, mesh: Mes
     with_buffers = copy_with(
         source.module, lambda name, tensor: tensor if isinstance(tensor, nn.Parameter) else source.tensor(name)
     )
-    return Tracer(with_buffers, device=device, prepare=prepare)
+    units = None if plan.pp_units is None else _units(with_buffers, plan.pp_units)
+    return Tracer(with_buffers, units=units, device=device, prepare=prepare)
+
+
+def _units(model: nn.Module, named: list[str]) -> list[str]:
+    """What is `named`, and the model's blocks but for those that have some of it inside of them."""
+    chosen = list(select_modules(model, named))
+    blocks = [block for block in find_blocks(model) if not any(name.startswith(f"{block}.") for name in chosen)]
+    return [*chosen, *blocks]
 
 
 def _trace(tracer: Tracer, model: nn.Module, sample_inputs: Any) -> CallGraph:

@@ -85,6 +85,14 @@ def stage_sequences(stage: StageModule, sequence: Mapping[str, SequenceSplit]) -
             "sequence_parallel=True splits this model's sequences over the whole of it, since it has no repeated "
             "blocks, and a pipeline cuts it; set sequence_parallel=False, or pp=1"
         )
+    units = {call.unit for call in stage.cut.graph.calls}
+    for name in sequence:
+        inside = next((unit for unit in sorted(units) if unit.startswith(f"{name}.")), None)
+        if inside is not None:
+            raise ValueError(
+                f"pp_units names {inside!r}, which is inside of {name!r}, and with sequence_parallel=True that "
+                f"computes on parts of a sequence as a whole; name {name!r} itself, or set sequence_parallel=False"
+            )
     runs: list[list[str]] = []  # blocks one after the other between which the sequence stays split
     for unit in dict.fromkeys(call.unit for call in stage.cut.graph.calls):
         for name in (name for name in sequence if name == unit or name.startswith(f"{unit}.")):

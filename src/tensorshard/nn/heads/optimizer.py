@@ -5,11 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from tensorshard.distributed.optimizer_state import MOMENTUM_SCALES
-from tensorshard.distributed.sharding import local_part
 from tensorshard.nn.heads.rounding import Noise, block_size, dequantize, quantize
+from tensorshard.nn.heads.row_states import local_rows, rows_like, split_like
 from tensorshard.nn.heads.tiles import Tiles, tile_width
 from tensorshard.nn.heads.update import Rule, Slot, Update, finish_step
 
@@ -96,7 +95,7 @@ class HeadSGD(torch.optim.Optimizer):
         parameters = [weight] if bias is None else [weight, bias]
         for old, new in zip(self.group["params"], parameters, strict=True):
             state = self.state.pop(old, {})
-            moved = {k: _like(new, _local(v).to(_local(new).device)) for k, v in state.items()}
+            moved = {k: split_like(new, local_rows(v).to(local_rows(new).device)) for k, v in state.items()}
             if moved:
                 self.state[new] = moved
         self.group["params"] = parameters
@@ -189,7 +188,7 @@ class HeadSGD(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes of this rank's momentum."""
-        tensors = (_local(value) for state in self.state.values() for value in state.values())
+        tensors = (local_rows(value) for state in self.state.values() for value in state.values())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,9 +234,9 @@ class HeadSGD(torch.optim.Optimizer):
             self.group["initial_lr"] = groups[0]["initial_lr"]
 
     def _load(self, parameter: torch.Tensor, momentum: torch.Tensor, scales: torch.Tensor | None) -> None:
-        part, slot = _part_like(momentum, parameter), self._slot(parameter)
+        part, slot = rows_like(momentum, parameter), self._slot(parameter)
         if scales is not None:
-            own_scales = _part_like(scales, parameter)
+            own_scales = rows_like(scales, parameter)
             if slot.scales is not None:
                 slot.momentum.copy_(part)
                 slot.scales.copy_(own_scales)
@@ -260,17 +259,17 @@ class HeadSGD(torch.optim.Optimizer):
 
     def _slot(self, parameter: torch.Tensor) -> Slot:
         """A parameter's part and its momentum, made at first use."""
-        state, local = self.state[parameter], _local(parameter)
+        state, local = self.state[parameter], local_rows(parameter)
         if _MOMENTUM not in state:
             wide = torch.float64 if local.dtype == torch.float64 else torch.float32
             kind = MOMENTUM_DTYPES[self.group["momentum_dtype"]]
             narrow = kind != torch.float32 and local.ndim == 2
-            state[_MOMENTUM] = _like(parameter, torch.zeros_like(local, dtype=kind if narrow else wide))
+            state[_MOMENTUM] = split_like(parameter, torch.zeros_like(local, dtype=kind if narrow else wide))
             if narrow and kind == torch.int8:
                 blocks = local.size(1) // block_size(local.size(1))
-                state[_SCALES] = _like(parameter, local.new_zeros((len(local), blocks), dtype=torch.float32))
+                state[_SCALES] = split_like(parameter, local.new_zeros((len(local), blocks), dtype=torch.float32))
         scales = state.get(_SCALES)
-        return Slot(local, _local(state[_MOMENTUM]), None if scales is None else _local(scales))
+        return Slot(local, local_rows(state[_MOMENTUM]), None if scales is None else local_rows(scales))
 
 
 def _check(weight: torch.Tensor, lr: float, momentum: float, weight_decay: float, momentum_dtype: str) -> None:
@@ -287,39 +286,3 @@ def _check(weight: torch.Tensor, lr: float, momentum: float, weight_decay: float
         raise ValueError(f"update= was given momentum_dtype={momentum_dtype!r}: use one of {list(MOMENTUM_DTYPES)}")
     if weight.dtype == torch.float64 and momentum_dtype != "fp32":
         raise ValueError(f"momentum_dtype={momentum_dtype!r} was given for a weight in fp64: leave it out there")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing memory with the whole."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` as a tensor split as `parameter` is, whose rows are its rows."""
-    if not isinstance(parameter, DTensor):
-        return local
-    shape = torch.Size([parameter.size(0), *local.shape[1:]])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-def _part_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a state, whole or not, of a parameter.
-
-    Raises:
-        ValueError: it has other rows.
-    """
-    local = _local(parameter)
-    if isinstance(value, DTensor):
-        same = isinstance(parameter, DTensor) and value.device_mesh == parameter.device_mesh
-        value = value._local_tensor if same else value.full_tensor()
-    if len(value) != len(local) and isinstance(parameter, DTensor) and len(value) == parameter.size(0):
-        value = local_part(value, parameter.device_mesh, parameter.placements)
-    if len(value) != len(local):
-        raise ValueError(
-            f"a momentum of {len(value)} rows was given for a parameter of {list(parameter.shape)}, of which this "
-            f"rank holds {len(local)} rows"
-        )
-    return value.to(local.device)
