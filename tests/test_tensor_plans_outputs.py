@@ -41,16 +41,9 @@ def test_the_vocabulary_of_a_model_without_blocks_is_split():
     assert find_tensor_plan(Recurrent()).plan.to_dict() == {"embedding": "vocab", "head": "colwise_gather"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "layer", "said"),
-    [
-        ("llama", "model.layers.*.self_attn.q_proj", "self_attn.config.num_key_value_heads is 2"),
-        ("gpt_2_heads", "blocks.*.attention.query", "attention.key, attention.query, attention.value have 2 heads"),
-    ],
-)
-def test_heads_that_do_not_divide_are_named_with_what_would(kind, layer, said):
-    model = GPT(61, 16, 2, 2, 32) if kind == "gpt_2_heads" else build(kind)
-    reason = find_tensor_plan(model, 4).whole[layer]
+def test_heads_that_do_not_divide_are_named_with_what_would():
+    reason = find_tensor_plan(GPT(61, 16, 2, 2, 32), 4).whole["blocks.*.attention.query"]
+    said = "attention.key, attention.query, attention.value have 2 heads"
     assert f"{said}, which cannot be divided over 4 ranks; tp can be 2" in reason
 
 

@@ -56,8 +56,8 @@ class Plan:
         pp_split: names of the modules that start a stage, the first stage's excepted; None to balance the stages' cost.
         pp_stages_per_rank: how many stages each pipeline rank has, where the schedule works with several; None for as
             few as it does.
-        pp_units: names of modules (globs allowed) that a pipeline is not to cut through, beside the model's blocks; or of
-            parts of blocks, between which it may then cut.
+        pp_units: names of modules (globs allowed) that a pipeline is not to cut through, beside the model's blocks; or
+            of parts of blocks, between which it may then cut.
         offload: where optimizer states go; None keeps them on the device.
 
     Raises:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tensorshard.data import ShardedBatchSampler
 from tensorshard.mesh import Mesh
@@ -45,6 +45,12 @@ def evaluation_loader(
         drop_last=False,
     )
     return _loader(dataset, sampler, num_workers)
+
+
+def sample_inputs(dataset: Dataset[Any]) -> Any:
+    """The inputs of a batch of two samples, as a loader gives them."""
+    inputs, _ = default_collate([dataset[0], dataset[min(1, len(dataset) - 1)]])  # type: ignore[arg-type]
+    return inputs
 
 
 def _loader(dataset: Dataset[Any], sampler: ShardedBatchSampler, num_workers: int) -> DataLoader[Any]:

@@ -25,7 +25,7 @@ from tensorshard.trainer.hooks import (
     TimerHook,
 )
 from tensorshard.trainer.interruption import StopRequest
-from tensorshard.trainer.loaders import evaluation_loader, training_loader
+from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory
 from tensorshard.trainer.report import print_opening, print_summary, resume_command
 from tensorshard.trainer.run_directory import RunDirectory
@@ -84,12 +84,15 @@ class _Run:
 
 
 def _prepare(config: DictConfig, settings: TrainSettings, start: Start, console: Console, stop: StopRequest) -> _Run:
+    dataset = instantiate(config.data.train)
     engine = parallelize(
         functools.partial(instantiate, config.model),
         settings.plan,
         optimizer=instantiate(config.optimizer),
         loss_fn=instantiate(config.loss),
         seed=settings.seed,
+        # Stages are balanced by what real samples cost.
+        sample_inputs=sample_inputs(dataset) if settings.plan.pp > 1 else None,
     )
     # What the optimizer and its schedule are configured with, before a checkpoint changes it.
     options = OptimizerOptionsHook(engine.optimizer)
@@ -101,7 +104,7 @@ def _prepare(config: DictConfig, settings: TrainSettings, start: Start, console:
     print_opening(console, engine, _gather(engine.summary().held_parameters))
 
     loader = training_loader(
-        instantiate(config.data.train),
+        dataset,
         engine.mesh,
         global_batch_size=settings.global_batch_size,
         seed=settings.seed,
