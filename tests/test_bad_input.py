@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,12 @@ def _frozen() -> nn.Module:
     return nn.Linear(6, 3).requires_grad_(False)
 
 
+def _with_cache() -> nn.Module:
+    model = nn.Linear(6, 3)
+    model.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]  # as models of transformers have
+    return model
+
+
 def _sparse() -> nn.Module:
     return nn.Sequential(nn.Embedding(4, 4, sparse=True))
 
@@ -48,6 +55,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "pipeline": (dict(plan=ts.Plan(pp=2)), ValueError, "1 processes do not divide by the other axes .pp 2"),
     "context": (dict(plan=ts.Plan(cp=2)), ValueError, "cp=2 asks for context parallelism.*not implement"),
     "offload": (dict(plan=ts.Plan(offload="cpu")), ValueError, "offload='cpu' is not implemented"),
+    "a cache recomputed": (
+        dict(model=_with_cache(), plan=ts.Plan(recompute="selective")),
+        ValueError,
+        "Linear.config.use_cache is True.*set config.use_cache=False",
+    ),
     "optimizer, no callable": (dict(optimizer="adamw"), TypeError, "optimizer is a str; it must be a callable"),
     "optimizer, already built": (
         dict(optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),

@@ -20,8 +20,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 
     Raises:
         ValueError: a parameter that cannot be trained or laid out, a layer that is split already, a module with sparse
-            gradients, nothing to train, a head that does what a plan does, or a name in ``plan.shard_units`` that no
-            module has.
+            gradients, nothing to train, a head that does what a plan does, a cache that recomputation would fill twice,
+            or a name in ``plan.shard_units`` that no module has.
     """
     check_heads(model, plan)
     _check_not_split(model, plan)
@@ -41,6 +41,11 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             )
     if plan.zero == 3 and plan.dp_shard > 1:
         _check_fully_shardable(model, trained)
+    if plan.recompute == "selective" and getattr(getattr(model, "config", None), "use_cache", False):
+        raise ValueError(
+            f"{type(model).__name__}.config.use_cache is True, and recompute='selective' would run its layers again on "
+            f"a cache that has grown; training needs none: set config.use_cache=False"
+        )
     if isinstance(plan.shard_units, list):
         select_modules(model, plan.shard_units)
 
