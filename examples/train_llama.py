@@ -1,7 +1,9 @@
-"""A Hugging Face Llama, built from a config, through the same call.
+"""A Hugging Face Llama, built from a config, under any layout: the same code, and the same losses.
 
 pip install "tensorshard[hf]"
 torchrun --nproc-per-node 2 examples/train_llama.py
+torchrun --nproc-per-node 8 examples/train_llama.py --pp 2 --tp 2 --micro-batches 4 --sequence-parallel
+torchrun --nproc-per-node 4 examples/train_llama.py --pp 4 --micro-batches 8 --draw schedule.svg
 """
 
 import argparse
@@ -35,16 +37,38 @@ def loss_fn(output, targets):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--zero", type=int, default=3, choices=[0, 1, 2, 3])
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
+    parser.add_argument("--schedule", default="1f1b", help="of the pipeline, such as interleaved_1f1b or zbv")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--draw", metavar="FILE", help="write the pipeline's schedule there, as .svg or .txt")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
     arguments = parser.parse_args()
 
     engine = ts.parallelize(
         partial(LlamaForCausalLM, CONFIG),
-        ts.Plan(zero=3, precision=arguments.precision, recompute=arguments.recompute, clip_grad_norm=1.0),
+        ts.Plan(
+            zero=arguments.zero,
+            tp=arguments.tp,
+            sequence_parallel=arguments.sequence_parallel,
+            pp=arguments.pp,
+            pp_schedule=arguments.schedule,
+            micro_batches=arguments.micro_batches,
+            precision=arguments.precision,
+            recompute=arguments.recompute,
+            clip_grad_norm=1.0,
+        ),
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
         loss_fn=loss_fn,
     )
+    summary = engine.summary().describe()
+    if engine.mesh.rank == 0:
+        print(f"{engine.plan.describe()}\n\n{engine.mesh.describe()}\n\n{summary}\n")
+        if arguments.draw:
+            engine.draw_schedule(arguments.draw)
     dataset = StdlibText("train", context_length=128)
     sampler = ShardedBatchSampler(len(dataset), 16, dp_rank=engine.mesh.dp_rank, dp_size=engine.mesh.dp_size, seed=0)
     for step, (tokens, targets) in enumerate(DataLoader(dataset, batch_sampler=sampler), start=1):
