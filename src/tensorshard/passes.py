@@ -30,6 +30,15 @@ class StepLoss:
 class Passes(ABC):
     """How batches go through a laid-out model. All calls are collectives of the mesh."""
 
+    def __init__(
+        self, sharded: ShardedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device
+    ) -> None:
+        self._sharded = sharded
+        self._plan = plan
+        self._mesh = mesh
+        self._objective = objective
+        self._device = device
+
     @abstractmethod
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
         """Forward and backward of all micro-batches; every master's gradient is final when this returns.
@@ -49,15 +58,6 @@ class Passes(ABC):
 
 class WholeModelPasses(Passes):
     """This rank runs all of the model's forward."""
-
-    def __init__(
-        self, sharded: ShardedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device
-    ) -> None:
-        self._sharded = sharded
-        self._plan = plan
-        self._mesh = mesh
-        self._objective = objective
-        self._device = device
 
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
         parts = split_batch(inputs, targets, self._plan.micro_batches)

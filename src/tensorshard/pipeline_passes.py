@@ -31,14 +31,12 @@ _FORWARD_SCHEDULES = {
 class PipelinePasses(Passes):
     """This rank runs some stages of the model's forward, together with the other ranks of its pipeline."""
 
+    _sharded: PipelinedModel
+
     def __init__(
         self, sharded: PipelinedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device
     ) -> None:
-        self._sharded = sharded
-        self._plan = plan
-        self._mesh = mesh
-        self._objective = objective
-        self._device = device
+        super().__init__(sharded, plan, mesh, objective, device)
         self._group = mesh.group("pp")
         self._is_last = self._group.rank() == sharded.last_rank
         self._runner = self._make_runner(plan.pp_schedule)

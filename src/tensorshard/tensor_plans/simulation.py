@@ -11,18 +11,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tensorshard.tensor_plans.local_group import Done, LocalGroup
+
 _TIMEOUT_SECONDS = 120.0
 _Result = TypeVar("_Result")
-
-
-class _Done(dist.distributed_c10d.Work):
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-
-class _Backend:
-    def name(self) -> str:
-        return "threads"
 
 
 class _Board:
@@ -33,42 +25,34 @@ class _Board:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
 
 
-class ThreadGroup(dist.ProcessGroup):
+class ThreadGroup(LocalGroup):
     """A process group whose ranks are threads: sums and gathers, which is all that tensor parallelism
     needs."""
 
+    backend = "threads"
+
     def __init__(self, board: _Board, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(rank, size)
         self._board = board
         self._rank = rank
-
-    def getBackendName(self) -> str:
-        return "threads"
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return _Backend()
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         (tensor,) = tensors
         total = torch.stack(self._exchange(tensor)).sum(0)
         self._board.barrier.wait()  # all have read before anybody writes
         tensor.copy_(total)
-        return _Done()
+        return Done()
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         output.copy_(torch.cat([part.flatten() for part in self._exchange(input)]).view_as(output))
         self._board.barrier.wait()
-        return _Done()
-
-    all_gather_single = _allgather_base  # what torch 2.13 calls it
+        return Done()
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         total = torch.stack([part.flatten() for part in self._exchange(input)]).sum(0)
         output.copy_(total.chunk(self.size())[self._rank].view_as(output))
         self._board.barrier.wait()
-        return _Done()
-
-    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+        return Done()
 
     def alltoall_base(  # type: ignore[override]
         self,
@@ -81,9 +65,7 @@ class ThreadGroup(dist.ProcessGroup):
         sent = self._exchange(input.detach().split(input_splits))
         output.copy_(torch.cat([parts[self._rank] for parts in sent]))
         self._board.barrier.wait()
-        return _Done()
-
-    all_to_all_single = alltoall_base  # type: ignore[assignment]
+        return Done()
 
     def _exchange(self, sent: Any) -> list[Any]:
         self._board.slots[self._rank] = sent.detach() if isinstance(sent, torch.Tensor) else sent

@@ -57,12 +57,17 @@ class SplitLogits(torch.Tensor):
         self._shape, self._dtype, self._aliases = shape, dtype, aliases
         return self
 
+    @property
+    def classes(self) -> int:
+        """Of all ranks."""
+        return self._shape[self.class_dim]
+
     def whole(self) -> torch.Tensor:
         """The whole as a plain tensor, gathered once. A collective of the group."""
         gathered = self._aliases.whole_of(self)
         if gathered is None:
             with torch.enable_grad():  # the next to ask may need its graph
-                parts = collectives.gather(self.part, self.class_dim, self.group, size=self._shape[self.class_dim])
+                parts = collectives.gather(self.part, self.class_dim, self.group, size=self.classes)
                 gathered = parts.to(self._dtype)
             self._aliases.gathered(self, gathered)
         return gathered
@@ -171,12 +176,11 @@ class _Aliases:
 def _like(logits: SplitLogits, part: torch.Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
     """A view of `logits`, of which this rank has `part`."""
     dim = logits.class_dim if dim is None else dim
-    classes = logits._shape[logits.class_dim]
-    return _Whole.apply(part, dim, classes, logits.group, dtype or logits._dtype, logits._aliases)
+    return _Whole.apply(part, dim, logits.classes, logits.group, dtype or logits._dtype, logits._aliases)
 
 
-def _copied(logits: SplitLogits, part: torch.Tensor) -> Any:
-    return split_logits(part, logits.class_dim, logits._shape[logits.class_dim], logits.group, part.dtype)
+def _copied(logits: SplitLogits, part: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
+    return split_logits(part, logits.class_dim, logits.classes, logits.group, dtype)
 
 
 def _reshape(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +219,7 @@ def _cast(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
         return logits
     if torch.promote_types(logits.part.dtype, dtype) == dtype:
         # A wider type says no more: the part stays as it is, half as large on the way to other ranks.
-        return split_logits(logits.part, logits.class_dim, logits._shape[logits.class_dim], logits.group, dtype)
+        return _copied(logits, logits.part, dtype)
     return _copied(logits, logits.part.to(dtype))
 
 
@@ -237,7 +241,7 @@ def _cross_entropy(func: Rule, logits: SplitLogits, target: Any, *args: Any, **k
     takes_classes = isinstance(target, torch.Tensor) and not target.is_floating_point()
     if logits.class_dim != min(1, len(logits._shape) - 1) or not takes_classes:
         return NotImplemented
-    mark = ParallelMark(logits.class_dim, logits._shape[logits.class_dim], logits.group)
+    mark = ParallelMark(logits.class_dim, logits.classes, logits.group)
     return parallel_cross_entropy(set_mark(logits.part.view_as(logits.part), mark), target, *args, **kwargs)
 
 
