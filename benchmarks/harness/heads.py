@@ -5,15 +5,14 @@ side, and they take turns by starting anew.
 """
 
 import json
-import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.harness.contender import Contender
-from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.jobs import run_job
 from benchmarks.heads import HeadWork
 
 _RANK_MODULE = "benchmarks.harness.heads_rank"
@@ -70,18 +69,8 @@ def measure_head(job: HeadJob, world_size: int, *, environment: Mapping[str, str
     Raises:
         RankError: a rank failed, or took too long.
     """
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        job_file = Path(folder) / "job.json"
-        job_file.write_text(json.dumps(asdict(job)))
-        threads = {"OMP_NUM_THREADS": str(job.threads)}
-        run_ranks(
-            _RANK_MODULE,
-            [str(job_file)],
-            world_size,
-            environment={**_EXACT_MEMORY, **threads, **environment},
-            timeout=timeout,
-        )
-        ranks = [json.loads(measurement_file(job_file, rank).read_text()) for rank in range(world_size)]
+    environment = {**_EXACT_MEMORY, "OMP_NUM_THREADS": str(job.threads), **environment}
+    ranks = run_job(_RANK_MODULE, job, world_size, environment=environment, timeout=timeout)
     return HeadMeasurement(
         step_seconds=median(max(step) for step in zip(*(rank["step_seconds"] for rank in ranks), strict=True)),
         cpu_seconds=sum(rank["cpu_seconds"] for rank in ranks),
@@ -100,8 +89,3 @@ def load_job(path: Path) -> HeadJob:
     """Reads the job that :func:`measure_head` wrote for the ranks."""
     content = json.loads(path.read_text())
     return HeadJob(**{**content, "work": HeadWork(**content["work"])})
-
-
-def measurement_file(job_file: Path, rank: int) -> Path:
-    """Where `rank` writes its measurements."""
-    return job_file.with_name(f"rank{rank}.json")

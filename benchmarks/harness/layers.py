@@ -5,15 +5,14 @@ ranks of its own: what one has freed, the next could use without being seen.
 """
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.harness.contender import Contender
-from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.jobs import run_job
 from benchmarks.layers import LayerWork
 
 _RANK_MODULE = "benchmarks.harness.layers_rank"
@@ -117,11 +116,7 @@ def summarize_layer(ranks: Sequence[RankLayerMeasurement], peak_bytes: Sequence[
 def _launch(
     job: LayerJob, world_size: int, environment: Mapping[str, str], timeout: float
 ) -> list[dict[str, RankLayerMeasurement]]:
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        job_file = Path(folder) / "job.json"
-        job_file.write_text(json.dumps(asdict(job)))
-        run_ranks(_RANK_MODULE, [str(job_file)], world_size, environment=environment, timeout=timeout)
-        outcomes = [json.loads(measurement_file(job_file, rank).read_text()) for rank in range(world_size)]
+    outcomes = run_job(_RANK_MODULE, job, world_size, environment=environment, timeout=timeout)
     return [{name: RankLayerMeasurement(**value) for name, value in outcome.items()} for outcome in outcomes]
 
 
@@ -129,8 +124,3 @@ def load_job(path: Path) -> LayerJob:
     """Reads the job that :func:`measure_layers` wrote for the ranks."""
     content = json.loads(path.read_text())
     return LayerJob(**{**content, "work": LayerWork(**content["work"])})
-
-
-def measurement_file(job_file: Path, rank: int) -> Path:
-    """Where `rank` writes its measurements."""
-    return job_file.with_name(f"rank{rank}.json")

@@ -4,15 +4,14 @@ All contenders live in the same ranks and take turns, so that noise hits all ali
 """
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.harness.contender import Contender
-from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.jobs import run_job
 from benchmarks.harness.statistics import check_losses_agree
 from benchmarks.pipelines import PipelineWork
 
@@ -85,11 +84,7 @@ def measure_pipelines(
     """
     builders = {c.name: (c.builder, c.options) for c in contenders}
     job = PipelineJob(work, builders, rounds, warmup_steps, measured_steps)
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        job_file = Path(folder) / "job.json"
-        job_file.write_text(json.dumps(asdict(job)))
-        run_ranks(_RANK_MODULE, [str(job_file)], world_size, environment=environment, timeout=timeout)
-        outcomes = [json.loads(measurement_file(job_file, rank).read_text()) for rank in range(world_size)]
+    outcomes = run_job(_RANK_MODULE, job, world_size, environment=environment, timeout=timeout)
     measured = {name: [RankPipelineMeasurement(**rank[name]) for rank in outcomes] for name in builders}
     check_losses_agree({name: ranks[-1].losses for name, ranks in measured.items()}, _LOSS_TOLERANCE)
     return {name: summarize_pipeline(ranks) for name, ranks in measured.items()}
@@ -110,8 +105,3 @@ def load_job(path: Path) -> PipelineJob:
     """Reads the job that :func:`measure_pipelines` wrote for the ranks."""
     content = json.loads(path.read_text())
     return PipelineJob(**{**content, "work": PipelineWork(**content["work"])})
-
-
-def measurement_file(job_file: Path, rank: int) -> Path:
-    """Where `rank` writes its measurements."""
-    return job_file.with_name(f"rank{rank}.json")

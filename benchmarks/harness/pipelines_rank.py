@@ -1,7 +1,6 @@
 """Measures pipelined contenders' steps: the side of one rank."""
 
 import gc
-import json
 import os
 import sys
 import time
@@ -12,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from benchmarks.harness.pipelines import PipelineJob, RankPipelineMeasurement, load_job, measurement_file
+from benchmarks.harness.jobs import hand_in
+from benchmarks.harness.pipelines import PipelineJob, RankPipelineMeasurement, load_job
 
 
 def measure(job: PipelineJob, rank: int, world_size: int) -> dict[str, RankPipelineMeasurement]:
@@ -51,9 +51,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     measurements = measure(load_job(job_file), rank, dist.get_world_size())
     outcome = {name: asdict(measurement) for name, measurement in measurements.items()}
-    measurement_file(job_file, rank).write_text(json.dumps(outcome))
-    dist.barrier()  # the others may still read what this rank sent
-    os._exit(0)  # without destructors: see training_rank
+    hand_in(job_file, rank, outcome)
 
 
 if __name__ == "__main__":

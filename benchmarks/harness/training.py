@@ -1,14 +1,13 @@
 """Measures one contender's training on fresh ranks: the side that starts them and reads the outcome."""
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.jobs import run_job
 from benchmarks.workload import Workload
 
 _RANK_MODULE = "benchmarks.harness.training_rank"
@@ -81,14 +80,8 @@ def measure_training(
     Raises:
         RankError: a rank failed or took more than `timeout` seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        job_file = Path(folder) / "job.json"
-        job_file.write_text(json.dumps(asdict(job)))
-        run_ranks(_RANK_MODULE, [str(job_file)], world_size, environment=environment, timeout=timeout)
-        ranks = [
-            RankMeasurement(**json.loads(measurement_file(job_file, rank).read_text())) for rank in range(world_size)
-        ]
-    return summarize_ranks(ranks)
+    ranks = run_job(_RANK_MODULE, job, world_size, environment=environment, timeout=timeout)
+    return summarize_ranks([RankMeasurement(**rank) for rank in ranks])
 
 
 def summarize_ranks(ranks: Sequence[RankMeasurement]) -> TrainingMeasurement:
@@ -107,8 +100,3 @@ def load_job(path: Path) -> TrainingJob:
     """Reads the job that :func:`measure_training` wrote for the ranks."""
     content = json.loads(path.read_text())
     return TrainingJob(**{**content, "workload": Workload(**content["workload"])})
-
-
-def measurement_file(job_file: Path, rank: int) -> Path:
-    """Where `rank` writes its measurement."""
-    return job_file.with_name(f"rank{rank}.json")

@@ -1,6 +1,5 @@
 """Measures one contender's training: the side of one rank. Run by :mod:`benchmarks.harness.training`."""
 
-import json
 import os
 import sys
 import time
@@ -12,7 +11,8 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.harness import memory
-from benchmarks.harness.training import RankMeasurement, TrainingJob, load_job, measurement_file
+from benchmarks.harness.jobs import hand_in
+from benchmarks.harness.training import RankMeasurement, TrainingJob, load_job
 
 
 def measure(job: TrainingJob, rank: int, world_size: int) -> RankMeasurement:
@@ -51,11 +51,7 @@ def main() -> None:
     job_file = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
     measurement = measure(load_job(job_file), rank, int(os.environ["WORLD_SIZE"]))
-    measurement_file(job_file, rank).write_text(json.dumps(asdict(measurement)))
-    dist.barrier()  # the others may still read what this rank sent
-    # Without destructors: a contender's threads may abort the process while the interpreter shuts down (seen
-    # with DeepSpeed 3), and there is nothing left to lose.
-    os._exit(0)
+    hand_in(job_file, rank, asdict(measurement))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""Hands a job to fresh ranks by way of a file, and takes back what each of them measured."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.harness.ranks import run_ranks
+
+
+def run_job(
+    module: str, job: Any, world_size: int, *, environment: Mapping[str, str], timeout: float
+) -> list[dict[str, Any]]:
+    """Runs `module` on the ranks, its argument a file that has `job` (a dataclass) as JSON.
+
+    Returns:
+        What each rank handed in, in their order.
+
+    Raises:
+        RankError: a rank failed or took more than `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        job_file = Path(folder) / "job.json"
+        job_file.write_text(json.dumps(asdict(job)))
+        run_ranks(module, [str(job_file)], world_size, environment=environment, timeout=timeout)
+        return [json.loads(_measurement_file(job_file, rank).read_text()) for rank in range(world_size)]
+
+
+def hand_in(job_file: Path, rank: int, outcome: Mapping[str, Any]) -> NoReturn:
+    """Writes what this rank measured, for :func:`run_job` to read, and ends the process."""
+    from torch import distributed as dist
+
+    _measurement_file(job_file, rank).write_text(json.dumps(outcome))
+    dist.barrier()  # the others may still read what this rank sent
+    # Without destructors: a contender's threads may abort the process while the interpreter shuts down (seen
+    # with DeepSpeed 3), and there is nothing left to lose.
+    os._exit(0)
+
+
+def _measurement_file(job_file: Path, rank: int) -> Path:
+    return job_file.with_name(f"rank{rank}.json")
