@@ -32,8 +32,9 @@ class PipelineWork:
         width: features of a token.
         tokens: of a micro-batch, each a sample of its own.
         micro_batches: of a step.
-        sleep_seconds: what a block's forward takes, and half of what its backward does, in blocks that do not compute
-            but sleep, so that more ranks than cores do not get into each other's way; 0 for blocks that compute.
+        sleep_seconds: what a block's forward takes, the gradient of its input and that of its parameters each, in
+            blocks that do not compute but sleep, so that more ranks than cores do not get into each other's way; 0 for
+            blocks that compute.
     """
 
     name: str
@@ -83,17 +84,19 @@ class SleepingBlock(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x * self.scale, self.seconds)
+        time.sleep(self.seconds)
+        # Apart, for schedules that compute the two gradients apart; the first block takes as long with one of them.
+        for_scale = self.seconds if x.requires_grad else 2 * self.seconds
+        return _SleepBackward.apply(x, self.seconds) * _SleepBackward.apply(self.scale, for_scale)
 
 
-class _Sleep(torch.autograd.Function):
+class _SleepBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
+        time.sleep(ctx.seconds)
         return grads[0], None

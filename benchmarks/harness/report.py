@@ -7,7 +7,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.results import Group, Quantity, Row
+from benchmarks.harness.hardware import hardware_name
+from benchmarks.harness.results import Group, Quantity, Results, Row, save_results
 
 
 def make_console() -> Console:
@@ -32,6 +33,12 @@ def print_group(console: Console, group: Group, quantities: Sequence[Quantity]) 
     for row in group.rows:
         table.add_row(*_cells(row, quantities), style="bold" if row.ours else None)
     console.print(table)
+
+
+def write_results(console: Console, name: str, quantities: Sequence[Quantity], groups: Sequence[Group]) -> None:
+    """Adds what was measured on this machine's processor to the results of that name, and says where they are."""
+    results = Results(name, hardware_name("cpu"), "cpu", tuple(quantities), tuple(groups))
+    console.print(f"Written to {save_results(results)}")
 
 
 def format_value(value: float, unit: str) -> str:

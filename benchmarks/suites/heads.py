@@ -8,10 +8,10 @@ from datetime import date
 from rich.console import Console
 
 from benchmarks.harness.contender import Contender
-from benchmarks.harness.hardware import hardware_name, installed_versions
+from benchmarks.harness.hardware import installed_versions
 from benchmarks.harness.heads import HeadMeasurement, job_of, measure_head
-from benchmarks.harness.report import make_console, print_group
-from benchmarks.harness.results import Group, Quantity, Results, make_rows, save_results
+from benchmarks.harness.report import make_console, print_group, write_results
+from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.heads import HeadWork
 from benchmarks.registry import Suite, positive_int
 
@@ -185,14 +185,12 @@ def run(arguments: argparse.Namespace) -> int:
             )
             print_group(console, group, QUANTITIES)
             if not arguments.quick:  # at once, so that an interrupted run keeps what it has measured
-                results = Results("heads", hardware_name("cpu"), "cpu", QUANTITIES, (group,))
-                console.print(f"Written to {save_results(results)}")
+                write_results(console, "heads", QUANTITIES, [group])
     fits = [measure_fit(features) for features in WIDTHS]
     for group in fits:
         print_group(console, group, FIT_QUANTITIES)
     if not arguments.quick:
-        results = Results("heads-fit", hardware_name("cpu"), "cpu", FIT_QUANTITIES, tuple(fits))
-        console.print(f"Written to {save_results(results)}")
+        write_results(console, "heads-fit", FIT_QUANTITIES, fits)
     return 0
 
 

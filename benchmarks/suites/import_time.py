@@ -5,9 +5,9 @@ import subprocess
 import sys
 from datetime import date
 
-from benchmarks.harness.hardware import hardware_name, installed_versions
-from benchmarks.harness.report import make_console, print_group
-from benchmarks.harness.results import Group, Quantity, Results, make_rows, save_results
+from benchmarks.harness.hardware import installed_versions
+from benchmarks.harness.report import make_console, print_group, write_results
+from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.registry import Suite, positive_int
 
 QUANTITIES = (Quantity("import_seconds", "import time", "s"),)
@@ -54,8 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     for title in STATEMENTS:
         groups.append(measure_group(title, arguments.rounds))
         print_group(console, groups[-1], QUANTITIES)
-    results = Results("import", hardware_name("cpu"), "cpu", QUANTITIES, tuple(groups))
-    console.print(f"Written to {save_results(results)}")
+    write_results(console, "import", QUANTITIES, groups)
     return 0
 
 

@@ -6,17 +6,17 @@ from dataclasses import asdict
 from datetime import date
 
 from benchmarks.harness.contender import Contender
-from benchmarks.harness.hardware import hardware_name, installed_versions
+from benchmarks.harness.hardware import installed_versions
 from benchmarks.harness.pipelines import measure_pipelines
-from benchmarks.harness.report import make_console, print_group
-from benchmarks.harness.results import Group, Quantity, Results, make_rows, save_results
+from benchmarks.harness.report import make_console, print_group, write_results
+from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.pipelines import PipelineWork
 from benchmarks.registry import Suite, positive_int
 
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 RUN_TIMEOUT = 900.0  # seconds
 
-SLEEPING = PipelineWork("sleeping stages", blocks=4, width=64, tokens=8, micro_batches=8, sleep_seconds=0.01)
+SLEEPING = PipelineWork("sleeping stages", blocks=4, width=64, tokens=8, micro_batches=8, sleep_seconds=0.1)
 COMPUTING = PipelineWork("8 MLP blocks", blocks=8, width=512, tokens=256, micro_batches=8)
 
 QUANTITIES = (
@@ -43,7 +43,7 @@ def peers() -> list[Contender]:
 def ours(ranks: int, *, stages_per_rank: bool) -> list[Contender]:
     """tensorshard's schedules; with `stages_per_rank` those, too, that give a rank two stages."""
     names = ["1f1b", "gpipe"]
-    names += ["interleaved_1f1b", "interleaved_zero_bubble", "zbv"] if stages_per_rank else []
+    names += ["interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] if stages_per_rank else []
     return [
         Contender(f"tensorshard pp={ranks}, {name}", "pipeline_ours", "tensorshard.engine", {"pp_schedule": name})
         for name in names
@@ -121,11 +121,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.only and not any(part in title for part in arguments.only):
             continue
         with console.status(title):
-            group = measure_group(title, work, lineup, ranks, rounds=rounds, measured_steps=measured_steps)
+            steps = 1 if work.sleep_seconds else measured_steps  # sleeping takes long, and equally long
+            group = measure_group(title, work, lineup, ranks, rounds=rounds, measured_steps=steps)
         print_group(console, group, [q for q in QUANTITIES if q.key in group.rows[0].values])
         if not arguments.quick:  # at once, so that an interrupted run keeps what it has measured
-            results = Results("pipeline", hardware_name("cpu"), "cpu", QUANTITIES, (group,))
-            console.print(f"Written to {save_results(results)}")
+            write_results(console, "pipeline", QUANTITIES, [group])
     return 0
 
 

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from datetime import date
 
 from benchmarks.harness.contender import Contender
-from benchmarks.harness.hardware import hardware_name, installed_versions
+from benchmarks.harness.hardware import installed_versions
 from benchmarks.harness.layers import measure_layers
-from benchmarks.harness.report import make_console, print_group
-from benchmarks.harness.results import Group, Quantity, Results, make_rows, save_results
+from benchmarks.harness.report import make_console, print_group, write_results
+from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.layers import LayerWork
 from benchmarks.peers.tensor_ours import parallelized
 from benchmarks.registry import Suite, positive_int
@@ -136,8 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         print_group(console, group, QUANTITIES)
         if not arguments.quick:  # at once, so that an interrupted run keeps what it has measured
-            results = Results("tensor", hardware_name("cpu"), "cpu", QUANTITIES, (group,))
-            console.print(f"Written to {save_results(results)}")
+            write_results(console, "tensor", QUANTITIES, [group])
     return 0
 
 

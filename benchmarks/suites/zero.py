@@ -8,9 +8,9 @@ from datetime import date
 from rich.console import Console
 
 from benchmarks.harness.contender import Contender
-from benchmarks.harness.hardware import hardware_name, installed_versions
-from benchmarks.harness.report import make_console, print_group
-from benchmarks.harness.results import Group, Quantity, Results, make_rows, save_results
+from benchmarks.harness.hardware import installed_versions
+from benchmarks.harness.report import make_console, print_group, write_results
+from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.harness.statistics import check_losses_agree
 from benchmarks.harness.training import TrainingJob, TrainingMeasurement, measure_training
 from benchmarks.registry import Suite, positive_int
@@ -165,8 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
             print_group(console, group, QUANTITIES)
             if not arguments.quick:  # at once, so that an interrupted run keeps what it has measured
-                results = Results("zero", hardware_name("cpu"), "cpu", QUANTITIES, (group,))
-                console.print(f"Written to {save_results(results)}")
+                write_results(console, "zero", QUANTITIES, [group])
     return 0
 
 

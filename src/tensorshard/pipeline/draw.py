@@ -104,12 +104,13 @@ class Timeline:
                     f'fill="{_COLOURS[action.kind]}" fill-opacity="{opacity:.2f}"/>'
                     f'<text x="{x + size / 2:.1f}" y="{y + 17}" text-anchor="middle">{action.micro_batch}</text></g>'
                 )
-        x = float(left)
+        x, y = float(left), top + height * len(self.ranks) + 8
         for kind in self._kinds():
-            y = top + height * len(self.ranks) + 8
             parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{_COLOURS[kind]}"/>')
             parts.append(f'<text x="{x + 20}" y="{y + 11}">{_WORDS[kind]}</text>')
             x += 40 + 7 * len(_WORDS[kind])
+        if self.stages_per_rank > 1:
+            parts.append(f'<text x="{x}" y="{y + 11}">paler: the rank\'s later stages</text>')
         return "\n".join([*parts, "</svg>", ""])
 
     def save(self, path: str | Path) -> None:
