@@ -27,7 +27,7 @@ STATES = {  # type of the weight, and of its momentum
 }
 CARDS = (("8 x 12 GB", 96), ("16 x 12 GB", 192), ("8 x 32 GB", 256), ("8 x 80 GB", 640))
 HEAD_SHARE = 0.9  # of a card's memory, the rest being for the backbone and a tile of logits
-LEARNING_RATE, MOMENTUM = 0.1, 0.9
+MOMENTUM = 0.9
 
 
 def main() -> None:
@@ -45,14 +45,14 @@ def main() -> None:
         args.classes,
         gather_inputs=True,  # each rank has samples of its own, and all ranks' are compared with all classes
         grad_scale=world_size,  # undoes the average of DistributedDataParallel, of a loss that is the mean already
-        update=dict(lr=LEARNING_RATE, momentum=MOMENTUM, momentum_dtype=momentum_dtype),
+        update=dict(lr=args.lr, momentum=MOMENTUM, momentum_dtype=momentum_dtype),
         device=device,
         dtype=dtype,
     )
     model = backbone.to(device)
     if world_size > 1:
         model = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=MOMENTUM)
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, args.steps) for each in (optimizer, head.optimizer)]
     generator = torch.Generator().manual_seed(args.seed + dist.get_rank())
 
@@ -135,13 +135,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--states", choices=list(STATES), default="fp32", help="types of the weight and its momentum")
     parser.add_argument("--seen", type=int, default=64, help="classes that have samples")
     parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--lr", type=float, help="default 0.1 with the MLP, 0.01 with a ResNet")
     parser.add_argument("--log-every", type=int, default=1)
     parser.add_argument("--inputs", type=int, default=64, help="numbers that a sample of the MLP has")
     parser.add_argument("--features", type=int, default=512, help="of the MLP")
     parser.add_argument("--image-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.lr is None:
+        args.lr = 0.1 if args.backbone == "mlp" else 0.01
+    return args
 
 
 if __name__ == "__main__":
