@@ -23,7 +23,7 @@ def gpt_with_head(model: nn.Module) -> nn.Module:
 
 def bert_with_head(model: nn.Module) -> nn.Module:
     _replace(model.head, "decoder", reduction="sum")
-    model.__class__ = _Bert
+    model.__class__ = BertWithHead
     return model
 
 
@@ -40,7 +40,7 @@ class _GPT(GPT):
         return self.head(self.norm(x), targets)
 
 
-class _Bert(Bert):
+class BertWithHead(Bert):
     def forward(
         self, tokens: torch.Tensor, targets: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:

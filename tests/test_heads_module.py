@@ -221,7 +221,7 @@ def _bad(case: str) -> None:
         tsd.init_process_group(1 if case == "replicas" else 2)
     dist.barrier()
     if case.startswith("replicas"):
-        ParallelLinearCrossEntropy(5, 12, update=dict(lr=0.1))
+        ParallelLinearCrossEntropy(5, 12, update=dict(lr=0.1))(torch.randn(3, 5), torch.tensor([1, 2, 3]))
     if case == "gathering, no group":
         ParallelLinearCrossEntropy(5, 12, gather_inputs=True)
     head = ParallelLinearCrossEntropy(5, 12)

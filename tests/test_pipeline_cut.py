@@ -99,7 +99,7 @@ def test_named_cuts(bert):
         (2, ["blocks.1.attention"], "is inside of 'blocks.1'.* name 'blocks.1'"),
         (2, ["embeddings"], "the first stage starts with anyway"),
         (3, ["blocks.2", "blocks.1"], "'blocks.1' after 'blocks.2', but it is called before it"),
-        (3, ["blocks.1", "blocks.1"], "it is called with it"),
+        (3, ["blocks.1", "blocks.1"], "names .blocks.1. 2 times; each name starts one stage"),
     ],
 )
 def test_cuts_that_cannot_be(bert, stages, split, message):

@@ -161,6 +161,26 @@ def _raise_on_last() -> None:
         raise RuntimeError(message)
 
 
+def _failing_loss() -> list[str]:
+    example = EXAMPLES["gpt"]
+    runner, _ = _runner("gpt", "gpipe", 1, 0, 1)
+
+    def loss(index: int, output: Any) -> torch.Tensor:
+        if index == 1:
+            raise ArithmeticError("no loss today")
+        return example.loss(output)
+
+    try:
+        runner.step([example.make()[1] for _ in range(3)], loss)
+    except ArithmeticError as error:
+        return error.__notes__
+    return []
+
+
+def test_an_error_of_the_loss_says_where(ranks):
+    assert ranks(1, _failing_loss) == [["in the loss of micro-batch 1 (pipeline rank 0)"]]
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("count", "micro_batches"), [(2, 4), (4, 8), (4, 16)])
 def test_bubble_and_memory_are_those_of_the_table(name, count, micro_batches):

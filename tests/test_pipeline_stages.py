@@ -1,7 +1,7 @@
 """Stages run one after the other compute what the whole model does, to the last bit."""
 
 import copy
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -221,6 +221,21 @@ def test_calls_that_depend_on_shapes_are_refused_when_they_differ():
     stages[0](torch.ones(5, 6))
     with pytest.raises(ValueError, match=r"of shapes \[2, 6\] the model calls 2 units.*by 4"):
         stages[0](torch.ones(2, 6))
+
+
+class CatchesEverything(ByValue):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            with suppress(BaseException):
+                x = layer(x)
+        return x
+
+
+def test_a_model_that_catches_everything_is_told_so():
+    x = torch.ones(2, 6)
+    stages = stages_of(CatchesEverything(), x, 2)
+    with pytest.raises(RuntimeError, match="although its forward was left: it catches every exception, by a bare"):
+        stages[0](x)
 
 
 class RegionOfTwo(nn.Module):

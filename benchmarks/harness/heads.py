@@ -16,9 +16,14 @@ from benchmarks.harness.jobs import run_job
 from benchmarks.heads import HeadWork
 
 _RANK_MODULE = "benchmarks.harness.heads_rank"
+OUT_OF_MEMORY = "out of memory"  # what a rank hands in, where a GPU's is used up
 
 # Large tensors come from the system and go back to it at once, so that the peak is that of what is held.
 _EXACT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+
+
+class OutOfMemoryError(RuntimeError):
+    """A contender needs more memory than the GPU has."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,8 @@ class HeadMeasurement:
     Args:
         step_seconds: median over the steps; of the slowest rank.
         cpu_seconds: processor time per step, of all ranks together.
-        peak_bytes: most resident memory during the steps, above what was held before them: the states. Of the rank
-            that has the most.
+        peak_bytes: most memory during the steps, above what was held before them: the states. Resident memory of a
+            process, or of tensors on a GPU. Of the rank that has the most.
         bytes_per_class: of the states, of all ranks, per class.
         error: the largest of: relative error of the loss; largest error of the features' gradient, and of the weight's
             update, relative to the largest element of each. Against fp64. 0 if it was not asked for.
@@ -68,9 +73,12 @@ def measure_head(job: HeadJob, world_size: int, *, environment: Mapping[str, str
 
     Raises:
         RankError: a rank failed, or took too long.
+        OutOfMemoryError: a rank on a GPU did not have enough of it.
     """
     environment = {**_EXACT_MEMORY, "OMP_NUM_THREADS": str(job.threads), **environment}
     ranks = run_job(_RANK_MODULE, job, world_size, environment=environment, timeout=timeout)
+    if any(OUT_OF_MEMORY in rank for rank in ranks):
+        raise OutOfMemoryError(f"{job.builder} ran out of the GPU's memory at {job.work.classes:,} classes")
     return HeadMeasurement(
         step_seconds=median(max(step) for step in zip(*(rank["step_seconds"] for rank in ranks), strict=True)),
         cpu_seconds=sum(rank["cpu_seconds"] for rank in ranks),

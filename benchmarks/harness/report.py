@@ -35,9 +35,15 @@ def print_group(console: Console, group: Group, quantities: Sequence[Quantity]) 
     console.print(table)
 
 
-def write_results(console: Console, name: str, quantities: Sequence[Quantity], groups: Sequence[Group]) -> None:
-    """Adds what was measured on this machine's processor to the results of that name, and says where they are."""
-    results = Results(name, hardware_name("cpu"), "cpu", tuple(quantities), tuple(groups))
+def write_results(
+    console: Console, name: str, quantities: Sequence[Quantity], groups: Sequence[Group], device: str = "cpu"
+) -> None:
+    """Adds what was measured on this machine to the results of that name, and says where they are.
+
+    Args:
+        device: "cpu", or "cuda" for what was measured on its GPUs.
+    """
+    results = Results(name, hardware_name(device), device, tuple(quantities), tuple(groups))
     console.print(f"Written to {save_results(results)}")
 
 

@@ -11,7 +11,7 @@ from benchmarks.heads import Head, HeadWork, with_sgd
 
 
 def build(work: HeadWork, rank: int, world_size: int) -> Head:
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(work.device, (world_size,))
     local = work.weight(rank, world_size)
     shape = torch.Size((work.classes, work.features))
     weight = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(work.features, 1))
@@ -22,7 +22,7 @@ def build(work: HeadWork, rank: int, world_size: int) -> Head:
         given = DTensor.from_local(features, mesh, replicated, run_check=False)
         return F.cross_entropy(F.linear(given, weight), DTensor.from_local(targets, mesh, replicated, run_check=False))
 
-    head = with_sgd(weight, loss_of, local)
+    head = with_sgd(work, weight, loss_of, local)
 
     def step(features: Tensor, targets: Tensor) -> Tensor:
         with loss_parallel():

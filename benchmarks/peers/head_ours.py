@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.heads import LEARNING_RATE, MOMENTUM, Head, HeadWork, with_sgd
 from tensorshard.distributed.sharding import to_local
@@ -23,18 +23,22 @@ def build(
 ) -> Head:
     options: dict[str, Any] = {"keep_logits": keep_logits, "dtype": getattr(torch, dtype)}
     if world_size > 1:
-        options["group"] = dist.group.WORLD
+        options["group"] = init_device_mesh(work.device, (world_size,))
     if update:
         options["update"] = {"lr": LEARNING_RATE, "momentum": MOMENTUM, "momentum_dtype": momentum_dtype}
-    head = ParallelLinearCrossEntropy(work.features, work.classes, **options)
+    # Without values at first: of a large head, drawing them as nn.Linear does takes longer than what is measured.
+    head = ParallelLinearCrossEntropy(work.features, work.classes, device="meta", **options).to_empty(
+        device=work.device
+    )
     local = to_local(head.weight.detach())
-    local.copy_(work.weight(rank, world_size))
+    work.fill(local, rank, world_size)
     optimizer = head.optimizer
     if optimizer is None:
-        return with_sgd(head.weight, head, local)
+        return with_sgd(work, head.weight, head, local)
 
     def step(features: Tensor, targets: Tensor) -> Tensor:
-        loss = head(features, targets)
+        with work.autocast():
+            loss = head(features, targets)
         loss.backward()
         optimizer.step()
         return loss.detach()

@@ -10,5 +10,5 @@ def build(work: HeadWork, rank: int, world_size: int) -> Head:
     weight = work.weight(rank, world_size).requires_grad_()
     options = LinearCrossEntropyOptions()
     return with_sgd(
-        weight, lambda features, targets: F.linear_cross_entropy(features, weight, targets, options=options)
+        work, weight, lambda features, targets: F.linear_cross_entropy(features, weight, targets, options=options)
     )

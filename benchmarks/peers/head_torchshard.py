@@ -11,5 +11,7 @@ def build(work: HeadWork, rank: int, world_size: int) -> Head:
         torchshard.distributed.init_process_group(group_size=world_size)
     weight = work.weight(rank, world_size).requires_grad_()
     return with_sgd(
-        weight, lambda features, targets: parallel_cross_entropy(parallel_linear(features, weight, dim=-1), targets)
+        work,
+        weight,
+        lambda features, targets: parallel_cross_entropy(parallel_linear(features, weight, dim=-1), targets),
     )

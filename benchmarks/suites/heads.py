@@ -1,7 +1,7 @@
 """Heads of many classes on CPU: one step of training, and how many classes would fit on GPUs of some sizes."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 
@@ -9,7 +9,8 @@ from rich.console import Console
 
 from benchmarks.harness.contender import Contender
 from benchmarks.harness.hardware import installed_versions
-from benchmarks.harness.heads import HeadMeasurement, job_of, measure_head
+from benchmarks.harness.heads import job_of, measure_head
+from benchmarks.harness.heads_group import measure_in_turn
 from benchmarks.harness.report import make_console, print_group, write_results
 from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.heads import HeadWork
@@ -45,8 +46,9 @@ FIT_QUANTITIES = (
     *(Quantity(cards, cards, "classes") for cards in CARDS),
 )
 
-_SMALL = {"dtype": "bfloat16", "momentum_dtype": "bf16"}
-_SMALLEST = {"dtype": "bfloat16", "momentum_dtype": "int8"}
+# Options of our head: its narrower states.
+SMALL = {"dtype": "bfloat16", "momentum_dtype": "bf16"}
+SMALLEST = {"dtype": "bfloat16", "momentum_dtype": "int8"}
 
 
 def contenders(world_size: int, classes: int) -> list[Contender]:
@@ -81,8 +83,8 @@ def _ours() -> list[Contender]:
         ours("update in backward"),
         ours("update, no logits kept", keep_logits=False),
         ours("update, bf16 logits kept", keep_logits=True),
-        ours("update, bf16 states", keep_logits=False, **_SMALL),
-        ours("update, bf16 and 8 bits", keep_logits=False, **_SMALLEST),
+        ours("update, bf16 states", keep_logits=False, **SMALL),
+        ours("update, bf16 and 8 bits", keep_logits=False, **SMALLEST),
     ]
 
 
@@ -109,34 +111,21 @@ def measure_group(
 ) -> Group:
     """Measures the contenders in turn, `rounds` times over; one process has two threads, ranks have one each."""
     lineup = [c for c in contenders(world_size, work.classes) if not only or c.name in only]
-    notes = {contender.name: reason for contender in lineup if (reason := obstacle(contender))}
-    runs: dict[str, list[HeadMeasurement]] = {c.name: [] for c in lineup if c.name not in notes}
-    threads = 2 if world_size == 1 else 1
-    for round_number in range(rounds):
-        for contender in lineup:
-            if contender.name in notes:
-                continue
-            exact = round_number == 0
-            job = job_of(contender, work, threads=threads, exact=exact, warmup_steps=2, measured_steps=measured_steps)
-            with console.status(f"{work.name}, round {round_number + 1} of {rounds}: {contender.name}"):
-                runs[contender.name].append(measure_head(job, world_size, environment=NO_GPU, timeout=RUN_TIMEOUT))
-    samples: dict[str, Mapping[str, Sequence[float]]] = {
-        q.key: {name: [getattr(run, q.key) for run in of] for name, of in runs.items()} for q in QUANTITIES
-    }
-    samples["error"] = {name: [of[0].error] * len(of) for name, of in runs.items()}  # the step is the same each time
     ranks = "one process" if world_size == 1 else f"{world_size} ranks"
-    return Group(
+    return measure_in_turn(
+        work,
+        lineup,
+        world_size,
         title=f"{work.name}, {ranks}",
-        date=date.today().isoformat(),
-        versions=installed_versions(["torch", "torchshard", "cut-cross-entropy", "tensorshard"]),
-        settings={
-            "ranks": world_size,
-            "threads": threads,
-            "rounds": rounds,
-            "measured_steps": measured_steps,
-            **asdict(work),
-        },
-        rows=make_rows(samples, ours=[c.name for c in lineup if c.ours], notes=notes),
+        quantities=QUANTITIES,
+        obstacles={contender.name: reason for contender in lineup if (reason := obstacle(contender))},
+        packages=("torch", "torchshard", "cut-cross-entropy", "tensorshard"),
+        rounds=rounds,
+        measured_steps=measured_steps,
+        threads=2 if world_size == 1 else 1,
+        environment=NO_GPU,
+        timeout=RUN_TIMEOUT,
+        console=console,
     )
 
 
@@ -145,8 +134,8 @@ def measure_fit(features: int, *, classes: int = 2048) -> Group:
     work = HeadWork("", samples=8, features=features, classes=classes)
     forms = {
         "tensorshard, fp32, update": {},
-        "tensorshard, bf16 weight and momentum, update": _SMALL,
-        "tensorshard, bf16 weight, 8-bit momentum, update": _SMALLEST,
+        "tensorshard, bf16 weight and momentum, update": SMALL,
+        "tensorshard, bf16 weight, 8-bit momentum, update": SMALLEST,
     }
     # A plain layer also holds a gradient of its weight, and logits and their gradients, which are not counted here.
     lineup = [Contender("plain PyTorch, with its gradient", "head_plain", "torch")]

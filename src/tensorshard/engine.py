@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from tensorshard.materialize import TensorSource, from_meta, from_module, record
 from tensorshard.mesh import Mesh
 from tensorshard.optim.build import OptimizerFactory, build_optimizer
 from tensorshard.optim.gradients import clip_factor, global_norm, scale_gradients
+from tensorshard.optim.head_groups import HeadGroup
 from tensorshard.optim.loss_scaler import LossScaler
 from tensorshard.passes import Passes, WholeModelPasses
 from tensorshard.plan import Plan
@@ -24,6 +25,7 @@ from tensorshard.transforms.apply import apply_plan
 from tensorshard.transforms.batch_norm import running_statistics
 from tensorshard.transforms.checks import check_model
 from tensorshard.transforms.head_checks import check_loss_function
+from tensorshard.transforms.head_updates import HeadUpdate, check_updates, find_updates, take_updates, tell_updates
 from tensorshard.transforms.precision import check_supported
 from tensorshard.transforms.shard import ShardedModel
 
@@ -59,7 +61,7 @@ def parallelize(
             It is given a list of parameters (fp32 masters, sharded ones as DTensors, so that ``p.ndim`` and
             ``p.shape`` are those of the whole), from which it may make several groups; one whose argument is called
             ``named_parameters`` is given ``(name, parameter)`` pairs. Of Adam and AdamW the fused form is used if the
-            choice was left open.
+            choice was left open. A head built with ``update=`` is in a group of its own (``docs/heads.md``).
         loss_fn: ``loss_fn(output, targets)`` -> the mean over samples as a scalar, or ``(sum, count)`` where samples or
             tokens vary. Floating-point outputs reach it as fp32.
         seed: of the initial weights and of dropout. Weights do not depend on the plan.
@@ -76,15 +78,21 @@ def parallelize(
     check_supported(plan.precision, device)
     if isinstance(model, nn.Module):
         check_model(model, plan)
+        check_updates(model, find_updates(model), optimizer)
     join_world(device)
-    source, agreed = _weights_of(model, seed)
+    source, agreed, updates = _weights_of(model, seed)
     check_model(source.module, plan)
+    if not isinstance(model, nn.Module):
+        check_updates(source.module, updates, optimizer)
     mesh = Mesh(plan, device.type)
     broadcast = not agreed and mesh.world_size > 1
     sharded = apply_plan(source, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
     # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
     torch.manual_seed(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank)
-    return Engine(sharded, plan, mesh, optimizer=optimizer, loss_fn=loss_fn, device=device)
+    if mesh.rank == 0:
+        tell_updates(updates)
+    groups = [update.group() for update in updates]
+    return Engine(sharded, plan, mesh, optimizer=optimizer, loss_fn=loss_fn, device=device, head_groups=groups)
 
 
 class Engine:
@@ -111,6 +119,7 @@ class Engine:
         optimizer: OptimizerFactory,
         loss_fn: LossFunction,
         device: torch.device,
+        head_groups: Sequence[HeadGroup] = (),
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -127,7 +136,7 @@ class Engine:
         objective = Objective(loss_fn, plan.precision, device)
         self._passes = _passes_for(sharded, plan, mesh, objective, device)
         self._running_statistics = running_statistics(sharded.model)
-        self.optimizer = build_optimizer(optimizer, self._trained)
+        self.optimizer = build_optimizer(optimizer, self._trained, head_groups)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
         self.optimizer.register_step_post_hook(lambda *_: sharded.publish_update())
 
@@ -307,13 +316,23 @@ def _passes_for(sharded: ShardedModel, plan: Plan, mesh: Mesh, objective: Object
     return PipelinePasses(sharded, plan, mesh, objective, device)
 
 
-def _weights_of(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[TensorSource, bool]:
-    """Where the initial weights come from, and whether they are the same on every rank by construction."""
+def _weights_of(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[TensorSource, bool, list[HeadUpdate]]:
+    """Where the initial weights come from, whether they are the same on every rank by construction, and what the
+    model's heads were to update by themselves, which is switched off."""
     if not isinstance(model, nn.Module):
-        return record(model, seed=seed), True
+        updates: list[HeadUpdate] = []
+
+        def build() -> nn.Module:
+            built = model()
+            if isinstance(built, nn.Module):
+                updates[:] = take_updates(built)
+            return built
+
+        return record(build, seed=seed), True, updates
+    updates = take_updates(model)
     if any(parameter.is_meta for parameter in model.parameters()):
-        return from_meta(model, seed=seed), True
-    return from_module(model), False
+        return from_meta(model, seed=seed), True, updates
+    return from_module(model), False, updates
 
 
 def _check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any) -> None:

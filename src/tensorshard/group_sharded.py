@@ -23,6 +23,7 @@ from tensorshard.mesh import Mesh
 from tensorshard.plan import ZERO_NAMES, Plan
 from tensorshard.transforms.apply import apply_plan
 from tensorshard.transforms.checks import check_model
+from tensorshard.transforms.head_checks import refuse_updates
 from tensorshard.transforms.shard import ShardedModel
 
 _ATTRIBUTE = "_tensorshard_layout"
@@ -82,6 +83,7 @@ def group_sharded_parallel(
     size = world_size() if group is None else dist.get_world_size(group)
     plan = Plan(zero=level, shard_units=segment_size).resolve(size)
     check_model(model, plan)
+    refuse_updates(model)
     device = default_device()
     join_world(device)
     mesh = Mesh(plan, device.type, group)

@@ -12,6 +12,7 @@ from tensorshard.loss_tally import LossTally, Objective
 from tensorshard.mesh import Mesh
 from tensorshard.passes import Passes, StepLoss
 from tensorshard.pipeline.runner import PipelineRunner
+from tensorshard.pipeline.same_batch import check_same_batch
 from tensorshard.pipeline.stage import StageModule
 from tensorshard.pipeline.torch_stage import StageHooks
 from tensorshard.pipeline.values import Structure, map_tensors, take_apart
@@ -38,6 +39,7 @@ class PipelinePasses(Passes):
     ) -> None:
         super().__init__(sharded, plan, mesh, objective, device)
         self._group = mesh.group("pp")
+        self._compared: set[str] = set()
         self._is_last = self._group.rank() == sharded.last_rank
         self._runner = self._make_runner(plan.pp_schedule)
         forward = _FORWARD_SCHEDULES.get(plan.pp_schedule, plan.pp_schedule)
@@ -55,6 +57,7 @@ class PipelinePasses(Passes):
         )
 
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
+        self._compare("step", inputs, targets)
         parts = self._on_device(split_batch(inputs, targets, self._plan.micro_batches))
         self._sharded.discard_gradients()
         tally = LossTally(self._mesh)
@@ -73,6 +76,7 @@ class PipelinePasses(Passes):
         return self._told(tally, len(parts))
 
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
+        self._compare("evaluate", inputs, targets)
         parts = self._on_device(split_unevenly(inputs, targets, self._plan.micro_batches))
         tally = LossTally(self._mesh)
 
@@ -86,6 +90,7 @@ class PipelinePasses(Passes):
         return self._told(tally, len(parts)).mean
 
     def predict(self, inputs: Any) -> Any:
+        self._compare("predict", inputs, None)
         parts = self._on_device(split_unevenly(inputs, None, self._plan.micro_batches))
         outputs: dict[int, Any] = {}
 
@@ -95,6 +100,12 @@ class PipelinePasses(Passes):
         self._forward_runner.forward([part for part, _ in parts], consume)
         sizes = [batch_size(part) for part, _ in parts]
         return self._shown_to_all(lambda: _joined([outputs[index] for index in range(len(parts))], sizes))
+
+    def _compare(self, call: str, inputs: Any, targets: Any) -> None:
+        # Of the first batches alone: it costs a copy to the host, and samplers that are wrong are so from the start.
+        if call not in self._compared:
+            check_same_batch(call, inputs, targets, self._group)
+            self._compared.add(call)
 
     def _on_device(self, parts: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         # Targets are of use where the loss is.

@@ -44,7 +44,8 @@ class ParallelLinearCrossEntropy(HeadModule):
             comes before the head over n ranks whose batches were gathered, n makes their sum of it.
         update: ``dict(lr=..., momentum=0.0, weight_decay=0.0, momentum_dtype="fp32", seed=0)`` makes backward update
             the weight itself, tile by tile, so that no gradient tensor exists: exactly what ``torch.optim.SGD`` does.
-            A weight in bf16 is rounded stochastically. See :attr:`optimizer` and :meth:`accumulate`.
+            A weight in bf16 is rounded stochastically. See :attr:`optimizer` and :meth:`accumulate`. Under a Plan the
+            weight gets a gradient, and an SGD in the Engine's optimizer does the same with it, in a group of its own.
         group: a process group or a one-dimensional mesh; by default the model-parallel group. Where there is none, the
             head holds all classes, as ``nn.Linear`` would, until ``parallelize(model, Plan(tp=...))`` splits them.
         device, dtype: as in ``nn.Linear``.
@@ -135,8 +136,9 @@ class ParallelLinearCrossEntropy(HeadModule):
 
         Raises:
             As :func:`tensorshard.nn.functional.parallel_linear_cross_entropy`.
-            RuntimeError: with ``update=``: a loss in fp16; parameters that were replaced.
+            RuntimeError: with ``update=``: a loss in fp16; parameters that were replaced. As for :meth:`topk`.
         """
+        self._check_rows()
         features, targets = self._gather(features, targets)
         self._check_update(features)
         sample = None
@@ -174,13 +176,15 @@ class ParallelLinearCrossEntropy(HeadModule):
             features: [*, in_features], the same on every rank; it is not gathered.
 
         Raises:
-            RuntimeError: with ``update=`` and where a gradient is wanted: the weight would not get its own.
+            RuntimeError: with ``update=`` and where a gradient is wanted: the weight would not get its own; or as for
+                :meth:`topk`.
         """
         if self.optimizer is not None and torch.is_grad_enabled() and features.requires_grad:
             raise RuntimeError(
                 "logits() was called for a gradient on a head built with update=, whose weight is trained by forward() "
                 "alone: call it under torch.no_grad(), or build the head without update="
             )
+        self._check_rows()
         output = local_logits(features, self.weight, self.bias, self.normalize, self.scale, self._process_group())
         group = self._process_group()
         return output if group is None else set_mark(output, ParallelMark(-1, self.num_classes, group))
@@ -197,9 +201,11 @@ class ParallelLinearCrossEntropy(HeadModule):
 
         Raises:
             ValueError: there are no `k` classes.
+            RuntimeError: a Plan has sharded the weight, outside of the model's forward.
         """
         if not 1 <= k <= self.num_classes:
             raise ValueError(f"k={k} was given for {self.num_classes} classes: use 1 to {self.num_classes}")
+        self._check_rows()
         features, _ = self._gather(features, None)
         tiles = head_tiles(features, self.weight, self.bias, self.normalize, self.scale)
         values, classes = largest_logits(tiles, k, self._range()[0], self._process_group())

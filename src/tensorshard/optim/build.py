@@ -1,22 +1,37 @@
 """Making the optimizer of the parameters that a rank updates."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from tensorshard.optim.head_groups import HeadGroup, add_head_group
+
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-def build_optimizer(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(
+    factory: OptimizerFactory, masters: Mapping[str, nn.Parameter], heads: Sequence[HeadGroup] = ()
+) -> torch.optim.Optimizer:
     """The optimizer that `factory` makes of `masters`, on its fastest kernels where the choice was left open.
+
+    Args:
+        heads: what is trained by a rule of its own; `factory` is given the other parameters.
 
     Raises:
         TypeError: it made something else.
-        ValueError: the optimizer holds parameters that it was not given.
+        ValueError: the optimizer holds parameters that it was not given, or cannot train the `heads`.
     """
+    apart = {name for head in heads for name in head.parameters}
+    built = _build(factory, {name: master for name, master in masters.items() if name not in apart})
+    for head in heads:
+        add_head_group(built, head, masters)
+    return built
+
+
+def _build(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     if not masters:  # of a pipeline's stage nothing may be trained; its optimizer then exists for schedulers' sake
         masters = {"none": nn.Parameter(torch.empty(0))}
     given: Any = list(masters.items()) if _wants_names(factory) else list(masters.values())

@@ -111,8 +111,13 @@ def cut_model(graph: CallGraph, stages: int, *, split: list[str] | None = None, 
         positions = _named_positions(graph, split, stages, limits)
         return Cut(graph, tuple(positions))
     if stages > len(names):
+        called = (
+            f"has {len(names)} units"
+            if set(names) == set(graph.parameters)
+            else (f"calls {len(set(names))} of its {len(graph.parameters)} units {len(names)} times")
+        )
         raise ValueError(
-            f"the model has {len(names)} units ({_some(names)}), which cannot make {stages} stages; with this model "
+            f"the model {called} ({_some(names)}), which cannot make {stages} stages; with this model "
             f"there can be at most {len(names)}. Use fewer stages, or name smaller modules as units (pp_units)"
         )
     obstacles = {position: obstacle(graph, position, limits) for position in range(1, len(names))}
@@ -141,6 +146,8 @@ def _named_positions(graph: CallGraph, split: list[str], stages: int, limits: Li
                 f"pp_split names {name!r}, which the first stage starts with anyway; name the modules that start the "
                 f"second stage and those after it"
             )
+        if split.count(name) > 1:
+            raise ValueError(f"pp_split names {name!r} {split.count(name)} times; each name starts one stage")
         if positions and position <= positions[-1]:
             raise ValueError(
                 f"pp_split names {name!r} after {split[len(positions) - 1]!r}, but it is called "

@@ -1,7 +1,7 @@
 """What one run of a model showed: its unit calls in order, and what each of them needs of earlier ones."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -35,6 +35,7 @@ class UnitCall:
     Args:
         unit: the unit's name.
         reads: what it needs.
+        gradients: of that, the outputs of earlier calls that gradients of its own outputs go to.
         structure, layouts: its output, and the tensors in it.
         flops: floating-point operations of its forward, those of functional code before it included.
         written_bytes: of all that its operations return, that code included.
@@ -43,6 +44,7 @@ class UnitCall:
 
     unit: str
     reads: Reads
+    gradients: frozenset[Leaf]
     structure: Structure
     layouts: tuple[Layout, ...]
     flops: int
@@ -57,20 +59,31 @@ class CallGraph:
     Args:
         calls: of units, in their order.
         output: what the model's output needs.
+        output_gradients: outputs of calls that gradients of the model's output go to.
         overwritten: outputs of calls that code outside of units changes in place.
+        changed: outputs of calls that later calls change in place.
+        overwrites_inputs: whether the model changes its inputs in place.
         parameters: for each unit, its parameters by their first names; those of its submodules included.
         bytes_of: bytes of each parameter.
         stateful: units that change buffers of theirs.
         nested: units that others call as a part of themselves.
+        hooked: units with hooks on their backward.
+        one_piece: whether gradients of inputs and of parameters must be computed together, for hooks that change them
+            on their way, or for regions that are recomputed as one autograd function.
     """
 
     calls: tuple[UnitCall, ...]
     output: Reads
+    output_gradients: frozenset[Leaf]
     overwritten: frozenset[Leaf]
+    changed: frozenset[Leaf]
+    overwrites_inputs: bool
     parameters: dict[str, tuple[str, ...]]
     bytes_of: dict[str, int]
     stateful: frozenset[str]
     nested: frozenset[str]
+    hooked: frozenset[str]
+    one_piece: bool
 
     def reads(self, index: int) -> Reads:
         """What call `index` needs; what the output needs for the index after the last call."""
@@ -79,6 +92,22 @@ class CallGraph:
     def layout(self, leaf: Leaf) -> Layout:
         """What is known of `leaf`."""
         return self.calls[leaf[0]].layouts[leaf[1]]
+
+    def sent_layout(self, leaf: Leaf) -> Layout:
+        """The same for a `leaf` that crosses a cut, for which no gradient comes back where there is none."""
+        layout = self.layout(leaf)
+        return replace(layout, requires_grad=layout.requires_grad and leaf in self._with_gradients)
+
+    @cached_property
+    def _with_gradients(self) -> frozenset[Leaf]:
+        # What later calls write into an output may have gradients where its first content has none.
+        found = set(self.output_gradients | self.changed)
+        with_gradients = {call for call, _ in found}
+        for index in reversed(range(len(self.calls))):
+            if index in with_gradients:
+                found |= self.calls[index].gradients
+                with_gradients |= {call for call, _ in self.calls[index].gradients}
+        return frozenset(found)
 
     @cached_property
     def _last_use(self) -> dict[Leaf, int]:

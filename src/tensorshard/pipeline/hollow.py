@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.tensor_plans.copies import computed_attributes
 from tensorshard.transforms.assign import parameter_aliases
 
 
@@ -33,8 +34,9 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
         keep: first names of the parameters to keep, each at all of its places.
         stubs: names of modules that lose their buffers.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copied = copy.deepcopy(model, memo)
+    memo: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, memo | computed_attributes(model))
+    keep_padding(copied)
     removed: list[Removed] = []
     aliases = parameter_aliases(copied)
     for path, module in copied.named_modules(remove_duplicate=False):
@@ -49,6 +51,13 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
     for removal in removed:
         removal.stand_in(torch.device("meta"))
     return copied, removed
+
+
+def keep_padding(model: nn.Module) -> None:
+    """Keeps torch's encoders from leaving out padding when they evaluate: nested tensors are neither faked nor sent."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _remove(module: nn.Module, slots: Any, name: str) -> Removed:

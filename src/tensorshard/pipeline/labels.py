@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from tensorshard.pipeline.graph import Reads
+from tensorshard.pipeline.graph import Leaf, Reads
 
 Atom = tuple[str, Any]
 """Where a value comes from: ("leaf", (call, tensor)), ("parameter", name), ("draw", number) or ("call", call)."""
@@ -31,13 +31,18 @@ class Labels(TorchDispatchMode):
     Args:
         fake: the mode of the fake tensors.
         parameters, buffers: names by storage.
+        inputs: storages of the model's.
     """
 
-    def __init__(self, fake: FakeTensorMode, parameters: dict[int, str], buffers: dict[int, str]) -> None:
+    def __init__(
+        self, fake: FakeTensorMode, parameters: dict[int, str], buffers: dict[int, str], inputs: set[int]
+    ) -> None:
         super().__init__()
         self._fake = fake
         self._parameters = parameters
         self._buffers = buffers
+        self._inputs = inputs
+        self._outputs: dict[int, Leaf] = {}  # of units, by storage
         self._labels: dict[int, frozenset[Atom]] = {}
         self._kept: list[torch.Tensor] = []  # so that storages are not used again
         self._draws = 0
@@ -45,7 +50,9 @@ class Labels(TorchDispatchMode):
         self.read: set[Atom] = set()  # what it has read
         self.flops = 0  # since they were last taken, as are the bytes
         self.written_bytes = 0
-        self.overwritten: set[Atom] = set()
+        self.overwritten: set[Leaf] = set()  # outputs of units that functional code changed in place
+        self.changed: set[Leaf] = set()  # and that later units did
+        self.overwrites_inputs = False
         self.written_buffers: dict[str, bool] = {}  # outside of units; whether what was written came from units
         self.impure = False  # whether functional code drew random numbers, or changed a buffer, since last asked
 
@@ -77,6 +84,11 @@ class Labels(TorchDispatchMode):
         self._kept.append(tensor)
         self._labels[storage_key(tensor)] = atoms
 
+    def set_output(self, tensor: torch.Tensor, leaf: Leaf) -> None:
+        """Says that `tensor` is what a unit returned."""
+        self._outputs[storage_key(tensor)] = leaf
+        self.set(tensor, frozenset([("leaf", leaf)]))
+
     def _carry(
         self,
         func: Any,
@@ -87,6 +99,7 @@ class Labels(TorchDispatchMode):
     ) -> None:
         name = func._schema.name.partition("::")[2]
         atoms = frozenset() if name in _SHAPE_ONLY else self.of(inputs)
+        self.overwrites_inputs |= any(storage_key(tensor) in self._inputs for tensor in written)
         if self.call is not None:
             own: Atom = ("call", self.call)
             self.read |= atoms - {own}
@@ -94,16 +107,19 @@ class Labels(TorchDispatchMode):
             for tensor in outputs:
                 if storage_key(tensor) not in before:
                     self.set(tensor, frozenset([own]))
-            for tensor in written:  # a unit's output stays that when a later unit changes it in place
-                if not any(kind == "leaf" for kind, _ in self.of([tensor])):
+            for tensor in written:
+                leaf = self._outputs.get(storage_key(tensor))
+                if leaf is None:
                     self.set(tensor, self.of([tensor]) | {own})
+                else:  # a unit's output stays that, and is sent as it is at the stage's end
+                    self.changed.add(leaf)
             return
         if draws:
             atoms |= {("draw", self._draws)}
             self._draws += 1
             self.impure = True
         for tensor in written:
-            self.overwritten |= {atom for atom in self.of([tensor]) if atom[0] == "leaf"}
+            self.overwritten |= {leaf for kind, leaf in self.of([tensor]) if kind == "leaf"}
             buffer = self._buffers.get(storage_key(tensor))
             if buffer is not None:
                 self.impure = True

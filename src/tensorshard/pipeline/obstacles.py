@@ -40,7 +40,8 @@ def obstacle(graph: CallGraph, position: int, limits: Limits) -> str | None:
             if call < position:
                 return (
                     f"{graph.calls[call].unit!r} hands {_name(graph, index)} a tensor by another way than its return "
-                    f"value (an attribute, or a list that both have), so both must be on one stage"
+                    f"value (an attribute, an object, or a tensor changed in place), so both must be on one stage; "
+                    f"return it instead"
                 )
     drawn_before = frozenset().union(*(graph.reads(index).draws for index in range(position)))
     for index in range(position, len(graph.calls) + 1):
@@ -50,6 +51,18 @@ def obstacle(graph: CallGraph, position: int, limits: Limits) -> str | None:
                 f"outside of any module, say), which two stages would draw apart; make it an nn.Dropout module"
             )
     crossing = graph.crossing(position)
+    for leaf in crossing:
+        if graph.calls[leaf[0]].unit in graph.hooked:
+            return (
+                f"{graph.calls[leaf[0]].unit!r}, whose output a cut before {after!r} would send, has a hook on its "
+                f"backward, which does not see gradients that come from another stage; hook a module inside of it"
+            )
+        if leaf in graph.changed and leaf in graph.overwritten:
+            return (
+                f"the output of {graph.calls[leaf[0]].unit!r}, which a cut before {after!r} would send, is changed in "
+                f"place by a later module and by code outside of modules, so that two stages would have it "
+                f"differently; make one of the two return a new tensor"
+            )
     if len(crossing) > limits.values:
         sources = sorted({graph.calls[leaf[0]].unit for leaf in crossing})
         return (

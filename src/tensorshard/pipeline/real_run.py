@@ -26,14 +26,10 @@ def run_for_real(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     copied = copy_with(unit, values)
-    for module, original in zip(copied.modules(), unit.modules(), strict=True):
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-        module.training = original.training
-    # Its forward is the one that notes calls on fake tensors, which ends with the unit's own.
-    copied.forward = vars(copied)["forward"].args[-1]
+    # Its forward is the one that notes calls on fake tensors, which ends with the unit's own; hooks are around it.
+    forward = vars(copied)["forward"].args[-1]
     given = map_tensors(
         lambda tensor: values("", tensor).requires_grad_(tensor.requires_grad and tensor.is_floating_point()),
         (args, kwargs),
     )
-    return copied(*given[0], **given[1])
+    return forward(*given[0], **given[1])

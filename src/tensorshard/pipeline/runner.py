@@ -126,7 +126,11 @@ class PipelineRunner:
 
     def _loss(self, output: tuple[int, Any], target: torch.Tensor) -> torch.Tensor:
         assert self._consume is not None
-        return self._consume(*output)
+        try:
+            return self._consume(*output)
+        except Exception as error:
+            error.add_note(f"in the loss of micro-batch {output[0]} (pipeline rank {dist.get_rank(self._group)})")
+            raise
 
     def _connect(self) -> None:
         """Opens the group's connections while all ranks are here: the first point-to-point call of NCCL needs that."""

@@ -57,7 +57,7 @@ class Shapes:
     def _crossing(self, graph: CallGraph, stage: int) -> tuple[Layout, ...]:
         if not 0 < stage < self.cut.stages:
             return ()
-        return tuple(graph.layout(leaf) for leaf in graph.crossing(self.cut.positions[stage - 1]))
+        return tuple(graph.sent_layout(leaf) for leaf in graph.crossing(self.cut.positions[stage - 1]))
 
     def _check(self, graph: CallGraph, inputs: Any) -> None:
         before, now = [c.unit for c in self.cut.graph.calls], [c.unit for c in graph.calls]

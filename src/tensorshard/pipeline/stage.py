@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tensorshard.batch import call_model
 from tensorshard.pipeline.graph import CallGraph
@@ -54,13 +55,15 @@ class StageModule:
         self._elsewhere = {name for name in own if any(self._is_foreign(i) for i in _calls_of(graph, name))}
         self._device: torch.device | None = None
         self._attached = False
+        if not self.is_last:
+            self.module._forward_hooks.clear()  # they are for the model's output
         self._run: StageRun | None = None
         self._forward = self.module.forward
         self.module.forward = self._enter  # type: ignore[method-assign]
         for name in self._stubs:
             stub = self.module.get_submodule(name)
-            stub._forward_hooks.clear()
-            stub._forward_pre_hooks.clear()
+            for hooks in (stub._forward_hooks, stub._forward_pre_hooks, stub._backward_hooks, stub._backward_pre_hooks):
+                hooks.clear()
             stub.forward = partial(self._stub, name, stub.forward)  # type: ignore[method-assign]
 
     @property
@@ -114,6 +117,8 @@ class StageModule:
             RuntimeError: the model called other units than expected, or a unit returned another shape.
         """
         graph = self._shapes.of(inputs, self.module)
+        if graph.overwrites_inputs:  # a rank's stages have the same ones
+            inputs = tree_map_only(torch.Tensor, torch.clone, inputs)
         self._prepare(inputs, received)
         self._run = StageRun(graph, self.cut, self.index, received)
         try:

@@ -39,6 +39,7 @@ class StageRun:
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
         self.position = 0  # of the next call
         self.depth = 0  # 1 while a unit runs
+        self._left = False
 
     def begin(self, unit: str) -> None:
         """A call of `unit` begins."""
@@ -46,14 +47,15 @@ class StageRun:
             self.depth += 1
             return
         if self.position >= self._stop and not self._last:
+            self._left = True
             raise StageLeft
         calls = self._graph.calls
         expected = calls[self.position].unit if self.position < len(calls) else "the end of the model"
         if expected != unit:
             raise RuntimeError(
-                f"the model called {unit!r} where {expected!r} was expected: the order of its calls depends on values, "
-                f"and so differs from that of the sample inputs; name a module around those that vary as one unit "
-                f"(pp_units)"
+                f"the model called {unit!r} where {expected!r} was expected: the order of its calls depends on values "
+                f"or random numbers, and so differs from that of the sample inputs; name a module around those that "
+                f"vary as one unit (pp_units)"
             )
         self.position += 1
         self.depth = 1
@@ -100,15 +102,23 @@ class StageRun:
 
     def sent(self) -> tuple[torch.Tensor, ...]:
         """What goes to the next stage."""
-        tensors = [self._values[leaf] for leaf in self._sends]
-        return tuple(Alias.apply(tensor) if tensor.requires_grad else tensor for tensor in tensors)
+        return tuple(self._sent(leaf) for leaf in self._sends)
+
+    def _sent(self, leaf: Leaf) -> torch.Tensor:
+        tensor = self._values[leaf]
+        return Alias.apply(tensor) if self._graph.sent_layout(leaf).requires_grad else tensor.detach()
 
     def check_ended(self) -> None:
         """The model returned."""
+        if self._left:
+            raise RuntimeError(
+                "the model returned although its forward was left: it catches every exception, by a bare `except:` or "
+                "by `except BaseException:`, that of leaving a stage as well; catch Exception"
+            )
         if self.position < len(self._graph.calls):
             expected = self._graph.calls[self.position].unit
             raise RuntimeError(
                 f"the model returned before it called {expected!r}, which it called with the sample inputs: the order "
-                f"of its calls depends on values; name a module around those that vary as one unit "
+                f"of its calls depends on values or random numbers; name a module around those that vary as one unit "
                 f"(pp_units)"
             )

@@ -75,7 +75,8 @@ class ScheduledStage(_PipelineStageBase):
         # An empty module: torch would gather and reduce a sharded one at times of its own.
         super().__init__(nn.Module(), stage.index, stage.cut.stages, device, group)
         self.stage = stage
-        self._context, self._hooks, self._split = context, hooks, split
+        self._context, self._hooks = context, hooks
+        self._split = split and not stage.cut.graph.one_piece
         self._inputs: Sequence[Any] = ()
         self._held: dict[int, _MicroBatch] = {}
         self._backwards = 0  # of this step that added to parameters' gradients

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -22,7 +23,16 @@ def copy_with(module: _Module, tensor_for: Callable[[str, torch.Tensor], torch.T
             memo[id(tensor)] = (
                 nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             )
-    return copy.deepcopy(module, memo)
+    return copy.deepcopy(module, memo | computed_attributes(module))
+
+
+def computed_attributes(module: nn.Module) -> dict[int, torch.Tensor]:
+    """What :func:`copy.deepcopy` has to put for tensors with a graph, which it refuses, by their ``id``.
+
+    Modules keep some as plain attributes: the weight that the older weight_norm computes, or what a hook kept.
+    """
+    kept = (leaf for inner in module.modules() for value in vars(inner).values() for leaf in tree_leaves(value))
+    return {id(leaf): leaf.detach() for leaf in kept if isinstance(leaf, torch.Tensor) and not leaf.is_leaf}
 
 
 def blank(name: str, tensor: torch.Tensor) -> torch.Tensor:

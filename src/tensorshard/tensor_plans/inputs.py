@@ -17,21 +17,31 @@ def example_inputs(model: nn.Module) -> list[Any]:
 
     Hugging Face's models say themselves what they take. Of others, the first layer with parameters tells: an
     embedding wants indices, a convolution images, a linear layer features. A model with a head that computes its loss
-    takes targets as well.
+    takes targets as well, and may take masks.
     """
     published = _hugging_face_inputs(model)
     if any(isinstance(module, ParallelLinearCrossEntropy) for module in model.modules()):
         main = [] if published is None else [next(iter(published.values()))]
-        return [given for inputs in [*main, *_inputs_of_first_layer(model)] for given in _with_targets(inputs)]
+        return [given for inputs in [*main, *_inputs_of_first_layer(model)] for given in _with_targets(model, inputs)]
     return _inputs_of_first_layer(model) if published is None else [published]
 
 
-def _with_targets(inputs: Any) -> list[Any]:
-    """What a model whose last layer is its loss may take: its input and the first classes, one a token or a sample."""
+def _with_targets(model: nn.Module, inputs: Any) -> list[Any]:
+    """What a model whose last layer is its loss may take: its input and the first classes, one a token or a sample.
+
+    Arguments that it cannot do without and that are called masks are ones.
+    """
     if not isinstance(inputs, torch.Tensor):
         return []
     shape = inputs.shape if not inputs.is_floating_point() else inputs.shape[: 2 if inputs.ndim == 3 else 1]
-    return [(inputs, torch.zeros(size, dtype=torch.long)) for size in dict.fromkeys((shape, inputs.shape[:1]))]
+    targets = [torch.zeros(size, dtype=torch.long) for size in dict.fromkeys((shape, inputs.shape[:1]))]
+    accepted = inspect.signature(model.forward).parameters.values()
+    needed = [p.name for p in accepted if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    masks = {name: torch.ones(shape, dtype=torch.long) for name in needed if "mask" in name}
+    others = [name for name in needed if name not in masks]
+    if masks and len(others) == 2:
+        return [{**masks, others[0]: inputs, others[1]: classes} for classes in targets]
+    return [(inputs, classes) for classes in targets]
 
 
 def _inputs_of_first_layer(model: nn.Module) -> list[Any]:

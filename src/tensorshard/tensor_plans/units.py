@@ -61,7 +61,10 @@ def run_once(model: nn.Module, units: list[str], inputs: Any, *, sequences: bool
             return ModelRun(capture_calls(model, units, candidate), candidate)
         except Exception as caught:  # whatever a model makes of inputs that are not its own
             error = error or caught
-    remedy = "give find_tensor_plan inputs= of the right kind, and its table to Plan(tp_plan=...)"
+    remedy = (
+        "give parallelize(sample_inputs=...), or find_tensor_plan(inputs=...), inputs as for Engine.step, of any "
+        "values and any sizes that the model takes"
+    )
     if error is None:
         raise ValueError(f"no inputs could be guessed to run {type(model).__name__} with; {remedy}")
     what = "the guessed inputs" if inputs is None else "the given inputs"

@@ -249,7 +249,7 @@ def _compare(what: str, found: torch.Tensor, expected: torch.Tensor, least_scale
         if not torch.equal(found, expected):
             raise MismatchError(f"{what} differs")
         return
-    scale = expected.abs().max().clamp(min=least_scale)
+    scale = expected.abs().max().clamp(min=max(least_scale, 1e-30))  # all may be exactly zero
     error = ((found - expected).abs().max() / scale).item()
     if not error <= TOLERANCE:
         raise MismatchError(f"{what} differs by {error:.0%} of its largest value")

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.nn.heads.parameter import UpdatedParameter
 from tensorshard.nn.module import ParallelModule
 from tensorshard.plan import Plan
 from tensorshard.transforms.head_checks import check_heads
@@ -23,11 +24,12 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             gradients, nothing to train, a head that does what a plan does, a cache that recomputation would fill twice,
             or a name in ``plan.shard_units`` that no module has.
     """
-    check_heads(model, plan)
+    check_heads(model)
     _check_not_split(model, plan)
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # A head's own, with update=, require no gradient yet.
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad or isinstance(p, UpdatedParameter)}
     if not trained:
         raise ValueError(
             "no parameter of the model requires a gradient, so there is nothing to train; call requires_grad_() on "

@@ -1,6 +1,7 @@
 """ZeRO 3: parameters are sharded too, and gathered unit by unit for forward and backward. On PyTorch's FSDP2."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.distributed.collectives import all_gather_into, all_reduce_, is_gloo, reduce_scatter_into
 from tensorshard.mesh import Mesh
 from tensorshard.transforms.assign import ParameterPlaces, like
+from tensorshard.transforms.head_calls import gather_for_heads
 from tensorshard.transforms.precision import compute_dtype, master_dtype
 from tensorshard.transforms.shard import ShardedModel
 from tensorshard.transforms.tensor_split import TensorSplit
@@ -60,13 +62,14 @@ class FullyShardedModel(ShardedModel):
             ),
             "ignored_params": set(self._scalars),
         }
-        tied = _shared_between(units)
+        tied = _shared_between(model, units)
         for unit in units:
             if not any(parameter in tied for module in unit for parameter in module.parameters()):
                 self._fill(unit, value_of)
                 fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=True, **options)
         self._fill([model], value_of)
         fully_shard(model, reshard_after_forward=False, **options)
+        gather_for_heads(model)
         # Kept, because between a forward and its backward the modules show whole parameters.
         self._masters = dict(model.named_parameters())
         for template, name in self._names.items():
@@ -143,15 +146,22 @@ class FullyShardedModel(ShardedModel):
             scalar.grad.div_(self._dp_size)
 
 
-def _shared_between(units: list[list[nn.Module]]) -> set[nn.Parameter]:
-    """Parameters tied across units; FSDP wants all who use one in one group, so these units join the root's."""
+def _shared_between(model: nn.Module, units: list[list[nn.Module]]) -> set[nn.Parameter]:
+    """Parameters that are tied across units, or to a place in none of them (such as one that another pipeline stage
+    computes); FSDP wants all who use one in one group, so these units join the root's."""
+    everywhere = _places([model])
     seen: set[nn.Parameter] = set()
     shared: set[nn.Parameter] = set()
     for unit in units:
-        own = {parameter for module in unit for parameter in module.parameters()}
-        shared |= own & seen
-        seen |= own
+        own = _places(unit)
+        shared |= {parameter for parameter, count in own.items() if parameter in seen or count < everywhere[parameter]}
+        seen |= set(own)
     return shared
+
+
+def _places(modules: list[nn.Module]) -> Counter[nn.Parameter]:
+    inner = dict.fromkeys(inner for module in modules for inner in module.modules())
+    return Counter(p for module in inner for p in module._parameters.values() if p is not None)
 
 
 class _Allocate:

@@ -9,7 +9,7 @@ from torch import nn
 from tensorshard.distributed.decide import decide_once
 from tensorshard.materialize import TensorSource
 from tensorshard.mesh import Mesh
-from tensorshard.pipeline.capture import Tracer
+from tensorshard.pipeline.capture import Tracer, UncuttableError
 from tensorshard.pipeline.cut import Cut, cut_model
 from tensorshard.pipeline.graph import CallGraph
 from tensorshard.pipeline.shapes import Shapes
@@ -129,6 +129,8 @@ def _trace(tracer: Tracer, model: nn.Module, sample_inputs: Any) -> CallGraph:
     for candidate in example_inputs(model):
         try:
             return tracer.trace(candidate)
+        except UncuttableError:
+            raise
         except Exception as caught:  # whatever a model makes of inputs that are not its own
             error = error or caught
     name = type(model).__name__
@@ -144,8 +146,10 @@ def _values(
     source: TensorSource, stages: list[StageModule], mesh: Mesh, device: torch.device, *, broadcast: bool
 ) -> Callable[[str], torch.Tensor]:
     """Where the values of this rank's stages come from."""
+    # Two stages of a rank each change their own buffers.
+    copied = {name for name, _ in source.module.named_buffers()} if len(stages) > 1 else set()
     if not broadcast:
-        return lambda name: source.tensor(name).to(device)
+        return lambda name: source.tensor(name).to(device, copy=name in copied)
     own = {name for stage in stages for name, _ in stage.module.named_parameters()}
     own |= {name for stage in stages for name, _ in stage.module.named_buffers()}
     held: dict[str, torch.Tensor] = {}
@@ -155,4 +159,4 @@ def _values(
         value = from_first_rank(source.tensor(name).to(device), mesh)
         if name in own:
             held[name] = value.cpu()
-    return lambda name: held[name].to(device)
+    return lambda name: held[name].to(device, copy=name in copied)

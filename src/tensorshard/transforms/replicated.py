@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tensorshard.distributed.collectives import all_gather_into
 from tensorshard.mesh import Mesh
 from tensorshard.transforms.assign import ParameterPlaces
+from tensorshard.transforms.head_calls import call_before_heads
 from tensorshard.transforms.precision import master_dtype
 from tensorshard.transforms.reduction import Bucket, Groups, Reduction
 from tensorshard.transforms.replicated_parameter import ReplicatedParameter
@@ -349,6 +350,8 @@ class ReplicatedModel(ShardedModel):
                     self._wait(bucket)
 
         module.register_forward_pre_hook(wait)
+        if module is not self.model:
+            call_before_heads(module, wait)
 
     def finish_gather(self) -> None:
         for bucket in [*self._buckets, self._frozen]:

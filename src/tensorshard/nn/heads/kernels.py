@@ -3,9 +3,15 @@
 Each operation here reads and writes a whole tile. One after the other that is cheap on a CPU, whose cache holds the
 tile, and most of the time on a GPU, where torch.compile makes one or two kernels of each function (Triton's, by way of
 Inductor). Both are the same code, so that what is tested without a GPU is what runs on one.
+
+There are kernels written by hand too (:mod:`triton_kernels`). They are tested, in Triton's interpreter, but which are
+faster on a GPU has not been measured, so nobody gets them unasked: the environment variable
+``TENSORSHARD_HEAD_KERNELS`` (compiled, triton or reference) chooses for tensors on a GPU. It is no public option: the
+benchmark ``gpu`` sets it to measure both side by side.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +20,8 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tensorshard.nn.heads.rounding import dequantize, quantize, round_to_bfloat16_
+
+KERNELS_VARIABLE = "TENSORSHARD_HEAD_KERNELS"
 
 
 def online_softmax(logits: torch.Tensor, reference: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -60,7 +68,7 @@ def smooth(slope: torch.Tensor, smoothing: torch.Tensor | None, class_weight: to
 
 @dataclass(frozen=True)
 class Kernels:
-    """The functions of this module and of :mod:`rounding`, as they stand or compiled."""
+    """The functions of this module and of :mod:`rounding`: as they stand, compiled, or written by hand."""
 
     online_softmax: Callable[..., torch.Tensor]
     softmax_slope: Callable[..., torch.Tensor]
@@ -79,8 +87,40 @@ def compiled_kernels(backend: str = "inductor") -> Kernels:
     return Kernels(**{name: torch.compile(function, backend=backend, dynamic=True) for name, function in functions})
 
 
+@functools.cache
+def triton_kernels() -> Kernels:
+    """Those written by hand.
+
+    Raises:
+        RuntimeError: Triton is not installed.
+    """
+    if find_spec("triton") is None:
+        raise RuntimeError(
+            f"{KERNELS_VARIABLE}=triton was given, but Triton is not installed: pip install triton, or unset it"
+        )
+    from tensorshard.nn.heads import triton_kernels as written
+
+    return Kernels(**{name: getattr(written, name) for name in vars(REFERENCE)})
+
+
 def choose_kernels(tensor: torch.Tensor) -> Kernels:
-    """The compiled ones on a GPU that Triton is there for; never where something watches or fakes what is computed."""
+    """On a GPU the compiled ones, where Triton is there for them, or those that ``TENSORSHARD_HEAD_KERNELS`` names.
+
+    Never where something watches or fakes what is computed.
+
+    Raises:
+        ValueError: the variable names none.
+        RuntimeError: it names those that need Triton, which is not installed.
+    """
     real = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
-    compiles = tensor.device.type == "cuda" and real and find_spec("triton") is not None
-    return compiled_kernels() if compiles and _get_current_dispatch_mode() is None else REFERENCE
+    if tensor.device.type != "cuda" or not real or _get_current_dispatch_mode() is not None:
+        return REFERENCE
+    match os.environ.get(KERNELS_VARIABLE, "compiled"):
+        case "compiled":
+            return REFERENCE if find_spec("triton") is None else compiled_kernels()
+        case "triton":
+            return triton_kernels()
+        case "reference":
+            return REFERENCE
+        case unknown:
+            raise ValueError(f"{KERNELS_VARIABLE}={unknown} was given: use compiled, triton or reference")

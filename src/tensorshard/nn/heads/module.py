@@ -140,6 +140,20 @@ class HeadModule(ParallelModule):
         """This rank's first class and how many it has."""
         return shard_range(self.num_classes, *self._size_and_rank())
 
+    def _check_rows(self) -> None:
+        """Refuses to compute with a part of this rank's classes, which would look right and be wrong.
+
+        Raises:
+            RuntimeError: the weight is sharded over data ranks.
+        """
+        held, mine = to_local(self.weight).size(0), self._range()[1]
+        if held != mine:
+            raise RuntimeError(
+                f"the head's weight has {held} of this rank's {mine} classes here: a Plan with zero=1 to 3 shards it "
+                "over data ranks outside of the model's forward. Call the head in the forward of the model, which "
+                "engine.step, engine.evaluate and engine.predict run"
+            )
+
     def _place(self) -> Place:
         return Place(self._range()[0], self.num_classes, self._process_group())
 
@@ -165,6 +179,7 @@ class HeadModule(ParallelModule):
     def _check_update(self, features: torch.Tensor) -> None:
         if self.optimizer is None:
             return
+        self._check_replicas()  # only here, as a Plan switches the update off before
         if not self.optimizer.holds(self.weight):
             raise RuntimeError(
                 "the weight of a head built with update= was replaced (by load_state_dict(assign=True), fully_shard or "
@@ -177,7 +192,6 @@ class HeadModule(ParallelModule):
             )
 
     def _update_in_backward(self, options: dict[str, Any]) -> None:
-        self._check_replicas()
         self._renew_parameters()
         self.optimizer = HeadSGD.from_options(self.weight, self.bias, dict(options))
         self._guard()
