@@ -271,7 +271,9 @@ def test_a_run_inside_of_a_fake_mode_is_the_same():
     expected = graph_of(model, inputs)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.empty(2, 8, dtype=torch.long)
-        assert graph_of(model, fake).same_flow(expected)
+        found = graph_of(model, fake)
+    assert [(call.unit, call.reads) for call in found.calls] == [(call.unit, call.reads) for call in expected.calls]
+    assert found.output == expected.output
 
 
 class Scaled(torch.autograd.Function):

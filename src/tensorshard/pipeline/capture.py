@@ -1,44 +1,24 @@
-"""Running a model once, on fake tensors, to learn in which order its units are called and what each needs."""
+"""Running a model on fake tensors, to learn in which order its units are called and what each needs."""
 
-import copy
-import logging
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.nn.modules.batchnorm import _NormBase
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointFunction
 
 from tensorshard.batch import call_model
-from tensorshard.pipeline.alias import Alias
-from tensorshard.pipeline.graph import CallGraph, Leaf, UnitCall
-from tensorshard.pipeline.hollow import keep_padding
+from tensorshard.pipeline.graph import CallGraph
 from tensorshard.pipeline.labels import Labels, reads_of, storage_key
-from tensorshard.pipeline.real_run import run_for_real
+from tensorshard.pipeline.recording import BY_VALUE, Recording, UncuttableError
+from tensorshard.pipeline.twin import make_twin, sample
 from tensorshard.pipeline.units import find_units
-from tensorshard.pipeline.values import Layout, map_tensors, take_apart, tensors_in
-from tensorshard.tensor_plans.copies import computed_attributes
+from tensorshard.pipeline.values import tensors_in
 from tensorshard.transforms.assign import parameter_aliases
-
-# Of autograd's nodes, what does more in backward than computing gradients one by one.
-_ONE_PIECE = ("BackwardHookFunctionBackward", "CheckpointFunctionBackward")
-_BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
-
-
-class UncuttableError(ValueError):
-    """A model cannot be cut into stages, whatever its inputs: the message says what stands in the way."""
 
 
 class Tracer:
@@ -67,23 +47,12 @@ class Tracer:
         self.unit_names = list(find_units(model, units))
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with _disable_current_modes():
-            self._twin = self._copy(model)
+            self._twin = make_twin(model, self._fake, self.device)
             if prepare is not None:
                 with self._fake:
                     prepare(self._twin)
         self._aliases = parameter_aliases(self._twin)
-        self._labels: Labels | None = None
-        self._calls: list[UnitCall] = []
-        self._nested: set[str] = set()
-        self._inside: list[str] = []  # the modules outside of units that are running
-        self._running: list[str] = []  # the units that are, and the version of the buffers of the outermost
-        self._versions: list[int] = []
-        self._leaves: dict[int, Leaf] = {}  # which output of a unit a tensor that autograd starts from stands for
-        self._saved: _SavedBytes | None = None
-        self._one_piece = False
-        self._estimated = False  # whether the unit that is running was run for real, out of autograd's sight
-        self._impure: set[str] = set()
-        self._stateful: set[str] = set()
+        self._recording: Recording | None = None
         self._watched: set[str] = set()
         for name in self.unit_names:
             self._watch(name)
@@ -104,8 +73,8 @@ class Tracer:
         self._check_backward_hooks()
         while True:
             with torch.enable_grad():
-                graph = self.run(inputs)
-            names = [name for name in sorted(self._impure) if name not in self.unit_names]
+                graph, impure = self._run(inputs)
+            names = [name for name in sorted(impure) if name not in self.unit_names]
             if not names:
                 return graph
             for name in names:
@@ -118,13 +87,18 @@ class Tracer:
         Raises:
             UncuttableError: as for :meth:`trace`.
         """
+        return self._run(inputs)[0]
+
+    def _run(self, inputs: Any) -> tuple[CallGraph, set[str]]:
+        """The same, and the modules that must not run twice though they are no units."""
         devices = [self.device] if self.device.type == "cuda" else []
-        samples = tree_map_only(torch.Tensor, self._sample, inputs)
-        with _disable_current_modes(), torch.random.fork_rng(devices=devices), self._recording(samples) as labels:
-            output = tensors_in(self._output(samples))
-            atoms = labels.of(output)
-            output_gradients = self._sources(output)
-        if not self._calls:
+        samples = tree_map_only(torch.Tensor, lambda tensor: sample(tensor, self._fake, self.device), inputs)
+        with _disable_current_modes(), torch.random.fork_rng(devices=devices), self._recorded(samples) as recording:
+            output = tensors_in(self._output(recording, samples))
+            atoms = recording.labels.of(output)
+            output_gradients = recording.sources(output)
+        labels = recording.labels
+        if not recording.calls:
             raise UncuttableError(
                 f"{type(self._twin).__name__} called none of its {len(self.unit_names)} units as modules; a stage runs "
                 f"those that are called as module(...), not by other methods, nor by their weights alone"
@@ -136,8 +110,8 @@ class Tracer:
                     f"stage would change it differently. Move that code into the unit, or name the module that holds "
                     f"it as a unit (pp_units)"
                 )
-        return CallGraph(
-            calls=tuple(self._calls),
+        graph = CallGraph(
+            calls=tuple(recording.calls),
             output=reads_of(atoms),
             output_gradients=output_gradients,
             overwritten=frozenset(labels.overwritten),
@@ -145,11 +119,12 @@ class Tracer:
             overwrites_inputs=labels.overwrites_inputs,
             parameters=self._unit_parameters(),
             bytes_of={name: p.numel() * p.element_size() for name, p in self._twin.named_parameters()},
-            stateful=frozenset(self._stateful),
-            nested=frozenset(self._nested),
+            stateful=frozenset(recording.stateful),
+            nested=frozenset(recording.nested),
             hooked=frozenset(n for n in self.unit_names if _has_backward_hooks(self._twin.get_submodule(n))),
-            one_piece=self._one_piece,
+            one_piece=recording.one_piece,
         )
+        return graph, recording.impure
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tracer":
         return self  # the hooks and forwards of its copy, of which parts are copied again, refer to it
@@ -159,28 +134,7 @@ class Tracer:
         for name, module in model.named_modules():
             self._twin.get_submodule(name).training = module.training
 
-    # -- the copy --
-
-    def _copy(self, model: nn.Module) -> nn.Module:
-        memo: dict[int, Any] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
-            if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and not isinstance(tensor, FakeTensor):
-                memo[id(tensor)] = tensor.detach().to(self.device, copy=True)
-                continue
-            with self._fake:
-                twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            if isinstance(tensor, nn.Parameter):
-                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = twin
-        copied = copy.deepcopy(model, {**memo, **computed_attributes(model)})
-        keep_padding(copied)
-        return copied
-
-    def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta and not isinstance(tensor, FakeTensor):
-            return tensor.detach().to(self.device, copy=True)  # the model may change it in place
-        with self._fake:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+    # -- internals --
 
     def _unit_parameters(self) -> dict[str, tuple[str, ...]]:
         return {
@@ -193,27 +147,25 @@ class Tracer:
             for name in self.unit_names
         }
 
-    # -- one run --
-
     @contextmanager
-    def _recording(self, samples: Any) -> Iterator[Labels]:
+    def _recorded(self, samples: Any) -> Iterator[Recording]:
         parameters = {storage_key(p): name for name, p in self._twin.named_parameters()}
         buffers = {storage_key(b): name for name, b in self._twin.named_buffers()}
-        self._calls, self._impure, self._inside, self._running, self._leaves = [], set(), [], [], {}
-        self._labels = Labels(self._fake, parameters, buffers, set(map(storage_key, tensors_in(samples))))
+        labels = Labels(self._fake, parameters, buffers, set(map(storage_key, tensors_in(samples))))
+        self._recording = Recording(self._twin, labels, self._fake, self.device)
         try:
-            with self._labels, _quiet():
-                yield self._labels
+            with self._recording.active():
+                yield self._recording
         finally:
-            self._labels = None
+            self._recording = None
 
-    def _output(self, samples: Any) -> Any:
+    def _output(self, recording: Recording, samples: Any) -> Any:
         try:
             return call_model(self._twin, samples)
-        except _BY_VALUE as error:
-            where = self._inside[-1] if self._inside else ""
+        except BY_VALUE as error:
+            where = recording.module
             owner = f"module {where!r}" if where else "the model's own forward"
-            last = self._calls[-1].unit if self._calls else None
+            last = recording.calls[-1].unit if recording.calls else None
             remedy = f"Name {where!r} as one unit (pp_units)" if where else "Move that code into a module with them"
             raise UncuttableError(
                 f"{owner} ({type(self._twin.get_submodule(where)).__name__}) decides by the value of a tensor that is "
@@ -230,121 +182,24 @@ class Tracer:
         self._watched |= {f"{name}.{inner}".rstrip(".") for inner, _ in unit.named_modules()}
 
     def _begun(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
-        labels = self._labels
-        if labels is None:
-            return
-        if self._running:
-            self._nested.add(name)
-        else:
-            if not torch.is_grad_enabled() and _is_checkpointed():
-                raise UncuttableError(
-                    f"the model recomputes {name!r} by torch.utils.checkpoint with use_reentrant=True, which a "
-                    f"pipeline's stages cannot run; use use_reentrant=False, or Plan(recompute='full') instead of it"
-                )
-            labels.call, self._estimated = len(self._calls), False
-            # What it is given it may read by ways that are not seen.
-            passed = labels.of(tensors_in((args, kwargs)))
-            labels.read = {atom for atom in passed if atom[0] != "call"}
-            self._versions = [buffer._version for buffer in unit.buffers()]
-        self._running.append(name)
+        if self._recording is not None:
+            self._recording.begin(name, unit, args, kwargs)
 
     def _computed(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of the unit `name`."""
-        labels = self._labels
-        if labels is None or len(self._running) > 1:
+        if self._recording is None:
             return forward(*args, **kwargs)
-        if not self._running:
-            raise UncuttableError(
-                f"the model calls {name}.forward(...) itself, which passes by the hooks that stages run a module with; "
-                f"call the module, as in {name}(...), or name an enclosing module as one unit (pp_units)"
-            )
-        unit = self._twin.get_submodule(name)
-        self._saved = _SavedBytes(unit)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, lambda tensor: tensor):
-                return self._forward(unit, forward, args, kwargs)
-        except BaseException:
-            self._running.clear()
-            labels.call = None
-            raise
+        return self._recording.compute(name, forward, args, kwargs)
 
     def _ended(self, name: str, unit: nn.Module, args: Any, output: Any) -> Any:
-        labels = self._labels
-        if labels is None:
-            return None
-        self._running.pop()
-        if self._running:
-            return None
-        call, labels.call = labels.call, None
-        assert call is not None and self._saved is not None
-        tensors, structure = take_apart(output)
-        reads = reads_of(labels.read)
-        gradients = reads.leaves if self._estimated else self._sources(tensors)
-        layouts = tuple(Layout.of(tensor) for tensor in tensors)
-        self._calls.append(
-            UnitCall(name, reads, gradients, structure, layouts, labels.flops, labels.written_bytes, self._saved.nbytes)
-        )
-        if [buffer._version for buffer in unit.buffers()] != self._versions or _keeps_statistics(unit):
-            self._stateful.add(name)
-        count = iter(range(len(tensors)))
-        fresh = map_tensors(lambda tensor: self._fresh(labels, tensor, call, next(count)), output)
-        labels.flops = labels.written_bytes = 0
-        return fresh
-
-    def _forward(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        try:
-            return forward(*args, **kwargs)
-        except Exception as error:
-            # Inside of a unit values may decide, and kernels may lack a fake one: shapes must be found otherwise.
-            self._estimated = True
-            try:
-                with _disable_current_modes():
-                    return run_for_real(unit, args, kwargs)
-            except Exception:
-                raise error from None
-
-    def _sources(self, tensors: Iterable[torch.Tensor]) -> frozenset[Leaf]:
-        """The outputs of earlier calls that gradients of `tensors` go to."""
-        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-        seen = set(nodes)
-        found = {self._leaves[id(tensor)] for tensor in tensors if id(tensor) in self._leaves}
-        while nodes:
-            node = nodes.pop()
-            self._one_piece |= node.name() in _ONE_PIECE
-            variable = getattr(node, "variable", None)
-            if id(variable) in self._leaves:
-                found.add(self._leaves[id(variable)])
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    nodes.append(following)
-        return frozenset(found)
-
-    def _fresh(self, labels: Labels, tensor: torch.Tensor, call: int, index: int) -> torch.Tensor:
-        """A tensor like one that a unit returned, of unknown value and with no other label than this."""
-        layout = Layout.of(tensor)
-        with _disable_current_modes(), self._fake:
-            fresh = layout.empty(self.device)
-        fresh.requires_grad_(layout.requires_grad)
-        self._leaves[id(fresh)] = (call, index)
-        labels.set_output(fresh, (call, index))
-        return Alias.apply(fresh) if layout.requires_grad else fresh  # functional code may change it in place
+        return None if self._recording is None else self._recording.end(name, unit, output)
 
     def _entered(self, name: str, module: nn.Module, args: Any) -> None:
-        labels = self._labels
-        if labels is None or labels.call is not None:
-            return
-        self._inside.append(name)
-        labels.impure = False
+        if self._recording is not None:
+            self._recording.enter(name)
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        labels = self._labels
-        if labels is None or labels.call is not None:
-            return
-        name = self._inside.pop()
-        if labels.impure and name not in self._watched and not self._holds_units(name):
-            self._impure.add(name)
-            labels.impure = False
+        if self._recording is not None:
+            self._recording.leave(lambda name: name in self._watched or self._holds_units(name))
 
     def _check_backward_hooks(self) -> None:
         for name, module in self._twin.named_modules():
@@ -364,46 +219,5 @@ class Tracer:
         return any(not name or unit.startswith(f"{name}.") for unit in self.unit_names)
 
 
-class _SavedBytes:
-    """Counts what autograd keeps for backward, parameters and repetitions aside."""
-
-    def __init__(self, unit: nn.Module) -> None:
-        self.nbytes = 0
-        self._seen = {storage_key(parameter) for parameter in unit.parameters()}
-        self._kept: list[torch.Tensor] = []
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = storage_key(tensor)
-        if key not in self._seen:
-            self._seen.add(key)
-            self._kept.append(tensor)
-            self.nbytes += tensor.numel() * tensor.element_size()
-        return tensor
-
-
-def _is_checkpointed() -> bool:
-    """Whether the caller is inside of a region that ``torch.utils.checkpoint`` recomputes as one autograd function."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's report of a kernel that has no fake one, after which the unit is run for real."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def _has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def _keeps_statistics(unit: nn.Module) -> bool:
-    return any(isinstance(module, _NormBase) and module.track_running_stats for module in unit.modules())

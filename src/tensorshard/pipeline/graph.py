@@ -138,12 +138,6 @@ class CallGraph:
         """Bytes of the parameters of such a stage."""
         return sum(self.bytes_of[name] for name in self.parameters_of(start, stop))
 
-    def same_flow(self, other: "CallGraph") -> bool:
-        """Whether `other` has the same calls with the same needs, sizes aside."""
-        return [(c.unit, c.reads) for c in self.calls] == [(c.unit, c.reads) for c in other.calls] and (
-            self.output == other.output
-        )
-
 
 def spans(positions: Iterable[int], length: int) -> list[tuple[int, int]]:
     """The ranges of calls between cuts at `positions`."""

@@ -20,14 +20,15 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         plan: a resolved plan.
 
     Raises:
-        ValueError: a parameter that cannot be trained or laid out, a layer that is split already, a module with sparse
-            gradients, nothing to train, a head that does what a plan does, a cache that recomputation would fill twice,
-            or a name in ``plan.shard_units`` that no module has.
+        ValueError: a parameter that cannot be trained or laid out, or that has hooks, a layer that is split already, a
+            module with sparse gradients, nothing to train, a head that does what a plan does, a cache that
+            recomputation would fill twice, or a name in ``plan.shard_units`` that no module has.
     """
     check_heads(model)
     _check_not_split(model, plan)
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
+        _check_parameter_hooks(name, parameter)
     # A head's own, with update=, require no gradient yet.
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad or isinstance(p, UpdatedParameter)}
     if not trained:
@@ -78,6 +79,16 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {name!r} is of type {_short(parameter.dtype)}, which has {kind}; parameters must be real "
             f"floating-point tensors: {remedy}"
+        )
+
+
+def _check_parameter_hooks(name: str, parameter: nn.Parameter) -> None:
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter {name!r} has a hook (register_hook, register_post_accumulate_grad_hook), but a plan lays "
+            f"parameters out anew, and the hook would never be called; hook the module that reads it "
+            f"(register_full_backward_hook), or change gradients before engine.optimizer steps "
+            f"(engine.optimizer.register_step_pre_hook)"
         )
 
 

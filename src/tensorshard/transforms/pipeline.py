@@ -9,9 +9,10 @@ from torch import nn
 from tensorshard.distributed.decide import decide_once
 from tensorshard.materialize import TensorSource
 from tensorshard.mesh import Mesh
-from tensorshard.pipeline.capture import Tracer, UncuttableError
+from tensorshard.pipeline.capture import Tracer
 from tensorshard.pipeline.cut import Cut, cut_model
 from tensorshard.pipeline.graph import CallGraph
+from tensorshard.pipeline.recording import UncuttableError
 from tensorshard.pipeline.shapes import Shapes
 from tensorshard.pipeline.stage import StageModule
 from tensorshard.plan import Plan
