@@ -112,7 +112,7 @@ def cut_model(graph: CallGraph, stages: int, *, split: list[str] | None = None, 
         return Cut(graph, tuple(positions))
     if stages > len(names):
         called = (
-            f"has {len(names)} units"
+            f"has {len(names)} unit{'s' * (len(names) != 1)}"
             if set(names) == set(graph.parameters)
             else (f"calls {len(set(names))} of its {len(graph.parameters)} units {len(names)} times")
         )
