@@ -1,8 +1,13 @@
 """Models whose last layer computes their loss, made of plain ones, with the same weights by the same names."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 
+import tensorshard as ts
 from tensorshard.models import GPT, Bert
 from tensorshard.nn import ParallelLinearCrossEntropy
 
@@ -61,3 +66,39 @@ def _resnet(model: nn.Module) -> nn.Module:
 
     model.__class__ = _ResNet
     return model
+
+
+# -- a small model that is its own, and what its tests share --
+
+UPDATE = dict(lr=0.2, momentum=0.9, weight_decay=0.05)
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5, nesterov=True)
+
+
+class HeadClassifier(nn.Module):
+    """Its head has 37 classes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.head = ParallelLinearCrossEntropy(8, 37, bias=True, **options)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x), targets)
+
+
+def classifier_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of 8 samples."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(8, 6, generator=generator), torch.randint(37, (8,), generator=generator)
+
+
+def given_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss that the model returned."""
+    return output
+
+
+def parallelized(
+    model: nn.Module | Callable[[], nn.Module], plan: ts.Plan, optimizer: Any = SGD, seed: int = 3
+) -> ts.Engine:
+    """An Engine of a model that returns its loss."""
+    return ts.parallelize(model, plan, optimizer=optimizer, loss_fn=given_loss, seed=seed)

@@ -9,7 +9,7 @@ from torch import nn
 
 import parity
 import tensorshard as ts
-from head_models import gpt_with_head
+from head_models import classifier_batch, given_loss, gpt_with_head
 from rank_pool import RankError
 from tensorshard.models import GPT
 from tensorshard.nn import ParallelLinearCrossEntropy
@@ -84,8 +84,8 @@ def test_resnet_in_a_pipeline(ranks):
 
 
 def _of_a_callable(fields: dict[str, Any]) -> list[float]:
-    engine = ts.parallelize(_Classifier, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=_loss, seed=3)
-    whole, targets = _batch()
+    engine = ts.parallelize(_Classifier, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=given_loss, seed=3)
+    whole, targets = classifier_batch()
     inputs, part = parity.shard(engine, (whole, targets), targets)
     losses = [engine.step(inputs, part).item() for _ in range(4)]
     return [*losses, engine.evaluate(inputs, part).item(), *(v.sum().item() for v in engine.full_state_dict().values())]
@@ -103,15 +103,6 @@ class _Classifier(nn.Module):
         return self.head(self.body(x), targets)
 
 
-def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return output
-
-
-def _batch() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(8, 6, generator=generator), torch.randint(37, (8,), generator=generator)
-
-
 def test_initial_weights_of_a_callable_do_not_depend_on_the_plan(ranks):
     """No rank holds all classes of what its constructor asked for, and the whole world is not a group of its own."""
     alone = ranks(1, _of_a_callable, dict())[0]
@@ -123,7 +114,7 @@ def test_initial_weights_of_a_callable_do_not_depend_on_the_plan(ranks):
 def _of_meta(fields: dict[str, Any]) -> list[float]:
     with torch.device("meta"):
         model = _Classifier()
-    engine = ts.parallelize(model, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=_loss, seed=3)
+    engine = ts.parallelize(model, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=given_loss, seed=3)
     return [value.double().norm().item() for value in engine.full_state_dict().values()]
 
 
@@ -157,9 +148,9 @@ def test_a_plain_layer_goes_on_from_a_heads_checkpoint(ranks, tmp_path):
 
 def _low_precision(fields: dict[str, Any]) -> list[float]:
     engine = ts.parallelize(
-        _Classifier(), ts.Plan(precision="bf16", **fields), optimizer=parity.ADAMW, loss_fn=_loss, seed=3
+        _Classifier(), ts.Plan(precision="bf16", **fields), optimizer=parity.ADAMW, loss_fn=given_loss, seed=3
     )
-    inputs, targets = _batch()
+    inputs, targets = classifier_batch()
     return [engine.step((inputs, targets), targets).item() for _ in range(4)]
 
 
@@ -171,8 +162,8 @@ def test_bf16(ranks):
 
 def _sampled(options: dict[str, Any]) -> tuple[list[float], torch.Tensor]:
     build = partial(_Classifier, 0.3, **options)
-    engine = ts.parallelize(build, ts.Plan(tp=2), optimizer=parity.ADAMW, loss_fn=_loss, seed=3)
-    whole, targets = _batch()
+    engine = ts.parallelize(build, ts.Plan(tp=2), optimizer=parity.ADAMW, loss_fn=given_loss, seed=3)
+    whole, targets = classifier_batch()
     losses = [engine.step((whole, targets), targets).item() for _ in range(3)]
     return losses, torch.get_rng_state()
 
@@ -186,7 +177,7 @@ def test_sampling_leaves_the_generators_of_the_ranks_alike(ranks):
 
 def _gathering() -> None:
     model = _Classifier(gather_inputs=torch.distributed.group.WORLD)
-    ts.parallelize(model, ts.Plan(), optimizer=parity.ADAMW, loss_fn=_loss)
+    ts.parallelize(model, ts.Plan(), optimizer=parity.ADAMW, loss_fn=given_loss)
 
 
 def test_what_a_plan_does_itself(ranks):

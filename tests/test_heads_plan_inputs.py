@@ -11,20 +11,10 @@ from torch.utils._pytree import tree_map
 
 import parity
 import tensorshard as ts
-from head_models import BertWithHead
+from head_models import BertWithHead, classifier_batch, given_loss
 from rank_pool import RankError
 from tensorshard.models import Bert
 from tensorshard.nn import ArcFace, ParallelLinearCrossEntropy
-
-
-def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return output
-
-
-def _batch() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(8, 6, generator=generator), torch.randint(37, (8,), generator=generator)
-
 
 # -- models that take more than an input and targets --
 
@@ -129,7 +119,7 @@ class _Choice(nn.Module):
 def _plain_blocks() -> tuple[list[float], list[list[int]]]:
     model = _blocks()
     optimizer = parity.ADAMW(model.parameters())
-    inputs, targets = _batch()
+    inputs, targets = classifier_batch()
     linear, loss = nn.functional.linear, nn.functional.cross_entropy
     losses = []
     for step in range(4):
@@ -155,8 +145,8 @@ def _blocks(kind: type[nn.Module] = _Blocks) -> nn.Module:
 
 
 def _two_heads(fields: dict[str, Any], kind: type[nn.Module] = _Blocks) -> tuple[list[float], list[list[int]] | str]:
-    engine = ts.parallelize(_blocks(kind), ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=_loss)
-    inputs, targets = _batch()
+    engine = ts.parallelize(_blocks(kind), ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=given_loss)
+    inputs, targets = classifier_batch()
     losses = [engine.step(*parity.shard(engine, (inputs, targets), targets)).item() for _ in range(3)]
     try:
         return losses, engine.predict(inputs).tolist()
@@ -188,8 +178,8 @@ def test_two_heads_in_a_pipeline(ranks):
 
 def _asked_directly(fields: dict[str, Any]) -> list[Any]:
     """What heads say when they are asked between steps."""
-    engine = ts.parallelize(_blocks(), ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=_loss)
-    inputs, targets = _batch()
+    engine = ts.parallelize(_blocks(), ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=given_loss)
+    inputs, targets = classifier_batch()
     engine.step(*parity.shard(engine, (inputs, targets), targets))
     features = torch.randn(8, 8, generator=torch.Generator().manual_seed(7))
     head = engine.model.head
@@ -227,7 +217,7 @@ def _weighted(fields: dict[str, Any]) -> list[float]:
         optimizer=parity.ADAMW,
         loss_fn=lambda total, targets: (total, WEIGHTS[targets].sum()),
     )
-    inputs, targets = _batch()
+    inputs, targets = classifier_batch()
     return [engine.step(*parity.shard(engine, (inputs, targets), targets)).item() for _ in range(3)]
 
 
@@ -235,7 +225,7 @@ def test_class_weights_as_documented(ranks):
     """A mean over the weights of a part of the batch is not one over those of all: sums and counts are exact."""
     torch.manual_seed(0)
     model = _Classifier()
-    optimizer, (inputs, targets) = parity.ADAMW(model.parameters()), _batch()
+    optimizer, (inputs, targets) = parity.ADAMW(model.parameters()), classifier_batch()
     losses = []
     for _ in range(3):
         logits = nn.functional.linear(model.body(inputs), model.head.weight)
@@ -262,8 +252,8 @@ class _Classifier(nn.Module):
 
 
 def _asked(model: Callable[[], nn.Module], fields: dict[str, Any], change: str) -> None:
-    engine = ts.parallelize(model, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=_loss)
-    inputs, targets = _batch()
+    engine = ts.parallelize(model, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=given_loss)
+    inputs, targets = classifier_batch()
     if change == "no targets":
         engine.predict(inputs)
     targets = {"float": targets.float(), "outside": targets + 37}.get(change, targets)
@@ -308,8 +298,8 @@ def test_bad_inputs_on_every_rank(ranks, case, fields):
 
 
 def _one_class() -> list[float]:
-    engine = ts.parallelize(partial(_Classifier, classes=1), ts.Plan(tp=2), optimizer=parity.ADAMW, loss_fn=_loss)
-    inputs, targets = _batch()
+    engine = ts.parallelize(partial(_Classifier, classes=1), ts.Plan(tp=2), optimizer=parity.ADAMW, loss_fn=given_loss)
+    inputs, targets = classifier_batch()
     return [engine.step((inputs, targets * 0), targets * 0).item() for _ in range(2)]
 
 

@@ -14,35 +14,8 @@ from torch.optim.lr_scheduler import StepLR
 
 import parity
 import tensorshard as ts
+from head_models import SGD, UPDATE, HeadClassifier, classifier_batch, parallelized
 from tensorshard.nn import ParallelLinearCrossEntropy
-
-UPDATE = dict(lr=0.2, momentum=0.9, weight_decay=0.05)
-SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5, nesterov=True)
-
-
-class _Classifier(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.head = ParallelLinearCrossEntropy(8, 37, bias=True, **options)
-
-    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x), targets)
-
-
-def _batch() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(8, 6, generator=generator), torch.randint(37, (8,), generator=generator)
-
-
-def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return output
-
-
-def _parallelized(
-    model: nn.Module | Callable[[], nn.Module], plan: ts.Plan, optimizer: Any = SGD, seed: int = 3
-) -> ts.Engine:
-    return ts.parallelize(model, plan, optimizer=optimizer, loss_fn=_loss, seed=seed)
 
 
 def _tied() -> nn.Module:
@@ -53,32 +26,36 @@ def _tied() -> nn.Module:
 
 
 def _half_done() -> nn.Module:
-    model = _Classifier(update=UPDATE)
+    model = HeadClassifier(update=UPDATE)
     model.head.optimizer.group["pending"] = True  # what a backward under head.accumulate() leaves
     return model
 
 
 def _scheduled() -> nn.Module:
-    model = _Classifier(update=UPDATE)
+    model = HeadClassifier(update=UPDATE)
     StepLR(model.head.optimizer, 2)
     return model
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
-    "AdamW": (partial(_Classifier, update=UPDATE), parity.ADAMW, r"SGD with lr=0.2, .*made an AdamW: use optimizer="),
+    "AdamW": (
+        partial(HeadClassifier, update=UPDATE),
+        parity.ADAMW,
+        r"SGD with lr=0.2, .*made an AdamW: use optimizer=",
+    ),
     "tied": (_tied, SGD, "module 'head' .* its weight is also 'embedding.weight', whose part of the gradient"),
     "bf16": (
-        lambda: _Classifier(update=UPDATE, dtype=torch.bfloat16),
+        lambda: HeadClassifier(update=UPDATE, dtype=torch.bfloat16),
         SGD,
         r"its weight is of bfloat16, which would not stay so narrow: build it with dtype=torch.float32",
     ),
     "momentum": (
-        partial(_Classifier, update=UPDATE | dict(momentum_dtype="int8")),
+        partial(HeadClassifier, update=UPDATE | dict(momentum_dtype="int8")),
         SGD,
         "its momentum of momentum_dtype='int8' would be as wide as the weight: leave momentum_dtype out",
     ),
     "sample": (
-        partial(_Classifier, update=UPDATE, sample_rate=0.5),
+        partial(HeadClassifier, update=UPDATE, sample_rate=0.5),
         SGD,
         "with sample_rate=0.5 that would move the classes outside of a step's sample as well, by momentum=0.9",
     ),
@@ -94,7 +71,7 @@ def _refusals(fields: dict[str, Any]) -> dict[tuple[str, bool], str]:
         for as_callable in (False, True):
             model = make()
             with pytest.raises(ValueError) as raised:
-                _parallelized(make if as_callable else model, ts.Plan(**fields), optimizer)
+                parallelized(make if as_callable else model, ts.Plan(**fields), optimizer)
             assert model.head.optimizer is not None and not any(p.is_meta for p in model.parameters())
             found[case, as_callable] = str(raised.value)
     return found
@@ -109,11 +86,11 @@ def test_refused_on_every_rank(ranks, fields):
 
 def _sampled() -> None:
     torch.manual_seed(0)
-    model = _Classifier(update=dict(lr=0.5), sample_rate=0.5)
+    model = HeadClassifier(update=dict(lr=0.5), sample_rate=0.5)
     alone = copy.deepcopy(model)
     rest = SGD(alone.body.parameters())
-    engine = _parallelized(model, ts.Plan())
-    inputs, targets = _batch()
+    engine = parallelized(model, ts.Plan())
+    inputs, targets = classifier_batch()
     for step in range(3):
         torch.manual_seed(step)
         engine.step((inputs, targets), targets)
@@ -130,15 +107,15 @@ def test_a_sample_without_momentum_is_trained_alike(ranks):
 
 
 def _stepped() -> list[str]:
-    model = _Classifier(update=UPDATE)
-    model(*_batch()).backward()
+    model = HeadClassifier(update=UPDATE)
+    model(*classifier_batch()).backward()
     model.head.optimizer.step()
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tensorshard").addHandler(handler)
     try:
-        _parallelized(model, ts.Plan())
+        parallelized(model, ts.Plan())
     finally:
         logging.getLogger("tensorshard").removeHandler(handler)
     return messages
@@ -150,7 +127,7 @@ def test_a_momentum_that_is_left_behind_is_told_of(ranks):
 
 
 def test_group_sharded_refuses_it():
-    model = _Classifier(update=UPDATE)
+    model = HeadClassifier(update=UPDATE)
     optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"module 'head' .* built with update=, .*or use tensorshard.parallelize"):
         ts.group_sharded_parallel(model, optimizer, "os_g")

@@ -1,7 +1,7 @@
 """Heads built with update= under plans: what they do by themselves without a plan, as a parameter group of SGD."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -13,12 +13,11 @@ from torch.optim.lr_scheduler import StepLR
 
 import parity
 import tensorshard as ts
+from head_models import SGD, UPDATE, HeadClassifier, classifier_batch, parallelized
 from tensorshard.nn import ParallelLinearCrossEntropy
 from tensorshard.transforms.head_updates import take_updates
 
 STEPS = 6
-UPDATE = dict(lr=0.2, momentum=0.9, weight_decay=0.05)
-SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5, nesterov=True)
 
 # id: (model, ranks, fields of the plan)
 PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -148,9 +147,9 @@ def test_a_callable_is_still_recorded(ranks, fields):
 
 def _of_meta() -> dict[str, torch.Tensor]:
     with torch.device("meta"):
-        model = _Classifier(update=UPDATE)
-    engine = _parallelized(model, ts.Plan(tp=2))
-    inputs, targets = _batch()
+        model = HeadClassifier(update=UPDATE)
+    engine = parallelized(model, ts.Plan(tp=2))
+    inputs, targets = classifier_batch()
     before = engine.full_state_dict()
     engine.step((inputs, targets), targets)
     return {name: value - before[name] for name, value in engine.full_state_dict().items()}
@@ -190,37 +189,12 @@ def test_clipping(ranks, fields):
     parity.assert_same(found[0], expected, 1e-5)
 
 
-class _Classifier(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.head = ParallelLinearCrossEntropy(8, 37, bias=True, **options)
-
-    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x), targets)
-
-
-def _batch() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(8, 6, generator=generator), torch.randint(37, (8,), generator=generator)
-
-
-def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return output
-
-
-def _parallelized(
-    model: nn.Module | Callable[[], nn.Module], plan: ts.Plan, optimizer: Any = SGD, seed: int = 3
-) -> ts.Engine:
-    return ts.parallelize(model, plan, optimizer=optimizer, loss_fn=_loss, seed=seed)
-
-
 def _overflowing() -> tuple[list[bool], list[float]]:
     """Whether the head moved in each step of fp16, whose first losses are scaled beyond its range."""
-    engine = _parallelized(partial(_Classifier, update=UPDATE), ts.Plan(precision="fp16"))
+    engine = parallelized(partial(HeadClassifier, update=UPDATE), ts.Plan(precision="fp16"))
     assert engine.scaler is not None
     engine.scaler.load_state_dict({**engine.scaler.state_dict(), "scale": 2.0**30})
-    inputs, targets = _batch()
+    inputs, targets = classifier_batch()
     moved, losses = [], []
     before = engine.full_state_dict()["head.weight"]
     for _ in range(30):
@@ -247,7 +221,7 @@ def _named(fields: dict[str, Any]) -> list[list[str]]:
             lr=0.1,
         )
 
-    engine = _parallelized(_Classifier(update=UPDATE), ts.Plan(**fields), factory)
+    engine = parallelized(HeadClassifier(update=UPDATE), ts.Plan(**fields), factory)
     return [group["param_names"] for group in engine.optimizer.param_groups]
 
 
@@ -266,8 +240,8 @@ class _OnlyHead(nn.Module):
 
 
 def _only_head() -> list[float]:
-    engine = _parallelized(_OnlyHead(), ts.Plan(zero=3))
-    inputs, targets = _batch()
+    engine = parallelized(_OnlyHead(), ts.Plan(zero=3))
+    inputs, targets = classifier_batch()
     return [engine.step((inputs, targets), targets).item() for _ in range(3)]
 
 

@@ -4,10 +4,8 @@ Each contender has processes of its own, since the states of several heads of a 
 side, and they take turns by starting anew.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -91,9 +89,3 @@ def measure_head(job: HeadJob, world_size: int, *, environment: Mapping[str, str
 def job_of(contender: Contender, work: HeadWork, **options: Any) -> HeadJob:
     """The job of a contender."""
     return HeadJob(work, contender.builder, contender.options, **options)
-
-
-def load_job(path: Path) -> HeadJob:
-    """Reads the job that :func:`measure_head` wrote for the ranks."""
-    content = json.loads(path.read_text())
-    return HeadJob(**{**content, "work": HeadWork(**content["work"])})

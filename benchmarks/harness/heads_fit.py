@@ -1,9 +1,7 @@
 """Finds how many classes a head can have on a group of GPUs, by training one rank's part of it: the side that asks."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.jobs import run_job
@@ -63,9 +61,3 @@ def most_that_fit(fits: Callable[[int], bool], limit: int) -> int:
         else:
             high = middle
     return limit * low // _STEPS
-
-
-def load_job(path: Path) -> FitJob:
-    """Reads the job that :func:`measure_fit` wrote for the rank."""
-    content = json.loads(path.read_text())
-    return FitJob(**{**content, "work": HeadWork(**content["work"])})

@@ -14,8 +14,8 @@ import torch
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.harness.heads_fit import Fit, FitJob, load_job, most_that_fit
-from benchmarks.harness.jobs import hand_in
+from benchmarks.harness.heads_fit import Fit, FitJob, most_that_fit
+from benchmarks.harness.jobs import hand_in, load_job
 from benchmarks.harness.meters import make_meter
 from benchmarks.heads import HeadWork
 
@@ -63,7 +63,7 @@ def _train(job: FitJob, work: HeadWork) -> int:
 
 def main() -> None:
     job_file = Path(sys.argv[1])
-    job = load_job(job_file)
+    job = load_job(job_file, FitJob)
     dist.init_process_group("fake", rank=0, world_size=job.ranks, store=FakeStore())
     hand_in(job_file, 0, asdict(measure(job)))
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks.harness.heads import OUT_OF_MEMORY, HeadJob, load_job
-from benchmarks.harness.jobs import hand_in
+from benchmarks.harness.heads import OUT_OF_MEMORY, HeadJob
+from benchmarks.harness.jobs import hand_in, load_job
 from benchmarks.harness.meters import Meter, make_meter
 from benchmarks.heads import LEARNING_RATE, Head, HeadWork
 
@@ -105,7 +105,7 @@ def _step(head: Head, features: Tensor, targets: Tensor, meter: Meter) -> float:
 
 def main() -> None:
     job_file, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    job = load_job(job_file)
+    job = load_job(job_file, HeadJob)
     torch.set_num_threads(job.threads)
     dist.init_process_group("gloo")
     try:

@@ -4,11 +4,13 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from benchmarks.harness.ranks import run_ranks
+
+_Job = TypeVar("_Job")
 
 
 def run_job(
@@ -27,6 +29,15 @@ def run_job(
         job_file.write_text(json.dumps(asdict(job)))
         run_ranks(module, [str(job_file)], world_size, environment=environment, timeout=timeout)
         return [json.loads(_measurement_file(job_file, rank).read_text()) for rank in range(world_size)]
+
+
+def load_job(job_file: Path, kind: type[_Job]) -> _Job:
+    """Reads the job, of the class `kind`, that :func:`run_job` wrote; dataclasses in it, such as its work, included."""
+    types = get_type_hints(kind)
+    content = json.loads(job_file.read_text())
+    return kind(
+        **{name: types[name](**value) if is_dataclass(types[name]) else value for name, value in content.items()}
+    )
 
 
 def hand_in(job_file: Path, rank: int, outcome: Mapping[str, Any]) -> NoReturn:

@@ -4,10 +4,8 @@ For times, all contenders live in the same ranks and take turns, so that noise h
 ranks of its own: what one has freed, the next could use without being seen.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -118,9 +116,3 @@ def _launch(
 ) -> list[dict[str, RankLayerMeasurement]]:
     outcomes = run_job(_RANK_MODULE, job, world_size, environment=environment, timeout=timeout)
     return [{name: RankLayerMeasurement(**value) for name, value in outcome.items()} for outcome in outcomes]
-
-
-def load_job(path: Path) -> LayerJob:
-    """Reads the job that :func:`measure_layers` wrote for the ranks."""
-    content = json.loads(path.read_text())
-    return LayerJob(**{**content, "work": LayerWork(**content["work"])})

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from benchmarks.harness import memory
-from benchmarks.harness.jobs import hand_in
-from benchmarks.harness.layers import LayerJob, RankLayerMeasurement, load_job
+from benchmarks.harness.jobs import hand_in, load_job
+from benchmarks.harness.layers import LayerJob, RankLayerMeasurement
 
 TOLERANCE = 2e-5  # relative to the largest element; fp32 sums in other orders make about 1e-6
 
@@ -106,7 +106,7 @@ def main() -> None:
     torch.set_num_threads(1)
     job_file, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    measurements = measure(load_job(job_file), rank, dist.get_world_size())
+    measurements = measure(load_job(job_file, LayerJob), rank, dist.get_world_size())
     outcome = {name: asdict(measurement) for name, measurement in measurements.items()}
     hand_in(job_file, rank, outcome)
 

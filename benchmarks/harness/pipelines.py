@@ -3,10 +3,8 @@
 All contenders live in the same ranks and take turns, so that noise hits all alike.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -99,9 +97,3 @@ def summarize_pipeline(ranks: Sequence[RankPipelineMeasurement]) -> PipelineMeas
         ],
         cpu_seconds=[sum(of_round) for of_round in zip(*(rank.cpu_seconds for rank in ranks), strict=True)],
     )
-
-
-def load_job(path: Path) -> PipelineJob:
-    """Reads the job that :func:`measure_pipelines` wrote for the ranks."""
-    content = json.loads(path.read_text())
-    return PipelineJob(**{**content, "work": PipelineWork(**content["work"])})

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from benchmarks.harness.jobs import hand_in
-from benchmarks.harness.pipelines import PipelineJob, RankPipelineMeasurement, load_job
+from benchmarks.harness.jobs import hand_in, load_job
+from benchmarks.harness.pipelines import PipelineJob, RankPipelineMeasurement
 
 
 def measure(job: PipelineJob, rank: int, world_size: int) -> dict[str, RankPipelineMeasurement]:
@@ -49,7 +49,7 @@ def main() -> None:
     torch.set_num_threads(1)
     job_file, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    measurements = measure(load_job(job_file), rank, dist.get_world_size())
+    measurements = measure(load_job(job_file, PipelineJob), rank, dist.get_world_size())
     outcome = {name: asdict(measurement) for name, measurement in measurements.items()}
     hand_in(job_file, rank, outcome)
 

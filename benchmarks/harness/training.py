@@ -1,9 +1,7 @@
 """Measures one contender's training on fresh ranks: the side that starts them and reads the outcome."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -94,9 +92,3 @@ def summarize_ranks(ranks: Sequence[RankMeasurement]) -> TrainingMeasurement:
         process_peak_bytes=max(rank.process_peak_bytes for rank in ranks),
         baseline_bytes=max(rank.baseline_bytes for rank in ranks),
     )
-
-
-def load_job(path: Path) -> TrainingJob:
-    """Reads the job that :func:`measure_training` wrote for the ranks."""
-    content = json.loads(path.read_text())
-    return TrainingJob(**{**content, "workload": Workload(**content["workload"])})

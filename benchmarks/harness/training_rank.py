@@ -11,8 +11,8 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.harness import memory
-from benchmarks.harness.jobs import hand_in
-from benchmarks.harness.training import RankMeasurement, TrainingJob, load_job
+from benchmarks.harness.jobs import hand_in, load_job
+from benchmarks.harness.training import RankMeasurement, TrainingJob
 
 
 def measure(job: TrainingJob, rank: int, world_size: int) -> RankMeasurement:
@@ -50,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(1)
     job_file = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
-    measurement = measure(load_job(job_file), rank, int(os.environ["WORLD_SIZE"]))
+    measurement = measure(load_job(job_file, TrainingJob), rank, int(os.environ["WORLD_SIZE"]))
     hand_in(job_file, rank, asdict(measurement))
 
 
