@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tensorshard.distributed.sharding import shard_range
+from tensorshard.comm.sharding import shard_range
 
 _SEED = 0
 _CHUNK = 1 << 14  # rows that are drawn at a time

@@ -13,14 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tensorshard.distributed as tsd
 import tensorshard.state as state_module
 from rank_pool import RankError
+from tensorshard.comm.marks import get_parallel_dim, register_parallel_dim
 from tensorshard.nn import ParallelEmbedding, ParallelLinear, ParallelModule
-from tensorshard.state import (
-    collect_state_dict,
-    get_parallel_dim,
-    register_parallel_dim,
-    relocate_state_dict,
-    slice,
-)
+from tensorshard.state import collect_state_dict, relocate_state_dict, slice
 
 
 class _Net(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.heads import LEARNING_RATE, MOMENTUM, Head, HeadWork, with_sgd
-from tensorshard.distributed.sharding import to_local
+from tensorshard.comm.sharding import to_local
 from tensorshard.nn import ParallelLinearCrossEntropy
 
 

@@ -13,8 +13,8 @@ from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.layers import LayerWork
 from benchmarks.peers.tensor_ours import parallelized
 from benchmarks.registry import Suite, positive_int
-from tensorshard.tensor_plans.find import find_tensor_plan
-from tensorshard.tensor_plans.sequence_search import NoSequenceParallelError
+from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
+from tensorshard.tensor_parallel.search.sequence_search import NoSequenceParallelError
 
 WORLD_SIZE = 2
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}

@@ -15,7 +15,7 @@ from benchmarks.harness.statistics import check_losses_agree
 from benchmarks.harness.training import TrainingJob, TrainingMeasurement, measure_training
 from benchmarks.registry import Suite, positive_int
 from benchmarks.workload import Workload
-from tensorshard.launch import worker_environment
+from tensorshard.launch.launcher import worker_environment
 
 WORLD_SIZE = 2
 LOSS_TOLERANCE = 2e-5  # relative; fp32 sums in other orders make a difference of about 1e-6

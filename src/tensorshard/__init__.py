@@ -1,24 +1,22 @@
 """Train a PyTorch model that outgrew one device on many, exactly as one big device would have."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tensorshard.plan import Plan
 
 if TYPE_CHECKING:
     from tensorshard import distributed, nn, utils
+    from tensorshard.comm.marks import get_parallel_dim, register_parallel_dim
     from tensorshard.distributed import init_process_group
-    from tensorshard.engine import Engine, parallelize
+    from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
+    from tensorshard.engine.engine import Engine
     from tensorshard.group_sharded import group_sharded_parallel, save_group_sharded_model
     from tensorshard.mesh import Mesh
-    from tensorshard.state import (
-        collect_state_dict,
-        get_parallel_dim,
-        register_ddp_parameters_to_ignore,
-        register_parallel_dim,
-        relocate_state_dict,
-        slice,
-    )
+    from tensorshard.parallelize import parallelize
+    from tensorshard.state import collect_state_dict, relocate_state_dict, slice
 
 __version__ = "0.1.0"
 
@@ -46,12 +44,12 @@ _MODULES = {
     "Engine": "engine",
     "Mesh": "mesh",
     "collect_state_dict": "state",
-    "get_parallel_dim": "state",
+    "get_parallel_dim": "comm.marks",
     "group_sharded_parallel": "group_sharded",
     "init_process_group": "distributed",
-    "parallelize": "engine",
-    "register_ddp_parameters_to_ignore": "state",
-    "register_parallel_dim": "state",
+    "parallelize": "parallelize",
+    "register_ddp_parameters_to_ignore": "distributed.ddp",
+    "register_parallel_dim": "comm.marks",
     "relocate_state_dict": "state",
     "save_group_sharded_model": "group_sharded",
     "slice": "state",
@@ -65,6 +63,18 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f"tensorshard.{name}")
     raise AttributeError(f"module 'tensorshard' has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """Keeps a public name its own where a module has the same, which the import system would put in its place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and name in _MODULES:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

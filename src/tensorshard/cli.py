@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import tensorshard
 from tensorshard.commands import train
 from tensorshard.config import ConfigError
-from tensorshard.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
-from tensorshard.worker import INTERRUPTED, USAGE_ERROR, hand_on_mistake, print_mistake
+from tensorshard.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
+from tensorshard.launch.worker import INTERRUPTED, USAGE_ERROR, hand_on_mistake, print_mistake
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tensorshard.distributed.collectives import all_reduce_
-from tensorshard.distributed.sharding import to_local
-from tensorshard.distributed.world import default_device, join_world, world_size
+from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.sharding import to_local
+from tensorshard.comm.world import default_device, join_world, world_size
+from tensorshard.heads.under_plan.head_checks import refuse_updates
+from tensorshard.lay_out.lay_out import apply_plan
+from tensorshard.lay_out.model_checks import check_model
 from tensorshard.materialize import from_module
 from tensorshard.mesh import Mesh
 from tensorshard.plan import ZERO_NAMES, Plan
-from tensorshard.transforms.apply import apply_plan
-from tensorshard.transforms.checks import check_model
-from tensorshard.transforms.head_checks import refuse_updates
-from tensorshard.transforms.shard import ShardedModel
+from tensorshard.sharded_model import ShardedModel
 
 _ATTRIBUTE = "_tensorshard_layout"
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
-from tensorshard.pipeline.schedules import find_schedule
 from tensorshard.plan import AXES, Plan
+from tensorshard.schedules import find_schedule
 
 _GROUPS_SHOWN = 8
 

@@ -113,7 +113,7 @@ class Plan:
         if self.pp_stages_per_rank is not None:
             _check_int("pp_stages_per_rank", self.pp_stages_per_rank, least=1)
         if self.pp_schedule != "1f1b":
-            from tensorshard.pipeline.schedules import find_schedule
+            from tensorshard.schedules import find_schedule
 
             find_schedule(self.pp_schedule)
 
@@ -162,7 +162,7 @@ class Plan:
         """
         if self.pp == 1:
             return 1
-        from tensorshard.pipeline.schedules import check_schedule
+        from tensorshard.schedules import check_schedule
 
         return check_schedule(
             self.pp_schedule, ranks=self.pp, stages_per_rank=self.pp_stages_per_rank, micro_batches=self.micro_batches

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tensorshard.distributed import groups, primitives
-from tensorshard.distributed.data_parallel import register_ddp_parameters_to_ignore
-from tensorshard.distributed.marks import get_mark, get_parallel_dim, register_parallel_dim
-from tensorshard.distributed.optimizer_state import MOMENTUM_SCALES
-from tensorshard.distributed.parts import gather_whole, own_part
-from tensorshard.distributed.sharding import distribute_like, normalize_dim, shard_sizes
+from tensorshard.comm import groups, primitives
+from tensorshard.comm.marks import get_mark, get_parallel_dim, register_parallel_dim
+from tensorshard.comm.sharded_tensors import gather_whole, own_part
+from tensorshard.comm.sharding import distribute_like, normalize_dim, shard_sizes
+from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
+from tensorshard.heads.update.row_states import MOMENTUM_SCALES
 
 __all__ = [
     "collect_state_dict",

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,26 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from tensorshard.checkpoint.reader import SafeReader, read_metadata
-
-if TYPE_CHECKING:
-    from tensorshard.engine import Engine
+from tensorshard.mesh import Mesh
+from tensorshard.plan import Plan
+from tensorshard.sharded_model import ShardedModel
 
 _FORMAT = 1
 
 
-def save(engine: "Engine", path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
+class TrainingState(Protocol):
+    """What is saved and loaded: the attributes of :class:`tensorshard.Engine` that a checkpoint needs."""
+
+    plan: Plan
+    mesh: Mesh
+    device: torch.device
+    sharded: ShardedModel
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    step_count: int
+
+
+def save(engine: TrainingState, path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
     """See :meth:`tensorshard.Engine.save`."""
     target = Path(path)
     document = json.dumps(_gathered(engine, _document(engine, extra)), indent=1)
@@ -47,7 +59,7 @@ def save(engine: "Engine", path: str | os.PathLike[str], extra: dict[str, Any]) 
     dist.barrier()
 
 
-def load(engine: "Engine", path: str | os.PathLike[str]) -> dict[str, Any]:
+def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
     """See :meth:`tensorshard.Engine.load`."""
     source = Path(path)
     if not (source / "engine.json").is_file():
@@ -81,7 +93,7 @@ def load(engine: "Engine", path: str | os.PathLike[str]) -> dict[str, Any]:
     return document["extra"]
 
 
-def _document(engine: "Engine", extra: dict[str, Any]) -> dict[str, Any]:
+def _document(engine: TrainingState, extra: dict[str, Any]) -> dict[str, Any]:
     names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     groups = [
         {
@@ -112,7 +124,7 @@ def _document(engine: "Engine", extra: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _gathered(engine: "Engine", document: dict[str, Any]) -> dict[str, Any]:
+def _gathered(engine: TrainingState, document: dict[str, Any]) -> dict[str, Any]:
     """`document` with what only the other ranks of a pipeline know: the options and states of their parameters."""
     if engine.mesh.degrees["pp"] == 1:
         return document
@@ -134,7 +146,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | list | tuple)
 
 
-def _laid_out(engine: "Engine", name: str, tensor: torch.Tensor) -> Any:
+def _laid_out(engine: TrainingState, name: str, tensor: torch.Tensor) -> Any:
     """`tensor`, laid out as the master `name`, as the storage sees it: its parts at their places in the whole."""
     sharded = engine.sharded
     layout = sharded.split.layout(name)
@@ -144,14 +156,14 @@ def _laid_out(engine: "Engine", name: str, tensor: torch.Tensor) -> Any:
     return TensorPieces.of(tensor, sharded.full_shape(name), layout.dim, ranges)
 
 
-def _model_tensors(engine: "Engine", buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _model_tensors(engine: TrainingState, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
     masters = engine.sharded.masters()
     tensors = {f"model.{name}": _laid_out(engine, name, master.detach()) for name, master in masters.items()}
     tensors.update({f"buffers.{name}": buffer for name, buffer in buffers.items()})
     return tensors
 
 
-def _tensors(engine: "Engine") -> dict[str, Any]:
+def _tensors(engine: TrainingState) -> dict[str, Any]:
     tensors = _model_tensors(engine, engine.sharded.owned_buffers())
     names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     for parameter, state in engine.optimizer.state.items():
@@ -165,7 +177,7 @@ def _tensors(engine: "Engine") -> dict[str, Any]:
     return tensors
 
 
-def _check_matches(engine: "Engine", metadata: Metadata, source: Path) -> None:
+def _check_matches(engine: TrainingState, metadata: Metadata, source: Path) -> None:
     shapes = {f"model.{name}": shape for name, shape in engine.sharded.full_shapes().items()}
     shapes.update({f"buffers.{name}": shape for name, shape in engine.sharded.buffer_shapes().items()})
     stored = {
@@ -190,7 +202,7 @@ def _check_matches(engine: "Engine", metadata: Metadata, source: Path) -> None:
             )
 
 
-def _empty_optimizer_states(engine: "Engine", metadata: Metadata) -> dict[str, dict[str, torch.Tensor]]:
+def _empty_optimizer_states(engine: TrainingState, metadata: Metadata) -> dict[str, dict[str, torch.Tensor]]:
     """Room for the stored states of each parameter: laid out as the parameter where they have its shape."""
     masters = engine.sharded.masters()
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -210,7 +222,9 @@ def _empty_optimizer_states(engine: "Engine", metadata: Metadata) -> dict[str, d
     return states
 
 
-def _restore_optimizer(engine: "Engine", states: dict[str, dict[str, torch.Tensor]], document: dict[str, Any]) -> None:
+def _restore_optimizer(
+    engine: TrainingState, states: dict[str, dict[str, torch.Tensor]], document: dict[str, Any]
+) -> None:
     stored = document["optimizer"]
     names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     current = engine.optimizer.state_dict()
@@ -242,14 +256,14 @@ def _options(groups: list[dict[str, Any]], members: list[str], place: int) -> di
     return {} if any(members) or place >= len(groups) else groups[place]["options"]
 
 
-def _generator_states(engine: "Engine") -> dict[str, torch.Tensor]:
+def _generator_states(engine: TrainingState) -> dict[str, torch.Tensor]:
     states = {f"generator.cpu.{engine.mesh.rank}": torch.get_rng_state()}
     if engine.device.type == "cuda":
         states[f"generator.cuda.{engine.mesh.rank}"] = torch.cuda.get_rng_state(engine.device)
     return states
 
 
-def _set_generator_states(engine: "Engine", states: dict[str, torch.Tensor]) -> None:
+def _set_generator_states(engine: TrainingState, states: dict[str, torch.Tensor]) -> None:
     for key, value in states.items():
         if key.startswith("generator.cpu."):
             torch.set_rng_state(value)
@@ -257,7 +271,7 @@ def _set_generator_states(engine: "Engine", states: dict[str, torch.Tensor]) -> 
             torch.cuda.set_rng_state(value, engine.device)
 
 
-def _agree(engine: "Engine", error: Exception | None) -> None:
+def _agree(engine: TrainingState, error: Exception | None) -> None:
     """Raises on every rank what rank 0 found wrong, so that none goes on alone."""
     found = torch.tensor([int(error is not None)], device=engine.device)
     dist.broadcast(found, src=0)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from tensorshard.config import ConfigError, load_config, to_yaml
-from tensorshard.launch_errors import LaunchError
-from tensorshard.worker import run_worker
+from tensorshard.launch.launch_errors import LaunchError
+from tensorshard.launch.worker import run_worker
 
 if TYPE_CHECKING:
-    from tensorshard.launch import World
+    from tensorshard.launch.launcher import World
 
 RESUME_NEWEST = "latest"
 """What the trainer is given for ``--resume`` without a path."""
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         WorkerFailedError: a worker failed.
         LaunchInterrupted: a signal ended the run.
     """
-    from tensorshard.launch import launch
+    from tensorshard.launch.launcher import launch
 
     if os.getcwd() not in sys.path:  # where the user's own modules are, as for `python -m`
         sys.path.insert(0, os.getcwd())
@@ -149,7 +149,7 @@ def _is_worker(args: argparse.Namespace) -> bool:
 
 
 def _world(args: argparse.Namespace) -> "World":
-    from tensorshard.launch import World, visible_gpus
+    from tensorshard.launch.launcher import World, visible_gpus
 
     return World(
         nproc=(visible_gpus() or 2) if args.nproc is None else args.nproc,

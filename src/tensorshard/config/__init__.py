@@ -6,15 +6,8 @@ so it can be changed from the command line and written to a file; :func:`instant
 """
 
 from tensorshard.config.build import instantiate
-from tensorshard.config.errors import ConfigError
-from tensorshard.config.files import (
-    config_path,
-    get_config,
-    load_config,
-    save_config,
-    shipped_configs,
-    to_yaml,
-)
+from tensorshard.config.config_error import ConfigError
+from tensorshard.config.files import config_path, get_config, load_config, save_config, shipped_configs, to_yaml
 from tensorshard.config.lazy import LazyCall
 from tensorshard.config.overrides import apply_overrides
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from tensorshard.config.errors import ConfigError, suggest
+from tensorshard.config.config_error import ConfigError, suggest
 from tensorshard.config.lazy import plain
 from tensorshard.config.overrides import apply_overrides
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
 
-from tensorshard.config.errors import ConfigError
+from tensorshard.config.config_error import ConfigError
 
 _WORDS = {
     bool: "true or false",

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from tensorshard.config.errors import ConfigError, suggest
+from tensorshard.config.config_error import ConfigError, suggest
 
 # Keys of a recorded call that are no arguments: hydra's `instantiate` reads them.
 CALL_KEYS = frozenset({"_target_", "_partial_", "_args_", "_convert_", "_recursive_"})

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 from yaml import YAMLError
 
-from tensorshard.config.errors import ConfigError, suggest
+from tensorshard.config.config_error import ConfigError, suggest
 from tensorshard.config.kinds import Kinds
 from tensorshard.config.lazy import CALL_KEYS, check_calls, find_target, parameters
 

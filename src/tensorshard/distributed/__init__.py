@@ -1,15 +1,7 @@
 """Model-parallel groups, and differentiable collectives over them, by TorchShard's names."""
 
-from tensorshard.distributed.functional import (
-    all_to_all,
-    copy,
-    gather,
-    gather_for_sum,
-    reduce,
-    reduce_scatter,
-    scatter,
-)
-from tensorshard.distributed.groups import (
+from tensorshard.comm.differentiable import all_to_all, copy, gather, gather_for_sum, reduce, reduce_scatter, scatter
+from tensorshard.comm.groups import (
     destroy_process_group,
     get_data_parallel_group,
     get_data_parallel_rank,
@@ -19,10 +11,10 @@ from tensorshard.distributed.groups import (
     get_mesh,
     get_rank,
     get_world_size,
-    init_process_group,
     is_initialized,
 )
-from tensorshard.distributed.monitor import CollectiveMismatchError
+from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.distributed.session import init_process_group
 
 __all__ = [
     "CollectiveMismatchError",

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from tensorshard.distributed.collectives import all_reduce_
-from tensorshard.distributed.sharding import to_local
+from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.sharding import to_local
 
 
 def unscaling_of_mixture(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,14 +1,11 @@
-"""Names in an optimizer's state, and refusing one in which another rank's parts are, before it is trained with."""
+"""Refusing an optimizer's state in which another rank's shards are, before it is trained with."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from tensorshard.distributed.parts import refuse_foreign_part
-
-MOMENTUM_SCALES = "momentum_scales"
-"""Scales of 8-bit momenta: a row of them for each row of a parameter, so that they are not of its shape."""
+from tensorshard.comm.sharded_tensors import refuse_foreign_part
 
 
 def refusing_foreign_parts(original: Callable[..., None]) -> Callable[..., None]:

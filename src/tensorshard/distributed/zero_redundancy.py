@@ -14,7 +14,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from tensorshard.distributed.parts import gather_whole, is_split, own_part
+from tensorshard.comm.sharded_tensors import gather_whole, is_split, own_part
 
 
 class SplitParameters:

@@ -1,12 +1,12 @@
 """Parallel layers and losses, like ``torch.nn``: TorchShard's names."""
 
+from tensorshard.heads.loss.margins import ArcFace, CosFace
+from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
+from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.nn import functional, init
 from tensorshard.nn.embedding import ParallelEmbedding
-from tensorshard.nn.heads.margins import ArcFace, CosFace
 from tensorshard.nn.linear import ParallelLinear
-from tensorshard.nn.linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.nn.loss import ParallelCrossEntropyLoss
-from tensorshard.nn.module import ParallelModule
 from tensorshard.nn.register import RegisterParallelDim
 
 __all__ = [

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.nn.module import ParallelModule
-from tensorshard.state import register_ddp_parameters_to_ignore
+from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
+from tensorshard.layers.parallel_module import ParallelModule
 
 
 def convert(

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from tensorshard.distributed.groups import Group
+from tensorshard.comm.groups import Group
+from tensorshard.layers.arguments import check_dim
+from tensorshard.layers.parallel_module import ParallelModule
+from tensorshard.layers.split_embedding import parallel_embedding
 from tensorshard.nn.conversion import convert
-from tensorshard.nn.functional.arguments import check_dim
-from tensorshard.nn.functional.embedding import parallel_embedding
-from tensorshard.nn.module import ParallelModule
 
 
 class ParallelEmbedding(ParallelModule):

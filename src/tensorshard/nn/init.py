@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tensorshard.distributed.sharding import local_part
+from tensorshard.comm.sharding import local_part
 
 
 @torch.no_grad()

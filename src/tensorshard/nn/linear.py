@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.distributed.groups import Group
+from tensorshard.comm.groups import Group
+from tensorshard.layers.arguments import check_dim
+from tensorshard.layers.parallel_module import ParallelModule
+from tensorshard.layers.split_linear import parallel_linear
 from tensorshard.nn.conversion import convert
-from tensorshard.nn.functional.arguments import check_dim
-from tensorshard.nn.functional.linear import parallel_linear
-from tensorshard.nn.module import ParallelModule
 
 
 class ParallelLinear(ParallelModule):

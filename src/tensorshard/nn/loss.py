@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from tensorshard.distributed.groups import Group, resolve_mesh
-from tensorshard.nn.functional import parallel_cross_entropy
+from tensorshard.comm.groups import Group, resolve_mesh
+from tensorshard.layers.split_cross_entropy import parallel_cross_entropy
 
 
 class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):

@@ -5,8 +5,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from tensorshard.distributed.groups import Group, resolve_mesh
-from tensorshard.distributed.marks import register_parallel_dim
+from tensorshard.comm.groups import Group, resolve_mesh
+from tensorshard.comm.marks import register_parallel_dim
 
 Marked = TypeVar("Marked", torch.Tensor, tuple, list)
 

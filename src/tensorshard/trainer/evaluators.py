@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tensorshard.batch import to_device
-from tensorshard.engine import Engine
+from tensorshard.engine.engine import Engine
+from tensorshard.modules.batches import to_device
 from tensorshard.trainer.step_record import BatchSize
 
 if TYPE_CHECKING:

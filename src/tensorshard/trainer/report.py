@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tensorshard.engine import Engine
+from tensorshard.engine.engine import Engine
 from tensorshard.trainer.loggers.console import format_count
 from tensorshard.trainer.memory import format_bytes
 from tensorshard.trainer.run_directory import RunDirectory

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from rich.console import Console
 
+from tensorshard.comm.world import default_device, join_world
 from tensorshard.config import instantiate
-from tensorshard.distributed.world import default_device, join_world
-from tensorshard.engine import Engine, parallelize
+from tensorshard.engine.engine import Engine
+from tensorshard.parallelize import parallelize
 from tensorshard.trainer import loggers
 from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
 from tensorshard.trainer.hooks import (

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from tensorshard.config import ConfigError, instantiate
-from tensorshard.config.errors import suggest
+from tensorshard.config.config_error import suggest
 from tensorshard.plan import Plan
 
 SECTIONS = ("model", "train", "optimizer", "scheduler", "loss", "data")

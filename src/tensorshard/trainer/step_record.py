@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tensorshard.batch import batch_size
+from tensorshard.modules.batches import batch_size
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tensorshard.engine import Engine
-from tensorshard.trainer.hooks.base import Hook
+from tensorshard.engine.engine import Engine
+from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.step_record import BatchSize, StepRecord
 

@@ -1,1 +1,1 @@
-"""Model to model, one transform a file. A model never knows that it is parallel."""
+"""Model to model, for what concerns one rank alone: precision, recomputation, compilation."""

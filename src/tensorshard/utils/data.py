@@ -4,7 +4,7 @@ from collections.abc import Sized
 
 from torch.utils.data import DistributedSampler
 
-from tensorshard.distributed.groups import get_data_parallel_rank, get_data_parallel_size
+from tensorshard.comm.groups import get_data_parallel_rank, get_data_parallel_size
 
 __all__ = ["DistributedGroupSampler"]
 

@@ -1,13 +1,13 @@
 """What is done beside training, one small class each."""
 
-from tensorshard.trainer.hooks.base import Hook
-from tensorshard.trainer.hooks.checkpoint import CheckpointHook
-from tensorshard.trainer.hooks.evaluation import EvaluationHook
-from tensorshard.trainer.hooks.logging import LoggingHook
-from tensorshard.trainer.hooks.memory import MemoryHook
-from tensorshard.trainer.hooks.options import OptimizerOptionsHook
-from tensorshard.trainer.hooks.schedule import ScheduleHook
-from tensorshard.trainer.hooks.timer import TimerHook
+from tensorshard.trainer.hooks.checkpoint_hook import CheckpointHook
+from tensorshard.trainer.hooks.evaluation_hook import EvaluationHook
+from tensorshard.trainer.hooks.hook import Hook
+from tensorshard.trainer.hooks.logging_hook import LoggingHook
+from tensorshard.trainer.hooks.memory_hook import MemoryHook
+from tensorshard.trainer.hooks.optimizer_options_hook import OptimizerOptionsHook
+from tensorshard.trainer.hooks.schedule_hook import ScheduleHook
+from tensorshard.trainer.hooks.timer_hook import TimerHook
 
 __all__ = [
     "CheckpointHook",

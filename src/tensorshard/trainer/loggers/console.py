@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tensorshard.trainer.loggers.base import Logger
+from tensorshard.trainer.loggers.logger import Logger
 from tensorshard.trainer.memory import format_bytes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from tensorshard.trainer.loggers.base import Logger
+from tensorshard.trainer.loggers.logger import Logger
 
 
 class JsonLinesLogger(Logger):

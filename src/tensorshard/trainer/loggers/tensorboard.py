@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorshard.trainer.loggers.base import Logger
+from tensorshard.trainer.loggers.logger import Logger
 
 
 def tensorboard_is_installed() -> bool:

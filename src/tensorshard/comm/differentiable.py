@@ -1,0 +1,315 @@
+"""Differentiable collectives over a model-parallel group.
+
+Each comes with the backward of its conjugate, as in Megatron-LM (Shoeybi et al. 2019, section 3): what is
+computed on every rank alike in forward has, in backward, a gradient that is alike on every rank.
+
+=================  ==========================  ==========================
+function           forward                     backward
+=================  ==========================  ==========================
+`copy`             identity                    all-reduce (sum)
+`reduce`           all-reduce (sum)            identity
+`scatter`          this rank's slice           all-gather
+`gather`           all-gather                  this rank's slice
+`reduce_scatter`   sum, this rank's slice      all-gather
+`all_to_all`       split, exchange, join       the reverse exchange
+=================  ==========================  ==========================
+
+Dimensions are cut as :mod:`tensorshard.comm.sharding` says, evenly or not. ``group`` is a process
+group or a one-dimensional mesh; by default the model-parallel group of
+:func:`tensorshard.distributed.init_process_group`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+
+from tensorshard.comm import primitives
+from tensorshard.comm.agreement import held_sizes
+from tensorshard.comm.ddp_averaging import ranks_to_add_up
+from tensorshard.comm.groups import Group, resolve_group
+from tensorshard.comm.marks import ParallelMark, set_mark
+from tensorshard.comm.sharded_tensors import local_of, refuse_dtensor
+from tensorshard.comm.sharding import normalize_dim, shard_sizes
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Reduce.apply(grads[0], ctx.group), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        primitives.all_reduce(total, group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Copy.apply(grads[0], ctx.group), None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        dim: int,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup,
+        grad_scale: float,
+    ) -> torch.Tensor:
+        ctx.dim, ctx.sizes, ctx.group, ctx.grad_scale = dim, sizes, group, grad_scale
+        return primitives.slice_dim(tensor, dim, sizes, group.rank())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = _Gather.apply(grads[0], ctx.dim, ctx.sizes, ctx.group, 1.0)
+        return grad if ctx.grad_scale == 1.0 else grad * ctx.grad_scale, None, None, None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        dim: int,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup,
+        grad_scale: float,
+    ) -> torch.Tensor:
+        ctx.dim, ctx.sizes, ctx.group, ctx.grad_scale = dim, sizes, group, grad_scale
+        return primitives.gather_dim(tensor, dim, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = _Scatter.apply(grads[0], ctx.dim, ctx.sizes, ctx.group, 1.0)
+        return grad if ctx.grad_scale == 1.0 else grad * ctx.grad_scale, None, None, None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
+        return primitives.reduce_scatter_dim(tensor, dim, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _GatherForSum.apply(grads[0], ctx.dim, ctx.sizes, ctx.group), None, None, None
+
+
+class _GatherForSum(Function):
+    """The conjugate of reduce-scatter: all-gather whose backward is a reduce-scatter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
+        return primitives.gather_dim(tensor, dim, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _ReduceScatter.apply(grads[0], ctx.dim, ctx.sizes, ctx.group), None, None, None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        split_dim: int,
+        split_sizes: Sequence[int],
+        concat_dim: int,
+        concat_sizes: Sequence[int],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.reverse = (concat_dim, concat_sizes, split_dim, split_sizes, group)
+        return primitives.all_to_all_dims(tensor, split_dim, split_sizes, concat_dim, concat_sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _AllToAll.apply(grads[0], *ctx.reverse), None, None, None, None, None
+
+
+def copy(tensor: torch.Tensor, group: Group | None = None) -> torch.Tensor:
+    """Hands a whole tensor to computations that differ by rank: the identity, whose gradients are summed.
+
+    Put it where a replicated activation enters a region in which each rank computes its own part.
+
+    Raises:
+        TypeError: a DTensor.
+    """
+    refuse_dtensor(tensor, "copy")
+    process_group = resolve_group(group)
+    if process_group.size() == 1:
+        return tensor
+    return _Copy.apply(tensor, process_group)
+
+
+def reduce(tensor: torch.Tensor, group: Group | None = None) -> torch.Tensor:
+    """The sum of `tensor` over the ranks, on every rank. The input is left as it is.
+
+    Raises:
+        TypeError: a DTensor.
+    """
+    refuse_dtensor(tensor, "reduce")
+    process_group = resolve_group(group)
+    if process_group.size() == 1:
+        return tensor
+    return _Reduce.apply(tensor, process_group)
+
+
+def scatter(
+    tensor: torch.Tensor, dim: int = -1, group: Group | None = None, *, grad_scale: float | None = None
+) -> torch.Tensor:
+    """This rank's part of a tensor that every rank holds whole, cut along `dim`; marked as such.
+
+    Args:
+        grad_scale: multiplies the gradient of `tensor`. By default 1; inside the forward of a
+            ``DistributedDataParallel`` over the ranks of the group and along dimension 0, that of the samples,
+            one over their number: the opposite of what `gather` does there.
+
+    Raises:
+        IndexError: the tensor has no dimension `dim`.
+        TypeError: a DTensor.
+        RuntimeError: see :func:`tensorshard.comm.ddp_averaging.ranks_to_add_up`.
+    """
+    refuse_dtensor(tensor, "scatter")
+    process_group = resolve_group(group)
+    axis = normalize_dim(dim, tensor.ndim)
+    size = tensor.size(axis)
+    if process_group.size() == 1:
+        part = tensor.view_as(tensor)
+    else:
+        scale = 1 / ranks_to_add_up(tensor, dim, process_group) if grad_scale is None else grad_scale
+        part = _Scatter.apply(tensor, axis, shard_sizes(size, process_group.size()), process_group, scale)
+    return set_mark(part, ParallelMark(dim, size, process_group))
+
+
+def gather(
+    tensor: torch.Tensor,
+    dim: int = -1,
+    group: Group | None = None,
+    *,
+    size: int | None = None,
+    grad_scale: float | None = None,
+) -> torch.Tensor:
+    """The ranks' tensors, concatenated along `dim`, on every rank.
+
+    Args:
+        tensor: equal in shape on all ranks but along `dim`. A DTensor that is split along `dim`, such as a
+            parameter of a parallel layer, is put together over its own ranks.
+        size: elements of the result along `dim`, if known, cut over the ranks as `scatter` cuts. Without it
+            the ranks first tell each other what they hold, which may then be anything.
+        grad_scale: multiplies the gradient of `tensor`. By default 1; inside the forward of a
+            ``DistributedDataParallel`` over the ranks of the group and along dimension 0, their number. There
+            each rank has other samples, and gets the gradient of their part of the group's mean loss: these
+            parts are to be added, and DDP averages them. So it is exactly the gradient of a single device.
+
+    Raises:
+        IndexError: the tensor has no dimension `dim`.
+        ValueError: `size` is given and this rank does not hold its part of it; the ranks' tensors differ in more
+            than their size along `dim`; a DTensor that is not split along `dim`, or over another group.
+        RuntimeError: see :func:`tensorshard.comm.ddp_averaging.ranks_to_add_up`.
+    """
+    if isinstance(tensor, DTensor):
+        tensor, group, size = local_of(tensor, dim, group)
+        grad_scale = 1.0 if grad_scale is None else grad_scale
+    process_group = resolve_group(group)
+    axis = normalize_dim(dim, tensor.ndim)
+    if process_group.size() == 1:
+        return tensor
+    scale = ranks_to_add_up(tensor, dim, process_group) if grad_scale is None else grad_scale
+    sizes = held_sizes(tensor, axis, size, process_group, "gather")
+    return _Gather.apply(tensor, axis, sizes, process_group, float(scale))
+
+
+def reduce_scatter(tensor: torch.Tensor, dim: int = -1, group: Group | None = None) -> torch.Tensor:
+    """This rank's part, along `dim`, of the sum of `tensor` over the ranks; marked as such.
+
+    Raises:
+        IndexError: the tensor has no dimension `dim`.
+        TypeError: a DTensor.
+    """
+    refuse_dtensor(tensor, "reduce_scatter")
+    process_group = resolve_group(group)
+    axis = normalize_dim(dim, tensor.ndim)
+    size = tensor.size(axis)
+    if process_group.size() == 1:
+        part = tensor.view_as(tensor)
+    else:
+        part = _ReduceScatter.apply(tensor, axis, shard_sizes(size, process_group.size()), process_group)
+    return set_mark(part, ParallelMark(dim, size, process_group))
+
+
+def all_to_all(
+    tensor: torch.Tensor,
+    split_dim: int,
+    concat_dim: int,
+    group: Group | None = None,
+    *,
+    size: int | None = None,
+) -> torch.Tensor:
+    """Turns a tensor split along `concat_dim` into one split along `split_dim`; marked as such.
+
+    Args:
+        tensor: this rank's part along `concat_dim`; whole along `split_dim`.
+        size: elements of the whole along `concat_dim`, if known; else the ranks first tell each other what
+            they hold.
+
+    Raises:
+        IndexError: the tensor has no such dimension.
+        TypeError: a DTensor.
+        ValueError: the dimensions are the same, or `size` is given and this rank does not hold its part of
+            it.
+    """
+    refuse_dtensor(tensor, "all_to_all")
+    process_group = resolve_group(group)
+    given, split_dim = split_dim, normalize_dim(split_dim, tensor.ndim)
+    concat_dim = normalize_dim(concat_dim, tensor.ndim)
+    if split_dim == concat_dim:
+        raise ValueError(f"all_to_all was asked to split and to concatenate along the same dimension, {split_dim}")
+    whole = tensor.size(split_dim)
+    if process_group.size() == 1:
+        part = tensor.view_as(tensor)
+    else:
+        concat_sizes = held_sizes(tensor, concat_dim, size, process_group, "all_to_all")
+        split_sizes = shard_sizes(whole, process_group.size())
+        part = _AllToAll.apply(tensor, split_dim, split_sizes, concat_dim, concat_sizes, process_group)
+    return set_mark(part, ParallelMark(given, whole, process_group))
+
+
+def gather_for_sum(
+    tensor: torch.Tensor, dim: int = -1, group: Group | None = None, *, size: int | None = None
+) -> torch.Tensor:
+    """As :func:`gather`, for a result on which each rank computes its own part: in backward the ranks'
+    gradients are summed and each keeps its slice (the conjugate of :func:`reduce_scatter`).
+
+    This is how a sequence that is split between tensor-parallel regions enters one (Korthikanti et al. 2022).
+
+    Raises:
+        IndexError: the tensor has no dimension `dim`.
+        TypeError: a DTensor.
+        ValueError: as :func:`gather`.
+    """
+    refuse_dtensor(tensor, "gather_for_sum")
+    process_group = resolve_group(group)
+    dim = normalize_dim(dim, tensor.ndim)
+    if process_group.size() == 1:
+        return tensor
+    sizes = held_sizes(tensor, dim, size, process_group, "gather_for_sum")
+    return _GatherForSum.apply(tensor, dim, sizes, process_group)

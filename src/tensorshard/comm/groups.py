@@ -1,0 +1,246 @@
+"""The model-parallel groups of the process, and the data-parallel groups across them.
+
+Consecutive ranks form a model-parallel group; the ranks at the same place of each of them form a
+data-parallel group. With 4 processes and groups of 2: model-parallel {0, 1} and {2, 3}, data-parallel {0, 2}
+and {1, 3}.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tensorshard.comm.monitor import CollectiveMonitor
+from tensorshard.comm.world import default_device, join_world
+
+Group = dist.ProcessGroup | DeviceMesh
+"""What is taken as ``group``: a process group, or a one-dimensional mesh such as ``mesh["tp"]``."""
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """What :func:`init_process_group` made.
+
+    Args:
+        world: the default group at the time; when it is gone, so are these.
+        mesh: the ranks, with axes "dp" and "tp".
+        model_mesh: this rank's model-parallel group, the axis "tp" of `mesh`.
+        settings: what was asked for.
+        monitor: compares the ranks' calls, if that was asked for.
+        uninstall: takes away what was installed for as long as they exist.
+    """
+
+    world: dist.ProcessGroup
+    mesh: DeviceMesh
+    model_mesh: DeviceMesh
+    settings: tuple[object, ...]
+    monitor: CollectiveMonitor | None
+    uninstall: Callable[[], None]
+
+
+class _Session:
+    """Holds the process's groups: the only module-level state of the package."""
+
+    def __init__(self) -> None:
+        self._groups: ParallelGroups | None = None
+
+    def set(self, groups: ParallelGroups | None) -> None:
+        former, self._groups = self._groups, groups
+        if former is not None:
+            former.uninstall()
+
+    def get(self) -> ParallelGroups | None:
+        if not dist.is_initialized():
+            self.set(None)  # torch's own destroy_process_group has ended them
+        groups = self._groups
+        return None if groups is None or dist.group.WORLD is not groups.world else groups
+
+    def require(self) -> ParallelGroups:
+        groups = self.get()
+        if groups is None:
+            raise RuntimeError(
+                "no model-parallel group exists yet: call "
+                "tensorshard.distributed.init_process_group(group_size) first, or pass group="
+            )
+        return groups
+
+
+_session = _Session()
+
+
+def init_process_group(
+    group_size: int | None = None,
+    *,
+    device_type: str | None = None,
+    timeout: timedelta | None = None,
+    check_collectives: bool = False,
+    install: Callable[[Callable[[], bool]], Callable[[], None]] | None = None,
+) -> None:
+    """Makes the model-parallel groups, and the data-parallel groups across them. Every process calls it.
+
+    Args:
+        group_size, device_type, timeout, check_collectives: see :func:`tensorshard.distributed.init_process_group`.
+        install: what is to be in place while the groups exist: called with what tells whether they do; returns what
+            undoes it.
+    """
+    if not dist.is_initialized():
+        join_world(default_device())
+    world_size = dist.get_world_size()
+    group_size = world_size if group_size is None else group_size
+    if not isinstance(group_size, int) or isinstance(group_size, bool):
+        raise TypeError(f"group_size={group_size!r} was given: it is a number of ranks, or None for all {world_size}")
+    if group_size < 1 or world_size % group_size:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ValueError(
+            f"group_size={group_size} does not divide the world of {world_size} processes: use one of "
+            f"{', '.join(map(str, divisors))}"
+        )
+    device_type = device_type or ("cuda" if "nccl" in str(dist.get_backend_config()) else "cpu")
+    settings = (group_size, device_type, timeout, check_collectives)
+    existing = _session.get()
+    if existing is not None:
+        if existing.settings != settings:
+            raise RuntimeError(
+                f"model-parallel groups of {existing.model_mesh.size()} exist already and were asked for "
+                f"again with group_size={group_size}, device_type={device_type!r}, timeout={timeout}, "
+                f"check_collectives={check_collectives}: call "
+                "tensorshard.distributed.destroy_process_group() first"
+            )
+        return
+    ranks = torch.arange(world_size, device="cpu").view(-1, group_size)
+    groups = [_own_group(ranks.t(), timeout), _own_group(ranks, timeout)]
+    mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("dp", "tp"))
+    monitor = None
+    if check_collectives:
+        side_group = _own_group(ranks, timeout, "gloo")
+        monitor = CollectiveMonitor(side_group, ranks[dist.get_rank() // group_size].tolist(), timeout)
+    _session.set(None)  # those of an earlier world
+    uninstall = install(is_initialized) if install else lambda: None
+    _session.set(ParallelGroups(world_group(), mesh, mesh["tp"], settings, monitor, uninstall))
+
+
+def _own_group(ranks: torch.Tensor, timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
+    """Makes one group per row of `ranks`; returns this rank's. The world itself is not made again."""
+    if len(ranks) == 1 and backend is None:
+        return world_group()
+    groups = [dist.new_group(row, timeout=timeout, backend=backend) for row in ranks.tolist()]
+    return next(group for row, group in zip(ranks.tolist(), groups, strict=True) if dist.get_rank() in row)
+
+
+def world_group() -> dist.ProcessGroup:
+    """The default group, of all processes."""
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("torch.distributed has no default group: call torch.distributed.init_process_group first")
+    return world
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init_process_group` was called, and the world it was called in still exists."""
+    return _session.get() is not None
+
+
+def destroy_process_group() -> None:
+    """Forgets the model-parallel and data-parallel groups and frees them. The world is left as it is."""
+    groups = _session.get()
+    _session.set(None)
+    if groups is None:
+        return
+    if groups.monitor is not None:
+        groups.monitor.close()
+    for axis in ("dp", "tp"):
+        group = groups.mesh.get_group(axis)
+        if group is not groups.world:
+            dist.destroy_process_group(group)
+
+
+def get_mesh() -> DeviceMesh:
+    """All ranks, with axes "dp" and "tp": what ``fully_shard`` and ``distribute_tensor`` take."""
+    return _session.require().mesh
+
+
+def get_group() -> dist.ProcessGroup:
+    """This rank's model-parallel group."""
+    return _session.require().model_mesh.get_group()
+
+
+def get_rank(group: Group | None = None) -> int:
+    """This rank's place in its model-parallel group, or in `group`."""
+    return resolve_group(group).rank()
+
+
+def get_group_size(group: Group | None = None) -> int:
+    """Number of ranks of the model-parallel group, or of `group`."""
+    return resolve_group(group).size()
+
+
+def get_world_size() -> int:
+    """Number of processes in the world: model-parallel group size times data-parallel size."""
+    return _session.require().world.size()
+
+
+def get_data_parallel_group() -> dist.ProcessGroup:
+    """The ranks at this rank's place in every model-parallel group: they hold the same shards."""
+    return _session.require().mesh.get_group("dp")
+
+
+def get_data_parallel_rank() -> int:
+    """Which model-parallel group this rank is in, counted from 0."""
+    return get_data_parallel_group().rank()
+
+
+def get_data_parallel_size() -> int:
+    """Number of model-parallel groups."""
+    return get_data_parallel_group().size()
+
+
+def resolve_group(group: Group | None) -> dist.ProcessGroup:
+    """The process group meant by a ``group`` argument; None means the model-parallel group.
+
+    Raises:
+        RuntimeError: None was given and there is no model-parallel group.
+        ValueError: a mesh of several dimensions, or a group that this rank is not in.
+        TypeError: neither a process group nor a mesh.
+    """
+    if group is None:
+        return get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"group= is one that rank {dist.get_rank()} is not in: call this only on the ranks of a group")
+    if not isinstance(group, DeviceMesh):
+        raise TypeError(
+            f"group={group!r} was given: pass a torch.distributed process group or a mesh such as mesh['tp']"
+        )
+    if group.ndim != 1:
+        raise ValueError(f"group={group} has {group.ndim} dimensions: pass one of them, such as mesh['tp']")
+    return group.get_group()
+
+
+def resolve_mesh(group: Group | None) -> DeviceMesh:
+    """The one-dimensional mesh on which a layer with this ``group`` argument holds its parameters.
+
+    Raises:
+        As :func:`resolve_group`.
+    """
+    if group is None:
+        return _session.require().model_mesh
+    process_group = resolve_group(group)
+    if isinstance(group, DeviceMesh):
+        return group
+    groups = _session.get()
+    if groups is not None and process_group is groups.model_mesh.get_group():
+        return groups.model_mesh
+    device_type = "cuda" if "nccl" in str(dist.get_backend_config(process_group)) else "cpu"
+    return DeviceMesh.from_group(process_group, device_type, mesh_dim_names=("tp",))
+
+
+def find_monitor(group: dist.ProcessGroup) -> CollectiveMonitor | None:
+    """What checks the calls over `group`, if that was asked for."""
+    groups = _session.get()
+    if groups is None or groups.monitor is None or group is not groups.model_mesh.get_group():
+        return None
+    return groups.monitor

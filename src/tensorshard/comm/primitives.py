@@ -1,0 +1,190 @@
+"""Collectives on tensors split along any dimension, evenly or not. Nothing here is differentiable.
+
+The layers under them (`collectives`) move flat buffers; these cut, pad, and put together. Every call goes
+past the group's monitor, if it has one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.comm.collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from tensorshard.comm.groups import find_monitor
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
+    """Sums `tensor` over the ranks, in place."""
+    if group.size() == 1:
+        return None
+    _announce("all_reduce", tensor, group)
+    return all_reduce_(tensor, group, async_op=async_op)
+
+
+def gather_flat(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's `tensor`, of the same shape on all, stacked: [ranks, *shape]."""
+    if group.size() == 1:
+        return tensor[None]
+    _announce("all_gather", tensor, group)
+    tensor = tensor.contiguous()
+    output = tensor.new_empty((group.size(), *tensor.shape))
+    if tensor.numel():
+        all_gather_into(output, tensor, group)
+    return output
+
+
+def exchange_sizes(size: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """What each rank passed as `size`."""
+    return gather_flat(torch.tensor([size], device=device), group).flatten().tolist()
+
+
+@dataclass
+class Started:
+    """A collective under way."""
+
+    work: dist.Work | None
+    finish: Callable[[], torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        """Its result."""
+        if self.work is not None:
+            self.work.wait()
+        return self.finish()
+
+
+def gather_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Concatenates along `dim` what the ranks hold, of which rank i's has ``sizes[i]`` elements there."""
+    return start_gather_dim(tensor, dim, sizes, group, async_op=False).wait()
+
+
+def start_gather_dim(
+    tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup, *, async_op: bool = True
+) -> Started:
+    """As :func:`gather_dim`, which waits for it."""
+    widest = max(sizes)
+    padding = widest - tensor.size(dim)
+    if padding:
+        shape = list(tensor.shape)
+        shape[dim] = padding
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    tensor = tensor.contiguous()
+    stacked = tensor.new_empty((group.size(), *tensor.shape))
+    work = None
+    if group.size() == 1:
+        stacked[0].copy_(tensor)
+    else:
+        _announce("all_gather", tensor, group)
+        if tensor.numel():
+            work = all_gather_into(stacked.view(-1), tensor.view(-1), group, async_op=async_op)
+
+    def finish() -> torch.Tensor:
+        even = min(sizes) == widest
+        if even and (dim == 0 or all(size == 1 for size in tensor.shape[:dim])):
+            shape = list(tensor.shape)
+            shape[dim] = sum(sizes)
+            return stacked.view(shape)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(stacked, sizes, strict=True)], dim)
+
+    return Started(work, finish)
+
+
+def slice_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], rank: int) -> torch.Tensor:
+    """A copy of part `rank` of `tensor`, which is cut along `dim` into parts of `sizes`."""
+    part = tensor.narrow(dim, sum(sizes[:rank]), sizes[rank])
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def reduce_scatter_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Sums `tensor` over the ranks and returns this rank's part along `dim`."""
+    return start_reduce_scatter_dim(tensor, dim, sizes, group, async_op=False).wait()
+
+
+def start_reduce_scatter_dim(
+    tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup, *, async_op: bool = True
+) -> Started:
+    """As :func:`reduce_scatter_dim`, which waits for it."""
+    widest = max(sizes)
+    shape = list(tensor.shape)
+    shape[dim] = widest
+    stacked = _stacked_parts(tensor, dim, sizes, widest)
+    _announce("reduce_scatter", stacked, group)
+    output = tensor.new_empty(shape)
+    work = None
+    if output.numel():
+        work = reduce_scatter_into(output.view(-1), stacked.view(-1), group, async_op=async_op)
+
+    def finish() -> torch.Tensor:
+        mine = sizes[group.rank()]
+        return output if mine == widest else output.narrow(dim, 0, mine).contiguous()
+
+    return Started(work, finish)
+
+
+def _stacked_parts(tensor: torch.Tensor, dim: int, sizes: Sequence[int], widest: int) -> torch.Tensor:
+    """One padded part per rank, one after the other: what reduce-scatter takes."""
+    if min(sizes) == widest and (dim == 0 or all(size == 1 for size in tensor.shape[:dim])):
+        return tensor.contiguous()  # cut along its outermost dimension, it is that already
+    shape = list(tensor.shape)
+    shape[dim] = widest
+    stacked = tensor.new_empty((len(sizes), *shape))
+    for slot, part in zip(stacked, tensor.split(list(sizes), dim), strict=True):
+        held = part.size(dim)
+        slot.narrow(dim, 0, held).copy_(part)
+        if held < widest:
+            slot.narrow(dim, held, widest - held).zero_()
+    return stacked
+
+
+def all_to_all_dims(
+    tensor: torch.Tensor,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Sends part i of `tensor`, cut along `split_dim`, to rank i; joins along `concat_dim` what comes in."""
+    monitored = tensor.new_empty(0)  # ranks may pass different amounts: only the call itself is compared
+    _announce(f"all_to_all({split_dim}, {concat_dim})", monitored, group)
+    outgoing = tensor.split(list(split_sizes), split_dim)
+    shapes = []
+    for size in concat_sizes:
+        shape = list(tensor.shape)
+        shape[split_dim] = split_sizes[group.rank()]
+        shape[concat_dim] = size
+        shapes.append(torch.Size(shape))
+    incoming = tensor.new_empty(sum(shape.numel() for shape in shapes))
+    dist.all_to_all_single(  # as bytes: Gloo does not know every type
+        incoming.view(torch.uint8),
+        torch.cat([part.reshape(-1) for part in outgoing]).view(torch.uint8),
+        [shape.numel() * tensor.element_size() for shape in shapes],
+        [part.numel() * tensor.element_size() for part in outgoing],
+        group=group,
+    )
+    received = incoming.split([shape.numel() for shape in shapes])
+    return torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], concat_dim)
+
+
+def exchange_among(pieces: torch.Tensor, together: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchanges within each `together` neighbouring ranks of `group`: ``pieces[i]`` goes to the i-th of them.
+
+    Args:
+        pieces: [together, *], of the same shape on all ranks.
+
+    Returns:
+        [together, *]: what each of them had for this rank.
+    """
+    _announce("exchange_among", pieces, group)
+    first = group.rank() // together * together
+    splits = [pieces[0].numel() if first <= rank < first + together else 0 for rank in range(group.size())]
+    received = pieces.new_empty(pieces.shape)
+    dist.all_to_all_single(received.view(-1), pieces.contiguous().view(-1), splits, splits, group=group)
+    return received
+
+
+def _announce(call: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Has the group's monitor compare this call with the other ranks'."""
+    monitor = find_monitor(group)
+    if monitor is not None:
+        monitor.check(f"{call} of {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")

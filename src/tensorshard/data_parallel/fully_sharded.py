@@ -1,0 +1,195 @@
+"""ZeRO 3: parameters are sharded too, and gathered unit by unit for forward and backward. On PyTorch's FSDP2."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from tensorshard.comm.collectives import all_gather_into, all_reduce_, is_gloo, reduce_scatter_into
+from tensorshard.heads.under_plan.method_calls import gather_for_heads
+from tensorshard.mesh import Mesh
+from tensorshard.modules.parameters import ParameterPlaces, like
+from tensorshard.sharded_model import ParameterSplit, ShardedModel
+from tensorshard.transforms.precision import compute_dtype, master_dtype
+
+
+class FullyShardedModel(ShardedModel):
+    """A model of which each rank of ``dp_shard`` holds one part of every parameter.
+
+    Args:
+        model: the model on the meta device, its other transforms applied.
+        value_of: full value of the parameter of a name. Units are filled and sharded one after the other, so that
+            no more than one unit is whole at any time.
+        units: lists of modules whose parameters travel together.
+        reduce_dtype: gradients are summed over the ranks in this type.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        value_of: Callable[[str], torch.Tensor],
+        units: list[list[nn.Module]],
+        mesh: Mesh,
+        split: ParameterSplit,
+        *,
+        precision: str,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(model, split)
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._places = ParameterPlaces(model)
+        # One for all that are trained, it was checked. Of a pipeline's stage, nothing may be.
+        self._dtype = next((master_dtype(p.dtype) for p in self._names if p.requires_grad), torch.float32)
+        hybrid = mesh.degrees["dp_replicate"] > 1
+        self._dp_size = mesh.dp_size
+        self._dp_group = mesh.dp_group
+        self._hybrid = hybrid
+        self._scalars = self._keep_scalars_whole(value_of)
+        options: dict[str, Any] = {
+            "mesh": mesh.along("dp_replicate", "dp_shard") if hybrid else mesh.along("dp_shard"),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=compute_dtype(self._dtype, precision),
+                reduce_dtype=reduce_dtype if self._dtype == torch.float32 else self._dtype,
+                cast_forward_inputs=False,  # autocast casts where it is needed
+            ),
+            "ignored_params": set(self._scalars),
+        }
+        tied = _shared_between(model, units)
+        for unit in units:
+            if not any(parameter in tied for module in unit for parameter in module.parameters()):
+                self._fill(unit, value_of)
+                fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=True, **options)
+        self._fill([model], value_of)
+        fully_shard(model, reshard_after_forward=False, **options)
+        gather_for_heads(model)
+        # Kept, because between a forward and its backward the modules show whole parameters.
+        self._masters = dict(model.named_parameters())
+        for template, name in self._names.items():
+            vars(self._masters[name]).update(vars(template))  # what users hung on it
+        self._last = True
+        model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
+        if is_gloo(mesh.group("dp_shard"), torch.device(mesh.device_mesh.device_type)):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_all_gather(_AllGather())
+                    module.set_custom_reduce_scatter(_ReduceScatter())
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        return self._masters
+
+    def _forward_over(self) -> None:
+        if not torch.is_grad_enabled():  # no backward will come and shard the root's parameters again
+            assert isinstance(self.model, FSDPModule)
+            self.model.reshard()
+
+    def held_numel(self) -> int:
+        return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in self._masters.values())
+
+    @property
+    def gradient_divisor(self) -> int:
+        return self._dp_size
+
+    def begin_micro_batch(self, last: bool) -> None:
+        self._last = last
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_is_last_backward(last)
+        if self._hybrid:
+            self.model.set_requires_all_reduce(last)
+
+    def finish_micro_batch(self) -> None:
+        """FSDP finishes by itself at the end of backward."""
+
+    def finish_backward(self) -> None:
+        """FSDP finishes by itself at the end of backward."""
+
+    def publish_update(self) -> None:
+        """FSDP gathers the masters themselves."""
+
+    def finish_gather(self) -> None:
+        """FSDP gathers in forward and backward alone."""
+
+    @torch.no_grad()
+    def _fill(self, unit: list[nn.Module], value_of: Callable[[str], torch.Tensor]) -> None:
+        """Gives the parameters of `unit` that are still on the meta device their full values."""
+        for module in unit:
+            for parameter in list(module.parameters()):
+                if parameter.is_meta:
+                    value = value_of(self._names[parameter])
+                    value = value.to(master_dtype(value.dtype)) if value.is_floating_point() else value
+                    self._places.replace(parameter, like(parameter, value.contiguous()))
+
+    def _keep_scalars_whole(self, value_of: Callable[[str], torch.Tensor]) -> list[nn.Parameter]:
+        """FSDP cannot shard a parameter without dimensions: each rank keeps it whole, and averages its gradient."""
+        scalars = []
+        for meta, name in self._names.items():
+            if meta.dim() == 0:
+                value = value_of(name)
+                scalar = like(meta, value.to(master_dtype(value.dtype)).clone())
+                self._places.replace(meta, scalar)
+                scalars.append(scalar)
+                if scalar.requires_grad:
+                    average = weakref.WeakMethod(self._average_scalar)  # else the model would never be freed
+                    scalar.register_post_accumulate_grad_hook(lambda s, average=average: average()(s))  # type: ignore[misc]
+        return scalars
+
+    def _average_scalar(self, scalar: torch.Tensor) -> None:
+        if self._last and scalar.grad is not None:
+            all_reduce_(scalar.grad, self._dp_group)
+            scalar.grad.div_(self._dp_size)
+
+
+def _shared_between(model: nn.Module, units: list[list[nn.Module]]) -> set[nn.Parameter]:
+    """Parameters that are tied across units, or to a place in none of them (such as one that another pipeline stage
+    computes); FSDP wants all who use one in one group, so these units join the root's."""
+    everywhere = _places([model])
+    seen: set[nn.Parameter] = set()
+    shared: set[nn.Parameter] = set()
+    for unit in units:
+        own = _places(unit)
+        shared |= {parameter for parameter, count in own.items() if parameter in seen or count < everywhere[parameter]}
+        seen |= set(own)
+    return shared
+
+
+def _places(modules: list[nn.Module]) -> Counter[nn.Parameter]:
+    inner = dict.fromkeys(inner for module in modules for inner in module.modules())
+    return Counter(p for module in inner for p in module._parameters.values() if p is not None)
+
+
+class _Allocate:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocate, AllGather):
+    """FSDP's all-gather by our primitive."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return all_gather_into(output_tensor, input_tensor, group, async_op)
+
+
+class _ReduceScatter(_Allocate, ReduceScatter):
+    """FSDP's reduce-scatter by our primitive."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return reduce_scatter_into(output_tensor, input_tensor, group, op, async_op)

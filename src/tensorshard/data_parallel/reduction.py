@@ -1,0 +1,143 @@
+"""Averaging the gradients of replicated parameters over the data ranks, a bucket of them at a time."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._guards import detect_fake_mode
+
+from tensorshard.comm.collectives import advance, all_reduce_, reduce_scatter_into
+from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+
+# A tensor of at least this many bytes travels by itself, without being copied.
+_ALONE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Who averages gradients with whom."""
+
+    shard: dist.ProcessGroup | None  # each keeps a part of the sum
+    sum: dist.ProcessGroup | None  # each keeps the same
+    data_ranks: int
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.shard is None else self.shard.size()
+
+    @property
+    def communicate(self) -> bool:
+        return self.data_ranks > 1
+
+
+class Bucket:
+    """The parameters of one unit, and the transfers that concern them."""
+
+    def __init__(self, parameters: list[ReplicatedParameter]) -> None:
+        self.parameters = parameters
+        self.alone = [p for p in parameters if p.even and p.storage.nbytes >= _ALONE_BYTES]
+        self.packed = [p for p in parameters if p not in self.alone]
+        self.ready: set[ReplicatedParameter] = set()
+        self.gathering: list[tuple[dist.Work, Any]] = []
+
+
+class Reduction:
+    """The averaging of one bucket's gradients over the data ranks, under way.
+
+    A parameter that had no gradient on any rank must end with none, as on one device, while one that had some on
+    another rank ends with that one's share. So the packed message ends with a count for each parameter of the ranks
+    that had a gradient; it is read only where this rank had none.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        gradients: dict[ReplicatedParameter, torch.Tensor | None],
+        groups: Groups,
+        dtype: torch.dtype,
+        scale: float,
+    ) -> None:
+        self._groups = groups
+        self._scale = scale
+        self._bucket = bucket
+        self._missing = {p for p, gradient in gradients.items() if gradient is None}
+        self._alone: list[tuple[ReplicatedParameter, Any, torch.Tensor]] = []
+        for p in bucket.alone:
+            gradient = gradients[p]
+            if gradient is None:
+                gradient = torch.zeros_like(p.compute)
+            message = gradient.to(_travelling(gradient.dtype, dtype)).contiguous()
+            self._alone.append((p, *self._start(message.view(-1))))
+        self._packed = self._start(self._pack(gradients, dtype))
+
+    def _pack(self, gradients: dict[ReplicatedParameter, torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """[ranks of the shard group, parts of the packed parameters and the counts], flattened."""
+        bucket, parts = self._bucket, self._groups.parts
+        for p in bucket.packed:
+            dtype = _travelling(p.compute.dtype, dtype)
+        chunk = sum(p.chunk for p in bucket.packed)
+        message = torch.zeros(
+            (parts, chunk + len(bucket.parameters)), dtype=dtype, device=bucket.parameters[0].storage.device
+        )
+        offset = 0
+        for p in bucket.packed:
+            gradient = gradients[p]
+            if gradient is not None:
+                p.scatter_into(message[:, offset : offset + p.chunk], gradient)
+            offset += p.chunk
+        for i, p in enumerate(bucket.parameters):
+            if gradients[p] is not None:
+                message[:, chunk + i] = 1.0
+        return message.view(-1)
+
+    def _start(self, message: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Starts the sum of `message`; returns the transfer and where this rank's part of the sum will be."""
+        groups = self._groups
+        if groups.shard is None:
+            assert groups.sum is not None
+            return all_reduce_(message, groups.sum, async_op=True), message
+        part = message.new_empty(message.numel() // groups.parts)
+        work = reduce_scatter_into(part, message, groups.shard, async_op=True)
+        if groups.sum is not None:
+            assert work is not None
+            work.wait()
+            work = all_reduce_(part, groups.sum, async_op=True)
+        return work, part
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Starts the second half of transfers that go in two."""
+        for _, work, _ in self._alone:
+            advance(work)
+        advance(self._packed[0])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits, and hands each master its gradient."""
+        self.advance()  # all second halves under way before the first is waited for
+        bucket = self._bucket
+        work, packed = self._packed
+        work.wait()
+        absent = self._missing
+        if absent and detect_fake_mode(packed) is None:  # fake tensors have no counts; there, all ranks are alike
+            counts = packed[packed.numel() - len(bucket.parameters) :].tolist()
+            absent = {p for p, count in zip(bucket.parameters, counts, strict=True) if count < 0.5}
+        if self._scale != 1.0:
+            packed.mul_(self._scale)
+        offset = 0
+        for p in bucket.packed:
+            if p not in absent:
+                p.set_gradient(packed[offset : offset + p.chunk].to(p.master.dtype))
+            offset += p.chunk
+        for p, work, part in self._alone:
+            work.wait()
+            if self._scale != 1.0:
+                part.mul_(self._scale)
+            if p not in absent:
+                p.set_gradient(part.to(p.master.dtype))
+
+
+def _travelling(dtype: torch.dtype, requested: torch.dtype) -> torch.dtype:
+    """The type that gradients of `dtype` are summed in: the requested one, unless the model is fp64."""
+    return dtype if dtype == torch.float64 else requested

@@ -1,0 +1,365 @@
+"""ZeRO 0, 1 and 2: every rank holds the whole parameters; gradients are averaged, optimizer states may be sharded.
+
+A parameter's storage is padded to a multiple of the ranks, and the part that a rank updates is a view of it. So the
+gather after an update writes straight into the parameters, and a reduction reads straight from the gradient that
+autograd made: no flat copies of the model exist, which is what this has over wrapping FSDP with parameters left
+unsharded (a second copy of the parameters) and over bucketed data parallelism (a second copy of the gradients).
+Small or uneven parameters of a unit travel packed together.
+
+As with FSDP2, a module shows its masters as parameters, but for the time from the beginning of a forward to the end of
+the backward that follows: so ``model.parameters()`` is what an optimizer or ``clip_grad_norm_`` should be given.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+
+from tensorshard.comm.collectives import all_gather_into
+from tensorshard.data_parallel.reduction import Bucket, Groups, Reduction
+from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.heads.under_plan.method_calls import call_before_heads
+from tensorshard.mesh import Mesh
+from tensorshard.modules.parameters import ParameterPlaces
+from tensorshard.sharded_model import ParameterSplit, ShardedModel
+from tensorshard.transforms.precision import master_dtype
+
+# Reductions under way at once; more would keep more gradients alive.
+_IN_FLIGHT = 2
+
+
+class ReplicatedModel(ShardedModel):
+    """See the module's docstring.
+
+    Args:
+        model: the model on the meta device, its other transforms applied.
+        values: name and full value of each parameter, one at a time.
+        units: lists of modules whose parameters travel together.
+        level: 0, 1 or 2.
+        reduce_dtype: gradients are summed over the ranks in this type.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        values: Iterable[tuple[str, torch.Tensor]],
+        units: list[list[nn.Module]],
+        mesh: Mesh,
+        split: ParameterSplit,
+        *,
+        level: int,
+        precision: str,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(model, split)
+        self._level = level
+        self._reduce_dtype = reduce_dtype
+        self._shard_mesh, self._groups = _layout(mesh, level)
+        everything = self._materialize(values, precision)
+        self._parameters = {name: p for name, p in everything.items() if p.compute.requires_grad}
+        self._frozen = Bucket([p for p in everything.values() if not p.compute.requires_grad])
+        self._masters = {name: p.master for name, p in everything.items()}
+        self._buckets = self._fill_buckets(units)
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        # Backward meets the units last to first.
+        self._order = list(reversed(self._buckets))
+        self._launched = 0
+        self._in_flight: deque[Reduction] = deque()
+        self._accumulated: dict[ReplicatedParameter, torch.Tensor] = {}
+        self._in_backward = False
+        self._in_step = False  # of the Engine, which weighs losses so that gradients need only be summed
+        self._complete = True  # the gradients of the last backward have been averaged
+        self._last = True
+        self._final = True  # the step's gradients are complete after its next backward
+        self._interleaved = False
+        for parameter in self._parameters.values():
+            self._watch(parameter)
+        self._swaps = self._registrations()
+        if self._swaps:
+            self._show(computing=False)
+            model.register_forward_pre_hook(lambda *_: self._show(computing=True), prepend=True)
+            model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
+        if self._groups.shard is not None:
+            self._wait_before_forward(units)
+
+    def held_numel(self) -> int:
+        return sum(p.storage.numel() for p in [*self._parameters.values(), *self._frozen.parameters])
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        return self._masters
+
+    @property
+    def gradient_divisor(self) -> int:
+        return 1
+
+    def discard_gradients(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().finish()
+        self._launched = 0
+        self._accumulated.clear()
+        for bucket in self._buckets:
+            bucket.ready.clear()
+        for parameter in self._parameters.values():
+            parameter.compute.grad = None
+        self._in_backward = False
+        super().discard_gradients()
+
+    def begin_micro_batch(self, last: bool) -> None:
+        self._final = last
+        self._last = last or (self._level == 2 and self._groups.shard is not None)
+        self._complete = False
+        self._in_step = True
+
+    @contextmanager
+    def interleaved(self) -> Iterator[None]:
+        self._interleaved = True
+        self._show(computing=True)
+        try:
+            yield
+        finally:
+            self._interleaved = False
+            self._show(computing=False)
+
+    def finish_micro_batch(self) -> None:
+        if self._last and not self._final:
+            self._finish()
+
+    def finish_backward(self) -> None:
+        if not self._complete:
+            self._finish()
+        self._in_step = False
+
+    def publish_update(self) -> None:
+        for bucket in self._buckets:
+            self._publish(bucket)
+
+    def publish_load(self) -> None:
+        self.publish_update()
+        self._publish(self._frozen)
+
+    # -- parameters --
+
+    @torch.no_grad()
+    def _materialize(
+        self, values: Iterable[tuple[str, torch.Tensor]], precision: str
+    ) -> dict[str, ReplicatedParameter]:
+        """Puts real parameters in the place of the meta ones, ties kept."""
+        made: dict[str, ReplicatedParameter] = {}
+        templates = dict(self.model.named_parameters())
+        places = ParameterPlaces(self.model)
+        for name, value in values:
+            made[name] = ReplicatedParameter(name, value, templates[name], precision, self._shard_mesh)
+            places.replace(templates[name], made[name].compute)
+        return made
+
+    def _fill_buckets(self, units: list[list[nn.Module]]) -> list[Bucket]:
+        """One bucket a unit; what stands before the first unit and what stands after it are two more."""
+        by_compute = {p.compute: p for p in self._parameters.values()}
+        unit_of: dict[ReplicatedParameter, int] = {}
+        for index, unit in enumerate(units):
+            for module in unit:
+                for compute in module.parameters():
+                    if compute in by_compute:
+                        unit_of.setdefault(by_compute[compute], index)
+        members: dict[int, list[ReplicatedParameter]] = {}
+        seen_unit = False
+        for p in self._parameters.values():
+            seen_unit = seen_unit or p in unit_of
+            members.setdefault(unit_of.get(p, len(units) if seen_unit else -1), []).append(p)
+        return [Bucket(members[index]) for index in sorted(members)]
+
+    def _registrations(self) -> list[tuple[nn.Module, str, ReplicatedParameter]]:
+        """Where what is computed with and what is updated take turns."""
+        everything = [*self._parameters.values(), *self._frozen.parameters]
+        by_compute = {p.compute: p for p in everything if p.master is not p.compute}
+        return [
+            (module, name, by_compute[compute])
+            for module in self.model.modules()
+            for name, compute in module._parameters.items()
+            if compute in by_compute
+        ]
+
+    def _show(self, computing: bool) -> None:
+        for module, name, p in self._swaps:
+            module._parameters[name] = p.compute if computing else p.master
+
+    def _forward_over(self) -> None:
+        # Else backward still needs them: recomputation runs the modules again.
+        if not torch.is_grad_enabled() and not self._interleaved:
+            self._show(computing=False)
+
+    # -- gradients --
+
+    def _watch(self, parameter: ReplicatedParameter) -> None:
+        # Weak, because the garbage collector does not see what such a hook refers to, and so would never free a model.
+        model, watched = weakref.ref(self), weakref.ref(parameter)
+
+        def ready(_: torch.Tensor) -> None:
+            this, its = model(), watched()
+            assert this is not None and its is not None
+            this._gradient_ready(its)
+
+        parameter.compute.register_post_accumulate_grad_hook(ready)
+
+    def _gradient_ready(self, parameter: ReplicatedParameter) -> None:
+        if self._bucket_of[parameter].gathering:
+            raise RuntimeError(
+                f"parameter {parameter.name!r} was used before its update had arrived from the other ranks, as the "
+                f"module that stands for its unit was never called itself; name the modules that are in shard_units"
+            )
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._end_of_backward)
+        if not self._last:
+            self._keep(parameter)
+            return
+        self._complete = False
+        if not self._groups.communicate:
+            self._take_local(parameter)
+            return
+        self._bucket_of[parameter].ready.add(parameter)
+        while self._launched < len(self._order):
+            bucket = self._order[self._launched]
+            if len(bucket.ready) < len(bucket.parameters):
+                break
+            self._reduce(bucket)
+
+    def _keep(self, parameter: ReplicatedParameter) -> None:
+        """Between micro-batches: 16-bit gradients are summed in fp32, others where autograd sums them."""
+        gradient = parameter.compute.grad
+        assert gradient is not None
+        if gradient.dtype == master_dtype(gradient.dtype):
+            return
+        if parameter in self._accumulated:
+            self._accumulated[parameter].add_(gradient)
+        else:
+            self._accumulated[parameter] = gradient.float()
+        parameter.compute.grad = None
+
+    def _take_local(self, parameter: ReplicatedParameter) -> None:
+        """Without other ranks the gradient is final as it is."""
+        if parameter.master is not parameter.compute:
+            gradient = self._take(parameter)
+            assert gradient is not None
+            parameter.set_gradient(gradient.to(parameter.master.dtype).view(-1))
+
+    def _take(self, parameter: ReplicatedParameter) -> torch.Tensor | None:
+        """The gradient of all micro-batches since the last reduction; the parameter gives it up."""
+        gradient, parameter.compute.grad = parameter.compute.grad, None
+        earlier = self._accumulated.pop(parameter, None)
+        if earlier is None:
+            return gradient
+        return earlier if gradient is None else earlier.add_(gradient)
+
+    def _end_of_backward(self) -> None:
+        self._in_backward = False
+        if self._interleaved:  # who runs the backwards says when one is over
+            return
+        self._show(computing=False)
+        if self._last:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._groups.communicate:
+            while self._launched < len(self._order):
+                self._reduce(self._order[self._launched])
+            for reduction in self._in_flight:
+                reduction.advance()
+            while self._in_flight:
+                self._in_flight.popleft().finish()
+            self._launched = 0
+        else:  # what had a gradient in an earlier micro-batch alone
+            for parameter in list(self._accumulated):
+                self._take_local(parameter)
+        self._complete = True
+
+    def _reduce(self, bucket: Bucket) -> None:
+        while len(self._in_flight) >= _IN_FLIGHT:
+            self._in_flight.popleft().finish()
+        for reduction in self._in_flight:
+            reduction.advance()
+        gradients = {p: self._take(p) for p in bucket.parameters}
+        scale = 1.0 if self._in_step else 1.0 / self._groups.data_ranks
+        bucket.ready.clear()
+        self._launched += 1
+        self._in_flight.append(Reduction(bucket, gradients, self._groups, self._reduce_dtype, scale))
+
+    # -- parameters after an update --
+
+    @torch.no_grad()
+    def _publish(self, bucket: Bucket) -> None:
+        self._wait(bucket)
+        for p in bucket.parameters:
+            if p.master is not p.compute and p.storage.dtype != p.master.dtype:
+                local = p.local(p.master)
+                p.storage[p.own][: local.numel()].copy_(local.reshape(-1))
+        if self._groups.shard is not None:
+            self._gather(bucket, self._groups.shard)
+
+    def _gather(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
+        for p in bucket.alone:
+            work = all_gather_into(p.storage, p.storage[p.own], group, async_op=True)
+            assert work is not None
+            bucket.gathering.append((work, None))
+        packed = [p for p in bucket.packed if p.parts > 1]
+        for dtype in sorted({p.storage.dtype for p in packed}, key=str):
+            alike = [p for p in packed if p.storage.dtype == dtype]
+            mine = torch.cat([p.storage[p.own] for p in alike])
+            all_parts = mine.new_empty((group.size(), mine.numel()))
+            work = all_gather_into(all_parts.view(-1), mine, group, async_op=True)
+            assert work is not None
+            bucket.gathering.append((work, (alike, all_parts)))
+
+    @torch.no_grad()
+    def _wait(self, bucket: Bucket) -> None:
+        for work, unpack in bucket.gathering:
+            work.wait()
+            if unpack is None:
+                continue
+            parameters, all_parts = unpack
+            pieces = all_parts.split([p.chunk for p in parameters], dim=1)
+            for p, piece in zip(parameters, pieces, strict=True):
+                p.storage.view(p.parts, p.chunk).copy_(piece)
+        bucket.gathering.clear()
+
+    def _wait_before_forward(self, units: list[list[nn.Module]]) -> None:
+        """Each unit's gather must be over when its forward begins; the rest's when the model's does."""
+        bucket_of = {p.master: bucket for bucket in self._buckets for p in bucket.parameters}
+        in_units: set[int] = set()
+        for unit in units:
+            for module in unit:
+                buckets = {id(bucket_of[m]): bucket_of[m] for m in module.parameters() if m in bucket_of}
+                in_units.update(buckets)
+                self._hook(module, list(buckets.values()))
+        rest = [bucket for bucket in self._buckets if id(bucket) not in in_units]
+        self._hook(self.model, [*rest, self._frozen])
+        self.model.register_state_dict_pre_hook(lambda *_: self.finish_gather())
+
+    def _hook(self, module: nn.Module, buckets: list[Bucket]) -> None:
+        def wait(*_: Any) -> None:
+            for bucket in buckets:
+                if bucket.gathering:
+                    self._wait(bucket)
+
+        module.register_forward_pre_hook(wait)
+        if module is not self.model:
+            call_before_heads(module, wait)
+
+    def finish_gather(self) -> None:
+        for bucket in [*self._buckets, self._frozen]:
+            self._wait(bucket)
+
+
+def _layout(mesh: Mesh, level: int) -> tuple[DeviceMesh | None, Groups]:
+    """Over which mesh parts are kept, and who averages with whom."""
+    if level == 0 or mesh.degrees["dp_shard"] == 1:
+        return None, Groups(None, mesh.dp_group if mesh.dp_size > 1 else None, mesh.dp_size)
+    replicate = mesh.group("dp_replicate") if mesh.degrees["dp_replicate"] > 1 else None
+    return mesh.along("dp_shard"), Groups(mesh.group("dp_shard"), replicate, mesh.dp_size)

@@ -1,0 +1,88 @@
+"""A parameter that every rank holds whole, and of which each rank may update a part."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tensorshard.modules.parameters import like
+from tensorshard.transforms.precision import compute_dtype, master_dtype
+
+
+class ReplicatedParameter:
+    """One parameter: what forward computes with, and the part of it that this rank updates."""
+
+    def __init__(
+        self, name: str, value: torch.Tensor, template: nn.Parameter, precision: str, shard_mesh: DeviceMesh | None
+    ) -> None:
+        self.name = name
+        self.parts = 1 if shard_mesh is None or value.dim() == 0 else shard_mesh.size()
+        index = 0 if self.parts == 1 else shard_mesh.get_local_rank()  # type: ignore[union-attr]
+        wide = master_dtype(value.dtype)
+        narrow = compute_dtype(wide, precision)
+        rows = value.size(0) if value.dim() else 1
+        self.chunk_rows = -(-rows // self.parts)
+        row = value[0].numel() if value.dim() and rows else 1
+        self.chunk = self.chunk_rows * row
+        self.even = self.chunk * self.parts == value.numel()
+
+        self.storage = torch.zeros(self.chunk * self.parts, dtype=narrow, device=value.device)
+        whole = self.storage[: value.numel()].view(value.shape)
+        whole.copy_(value)
+        self.compute = like(template, whole)
+        self.own = slice(index * self.chunk, (index + 1) * self.chunk)
+        if shard_mesh is None and narrow == wide:
+            self.master = self.compute
+            return
+        first = min(index * self.chunk_rows, rows)
+        mine = slice(first, min(first + self.chunk_rows, rows))
+        if narrow == wide:
+            local = whole[mine] if value.dim() else whole
+        else:
+            local = (value[mine] if value.dim() else value).to(wide).clone()
+        if self.parts > 1:
+            assert shard_mesh is not None
+            shard: Any = DTensor.from_local(
+                local, shard_mesh, [Shard(0)], run_check=False, shape=value.shape, stride=whole.stride()
+            )
+            self.master = like(template, shard)
+        else:
+            self.master = like(template, local)
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a master or of its gradient."""
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def scatter_into(self, message: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Copies the whole `gradient` into `message` [parts, chunk], where row r is what rank r will keep."""
+        flat = gradient.reshape(-1)
+        if self.parts == 1:  # a parameter that is not sharded: every row is the whole
+            message.copy_(flat.view(1, -1).expand_as(message))
+            return
+        if not self.chunk:
+            return
+        rows = flat.numel() // self.chunk
+        message[:rows].copy_(flat[: rows * self.chunk].view(rows, self.chunk))
+        if rows < message.size(0):
+            rest = flat[rows * self.chunk :]
+            message[rows, : rest.numel()].copy_(rest)
+
+    def set_gradient(self, flat: torch.Tensor) -> None:
+        """Adds `flat`, this rank's part of the averaged gradient with its padding, to the master's gradient."""
+        local = self.local(self.master.detach())
+        part = flat[: local.numel()].view(local.shape)
+        if self.master.grad is not None:
+            self.local(self.master.grad).add_(part)
+        elif isinstance(self.master, DTensor):
+            self.master.grad = DTensor.from_local(
+                part,
+                self.master.device_mesh,
+                self.master.placements,
+                run_check=False,
+                shape=self.master.shape,
+                stride=self.master.stride(),
+            )
+        else:
+            self.master.grad = part

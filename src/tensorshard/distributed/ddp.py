@@ -1,0 +1,101 @@
+"""Split parameters inside a model that torch's ``DistributedDataParallel`` replicates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tensorshard.comm import groups, primitives
+from tensorshard.comm.sharded_tensors import is_split, own_group
+from tensorshard.comm.sharding import to_local
+
+# On parameters whose gradients are averaged over the data-parallel group already.
+_AVERAGED = "_tensorshard_averaged"
+
+
+def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
+    """Has ``DistributedDataParallel`` leave the split parameters of `module` alone. Call it before wrapping.
+
+    (Wrapping calls it itself where it was forgotten, for parameters split over the model-parallel group.)
+
+    Where model-parallel groups are smaller than the world, other groups hold the same shards and see other
+    samples: then the shards of the first group are copied to them now, and gradients of split parameters are
+    averaged over the groups at the end of every backward.
+
+    Returns:
+        Their names.
+
+    Raises:
+        ValueError: a parameter is split over a group that is neither the world nor one of the model-parallel
+            groups.
+    """
+    split = {
+        (module_name, name): parameter
+        for module_name, owner in module.named_modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if is_split(parameter)
+    }
+    names = [f"{module_name}.{name}" if module_name else name for module_name, name in split]
+    for name, parameter in zip(names, split.values(), strict=True):
+        _synchronize_replicas(name, parameter)
+    # DDP spells the name of a parameter of the outermost module with a dot in front.
+    spellings = names + [f".{name}" for module_name, name in split if not module_name]
+    others = [name for name in _ignored(module) if name not in spellings]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, others + spellings)
+    return names
+
+
+def leaving_split_parameters_alone(original: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of ``DistributedDataParallel``, which registers split parameters that nobody has registered.
+
+    Only those split over a model-parallel group of :func:`tensorshard.distributed.init_process_group`: what to make
+    of other DTensors, torch itself knows.
+    """
+
+    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, nn.Module):
+            known = _ignored(module)
+            unknown = (p for name, p in module.named_parameters() if name not in known)
+            if any(is_split(p) and _is_split_over_ours(p) for p in unknown):
+                register_ddp_parameters_to_ignore(module)
+        original(self, module, *args, **kwargs)
+
+    return __init__
+
+
+def _ignored(module: nn.Module) -> list[str]:
+    """What ``DistributedDataParallel`` has been told to leave alone, by anybody."""
+    return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _is_split_over_ours(parameter: torch.Tensor) -> bool:
+    several_axes = isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1
+    return not several_axes and own_group(parameter) is groups.get_group()
+
+
+def _synchronize_replicas(name: str, parameter: torch.Tensor) -> None:
+    """Makes the shards that other model-parallel groups hold equal, and keeps them so."""
+    own = own_group(parameter)
+    if own.size() == dist.get_world_size() or hasattr(parameter, _AVERAGED):
+        return
+    if not groups.is_initialized() or own is not groups.get_group():
+        raise ValueError(
+            f"{name} is split over {own.size()} of {dist.get_world_size()} ranks, which are not a group of "
+            "tensorshard.distributed.init_process_group: it is not known who holds the same shard"
+        )
+    group = groups.get_data_parallel_group()
+    dist.broadcast(to_local(parameter).detach(), group_src=0, group=group)
+
+    def average(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None  # it has just been accumulated
+        local = to_local(parameter.grad)
+        primitives.all_reduce(local, group)
+        local.div_(group.size())
+
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(average)
+    setattr(parameter, _AVERAGED, True)

@@ -1,0 +1,67 @@
+"""The places of torch that treat all parameters of a model alike, and have to be told of split ones.
+
+torch's own ``GradScaler``, ``clip_grad_norm_``, ``ZeroRedundancyOptimizer`` and ``DistributedDataParallel`` then work
+on models with parallel layers as the TorchShard article prints them, and ``Optimizer.load_state_dict`` refuses other
+ranks' parts. What is put in place acts only where a parameter is split, and as long as the model-parallel groups exist.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from tensorshard.distributed.mixed_gradients import clipping_of_mixture, total_norm_of_mixture, unscaling_of_mixture
+
+
+def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
+    """Puts all of them in place; returns what takes them away again.
+
+    Args:
+        groups_exist: asked at every call. Where it says no, because torch's own ``destroy_process_group`` has ended the
+            world, torch's own function is called.
+    """
+    # Imported when needed: torch's optimizers for distributed training take a while to import.
+    from tensorshard.distributed.ddp import leaving_split_parameters_alone
+    from tensorshard.distributed.optimizer_state import refusing_foreign_parts
+    from tensorshard.distributed.zero_redundancy import ZeroRedundancyOptimizer, aware_of_split_parameters
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    with ExitStack() as undo:
+
+        def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+            original = getattr(owner, name)
+            ours = _while_they_exist(groups_exist, wrap(original), original)
+            setattr(owner, name, ours)
+            undo.callback(_put_back, owner, name, ours, original)
+
+        replace(DistributedDataParallel, "__init__", leaving_split_parameters_alone)
+        replace(Optimizer, "load_state_dict", refusing_foreign_parts)
+        replace(ZeroRedundancyOptimizer, "__init__", aware_of_split_parameters)
+        # clip_grad_norm_ looks these up when it is called, so that it does not matter when a script imported that.
+        replace(clip_grad, "_get_total_norm", total_norm_of_mixture)
+        replace(clip_grad, "_clip_grads_with_norm_", clipping_of_mixture)
+        undo.callback(handlers.__setitem__, unscale, handlers[unscale])
+        handlers[unscale] = _while_they_exist(groups_exist, unscaling_of_mixture, handlers[unscale])
+        return undo.pop_all().close
+
+
+def _while_they_exist(
+    groups_exist: Callable[[], bool], ours: Callable[..., Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (ours if groups_exist() else original)(*args, **kwargs)
+
+    return call
+
+
+def _put_back(owner: Any, name: str, ours: Any, original: Any) -> None:
+    if getattr(owner, name) is ours:  # else somebody has wrapped it in turn: theirs stays, and ours hands on to torch's
+        setattr(owner, name, original)

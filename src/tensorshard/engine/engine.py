@@ -1,0 +1,262 @@
+"""The Engine: one optimizer step under any plan."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+
+from tensorshard.data_parallel.batch_norm import running_statistics
+from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
+from tensorshard.engine.loss import Objective
+from tensorshard.engine.loss_scaler import LossScaler
+from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
+from tensorshard.engine.step_runner import Passes, WholeModelPasses
+from tensorshard.engine.summary import Summary, summarize
+from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
+from tensorshard.mesh import Mesh
+from tensorshard.plan import Plan
+from tensorshard.sharded_model import ShardedModel
+
+logger = logging.getLogger("tensorshard")
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+class NonFiniteLossError(FloatingPointError):
+    """The loss (or the gradient's norm) of a step is not a finite number; the step was not taken."""
+
+
+class Engine:
+    """A model, its optimizer and one call, :meth:`step`, under any plan. Made by :func:`tensorshard.parallelize`.
+
+    Attributes:
+        model: callable as before; its parameters are this rank's. A loop of one's own works too:
+            ``engine.model(x)``, ``loss.backward()``, ``engine.optimizer.step()``, ``engine.optimizer.zero_grad()``:
+            gradients are then averaged over the data ranks, as with DistributedDataParallel.
+            With a pipeline it holds this rank's stages, and cannot be called.
+        optimizer: updates the masters; learning-rate schedulers are built on it.
+        step_count: optimizer steps taken, skipped ones of fp16 included.
+        measure_grad_norm: whether the next steps set :attr:`grad_norm` even where the plan does not need it.
+        grad_norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
+        scaler: the loss scaler of fp16, or None.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        plan: Plan,
+        mesh: Mesh,
+        *,
+        optimizer: OptimizerFactory,
+        loss_fn: LossFunction,
+        device: torch.device,
+        head_groups: Sequence[HeadGroup] = (),
+    ) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.device = device
+        self.model = sharded.model
+        self.sharded = sharded
+        self.loss_fn = loss_fn
+        self.step_count = 0
+        self.measure_grad_norm = False
+        self.grad_norm: torch.Tensor | None = None
+        self.scaler = LossScaler() if plan.precision == "fp16" else None
+        self._trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
+        self._ways_split = sharded.ways_split()
+        objective = Objective(loss_fn, plan.precision, device)
+        self._passes = _passes_for(sharded, plan, mesh, objective, device)
+        self._running_statistics = running_statistics(sharded.model)
+        self.optimizer = build_optimizer(optimizer, self._trained, head_groups)
+        self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
+        self.optimizer.register_step_post_hook(lambda *_: sharded.publish_update())
+
+    # -- one step --
+
+    def step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """One optimizer step on this data rank's batch, all its micro-batches. Gradients from before are discarded.
+
+        Args:
+            inputs: a tensor, or a tuple or dict of them (positional or keyword arguments of the model), samples first.
+            targets: what the loss function takes beside the output, samples first.
+
+        Returns:
+            The mean loss over the whole global batch before the update: a scalar, the same on every rank.
+
+        Raises:
+            ValueError: the batch does not split into ``plan.micro_batches``.
+            NonFiniteLossError: the loss is NaN or infinite. Weights, optimizer and the running statistics of batch
+                normalizations are as before the step.
+        """
+        kept = [buffer.clone() for buffer in self._running_statistics]
+        try:
+            return self._step(inputs, targets)
+        except NonFiniteLossError:
+            self.optimizer.zero_grad(set_to_none=True)
+            for buffer, value in zip(self._running_statistics, kept, strict=True):
+                buffer.copy_(value)
+            raise
+
+    def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        loss = self._passes.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
+        self._check_finite(loss.mean, "loss")
+        if self._rescale_gradients(loss.correction):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step_count += 1
+        return loss.mean
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
+        with self._evaluation_mode():
+            return self._passes.evaluate(inputs, targets)
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Any:
+        """The model's output for this data rank's batch, in evaluation mode, 16-bit tensors as fp32.
+
+        Ranks that differ only along tp, cp or pp pass the same batch and all get the output. With a pipeline the batch
+        goes through it in micro-batches, whose outputs are put together along their first dimension.
+
+        Raises:
+            ValueError: outputs of micro-batches that cannot be put together.
+        """
+        with self._evaluation_mode():
+            return self._passes.predict(inputs)
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        training = [module for module in self.model.modules() if module.training]  # some may be frozen in eval mode
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def _rescale_gradients(self, correction: torch.Tensor | None) -> bool:
+        """Normalizes, unscales and clips the gradients in one pass; False if fp16 overflowed and the step is off."""
+        clip = self.plan.clip_grad_norm
+        factor: torch.Tensor | float | None = correction
+        if self.scaler is not None:
+            factor = (1.0 if factor is None else factor) / self.scaler.scale
+        self.grad_norm = None
+        if clip is not None or self.scaler is not None or self.measure_grad_norm:
+            norm = global_norm(
+                self._trained.values(),
+                self._ways_split,
+                self.mesh.world_group,
+                device=self.device,
+                always_sum=self.mesh.degrees["pp"] > 1,
+            )
+            self.grad_norm = norm if factor is None else norm * factor
+            if self.scaler is not None:
+                overflowed = not _is_finite(self.grad_norm)
+                exhausted = overflowed and self.scaler.is_smallest
+                self.scaler.update(overflowed)
+                if overflowed and not exhausted:
+                    return False
+            self._check_finite(self.grad_norm, "norm of the gradient")
+            if clip is not None:
+                clipping = clip_factor(self.grad_norm, clip)
+                factor = clipping if factor is None else factor * clipping
+        if factor is not None and not _is_one(factor):
+            scale_gradients(self._trained.values(), factor)
+        return True
+
+    def _check_finite(self, value: torch.Tensor, what: str) -> None:
+        if _is_finite(value):
+            return
+        raise NonFiniteLossError(
+            f"the {what} of step {self.step_count + 1} is {value.item()}; the step was not taken, so weights and "
+            f"optimizer are those after step {self.step_count}. A lower learning rate, clip_grad_norm, or "
+            f"precision='bf16' or 'fp32' instead of 'fp16' are the usual remedies"
+        )
+
+    # -- state --
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The original model's state dict: full tensors on the CPU, fp32 or wider, on rank 0; {} elsewhere.
+
+        A collective: every rank must call it.
+        """
+        return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
+
+    def save(self, path: Any, *, extra: dict[str, Any] | None = None) -> None:
+        """Writes a checkpoint to the folder `path`: weights, optimizer, scaler, random state, step count and `extra`.
+
+        It is written under a temporary name and renamed, so that `path` is whole or absent. A collective.
+
+        Raises:
+            FileExistsError: `path` is there already; nothing is overwritten.
+        """
+        from tensorshard.checkpoint import save
+
+        save(self, path, extra or {})
+
+    def load(self, path: Any) -> dict[str, Any]:
+        """Reads a checkpoint, written under any plan on any number of ranks; returns its `extra`. A collective.
+
+        Raises:
+            FileNotFoundError: `path` is no checkpoint.
+            ValueError: its tensors are not those of this model or optimizer; names the first that differ.
+        """
+        from tensorshard.checkpoint import load
+
+        return load(self, path)
+
+    def draw_schedule(self, path: Any = None, *, micro_batches: int | None = None) -> str:
+        """Who computes what when in a step of the plan's pipeline, and its bubble's share, as text.
+
+        A forward is drawn as long as a backward of inputs, and as one of parameters, and all stages alike.
+
+        Args:
+            path: where to write a drawing, too: "schedule.svg", or "schedule.txt" for the text.
+            micro_batches: how many, if not as the plan says.
+
+        Raises:
+            ValueError: the plan has no pipeline.
+        """
+        from tensorshard.pipeline.run.draw_schedule import timeline
+
+        if self.plan.pp == 1:
+            raise ValueError("the plan has pp=1, so there is no schedule to draw; set pp to 2 or more")
+        drawn = timeline(
+            self.plan.pp_schedule,
+            ranks=self.plan.pp,
+            stages_per_rank=self.plan.stages_per_rank,
+            micro_batches=micro_batches or self.plan.micro_batches,
+        )
+        if path is not None and self.mesh.rank == 0:
+            drawn.save(path)
+        return drawn.text()
+
+    def summary(self) -> Summary:
+        """What is held where: dtypes, and parameters on this rank."""
+        return summarize(self.plan, self.sharded, self.optimizer)
+
+
+def _passes_for(sharded: ShardedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device) -> Passes:
+    if plan.pp == 1:
+        return WholeModelPasses(sharded, plan, mesh, objective, device)
+    from tensorshard.engine.pipeline_step_runner import PipelinePasses
+    from tensorshard.pipeline.run.pipelined_model import PipelinedModel
+
+    assert isinstance(sharded, PipelinedModel)
+    return PipelinePasses(sharded, plan, mesh, objective, device)
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    return detect_fake_mode(value) is not None or math.isfinite(value.item())
+
+
+def _is_one(factor: torch.Tensor | float) -> bool:
+    """Whether multiplying can be left out; not asked of a GPU, where reading the answer costs more."""
+    if isinstance(factor, torch.Tensor):
+        return factor.device.type == "cpu" and detect_fake_mode(factor) is None and factor.item() == 1.0
+    return factor == 1.0

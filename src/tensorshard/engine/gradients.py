@@ -1,0 +1,69 @@
+"""The norm of a whole model's gradient, however it is laid out, and scaling it."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.sharding import to_local
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of the gradients that this rank holds; parameters without one are left out."""
+    return [to_local(p.grad) for p in parameters if p.grad is not None]
+
+
+def global_norm(
+    parameters: Iterable[torch.Tensor],
+    ways_split: Mapping[torch.Tensor, float],
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device | None = None,
+    always_sum: bool = False,
+) -> torch.Tensor:
+    """L2 norm over the gradients of all `parameters`, on every rank the same: a scalar in fp64.
+
+    Each tensor counts once however many ranks hold a copy: a rank's share of the sum of squares is divided by the
+    number of copies, and one sum over `group`, the world, does the rest.
+
+    Args:
+        ways_split: over how many ranks each parameter's elements are spread; the others hold copies.
+        device: where the sum travels.
+        always_sum: whether ranks have different parameters, as in a pipeline, so that each takes part in the sum
+            whatever its own are like.
+    """
+    world_size = group.size()
+    with_gradient = [p for p in parameters if p.grad is not None]
+    if not with_gradient:
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if always_sum:
+            all_reduce_(total, group)
+        return total.sqrt()
+    norms = torch._foreach_norm(local_gradients(with_gradient), 2.0)
+    copies = [world_size / ways_split[p] for p in with_gradient]
+    squares = torch.stack([n.double() for n in norms]).square()
+    total = (squares / torch.tensor(copies, dtype=torch.float64, device=squares.device)).sum()
+    if always_sum or any(ways_split[p] > 1 for p in with_gradient):
+        all_reduce_(total, group)
+    else:
+        total = total * world_size  # every rank holds everything
+    return total.sqrt()
+
+
+def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
+    """What to multiply gradients by so that their norm is at most `largest` (Pascanu et al. 2013)."""
+    return (largest / (norm + 1e-6)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiplies every gradient by `factor`, in place."""
+    gradients = local_gradients(parameters)
+    if not gradients:
+        return
+    if isinstance(factor, torch.Tensor):
+        for dtype in {g.dtype for g in gradients}:
+            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(gradients[0].device, dtype))
+    else:
+        torch._foreach_mul_(gradients, factor)

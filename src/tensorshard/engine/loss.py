@@ -1,0 +1,118 @@
+"""The loss of a step: what a loss function returned, and its sums and counts over micro-batches and data ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorshard.comm.collectives import all_reduce_
+from tensorshard.mesh import Mesh
+from tensorshard.modules.batches import batch_size
+from tensorshard.transforms.precision import widen_output
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss function, and what its results are to be made of.
+
+    Args:
+        loss_fn: as :func:`tensorshard.parallelize` takes it.
+        precision: of the plan; outputs of 16 bits reach `loss_fn` as fp32.
+        device: of this rank.
+    """
+
+    loss_fn: Callable[[Any, Any], Any]
+    precision: str
+    device: torch.device
+
+    def __call__(self, output: Any, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of a (micro-)batch as a sum and the count that it is a sum over.
+
+        Raises:
+            TypeError: the loss function returned neither a scalar nor (sum, count).
+        """
+        result = self.loss_fn(widen_output(output) if self.precision != "fp32" else output, targets)
+        if isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0]):
+            total, count = result
+            return total, torch.as_tensor(count, dtype=torch.float32, device=self.device).detach()
+        if not _is_scalar(result):
+            raise TypeError(
+                f"loss_fn returned {_described(result)}; it must return a scalar tensor, the mean over the samples, or "
+                f"a tuple (sum, count) whose sum is a scalar tensor"
+            )
+        samples = batch_size(inputs)
+        return result * samples, torch.tensor(float(samples), device=self.device)
+
+
+class LossTally:
+    """Sums and counts of one step, over its micro-batches and the data ranks.
+
+    Attributes:
+        normalizer: what backward divides by: the global count if every micro-batch counts as much as the first ones.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._group = mesh.dp_group if mesh.dp_size > 1 else None
+        self._sum: torch.Tensor | None = None
+        self._count: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
+        self._work: Any = None
+        self.normalizer: torch.Tensor | None = None
+        self.parts = 0
+
+    def add(self, loss_sum: torch.Tensor, count: torch.Tensor, *, micro_batches: int) -> None:
+        """Counts one of `micro_batches` parts."""
+        if self._sum is None or self._count is None:
+            self._sum, self._count = loss_sum.detach(), count
+            first = count.clone()
+            if self._group is not None:
+                all_reduce_(first, self._group)
+            self.normalizer = _nonzero(first) * micro_batches
+        else:
+            self._sum, self._count = self._sum + loss_sum.detach(), self._count + count
+        self.parts += 1
+
+    def start_total(self) -> None:
+        """Starts the sum over the data ranks; it travels while backward computes."""
+        assert self._sum is not None and self._count is not None
+        self._total = torch.stack([self._sum.double(), self._count.double()])
+        if self._group is not None:
+            self._work = all_reduce_(self._total, self._group, async_op=True)
+
+    def _finished_total(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        assert self._total is not None
+        return self._total
+
+    def mean(self) -> torch.Tensor:
+        """The global mean loss."""
+        loss_sum, count = self._finished_total()
+        assert self._sum is not None
+        return (loss_sum / _nonzero(count)).to(self._sum.dtype)
+
+    def correction(self) -> torch.Tensor | None:
+        """What gradients still have to be multiplied by, once every micro-batch was counted; None for nothing."""
+        if self.parts == 1:
+            return None
+        assert self.normalizer is not None
+        return self.normalizer.double() / _nonzero(self._finished_total()[1])
+
+
+def _nonzero(count: torch.Tensor) -> torch.Tensor:
+    """`count`, or one where nothing was counted: the loss is then zero, and so are the gradients."""
+    return torch.where(count == 0, 1.0, count)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {' and '.join(map(_described, value)) or 'nothing'}"
+    return repr(value)

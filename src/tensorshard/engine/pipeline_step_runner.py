@@ -1,0 +1,196 @@
+"""Forward and backward of batches through a pipeline."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._guards import detect_fake_mode
+
+from tensorshard.engine.loss import LossTally, Objective
+from tensorshard.engine.same_batch import check_same_batch
+from tensorshard.engine.step_runner import Passes, StepLoss
+from tensorshard.mesh import Mesh
+from tensorshard.modules.batches import batch_size, split_batch, split_unevenly, to_device
+from tensorshard.modules.values import Structure, map_tensors, take_apart
+from tensorshard.pipeline.run.pipelined_model import PipelinedModel
+from tensorshard.pipeline.run.schedule_runner import PipelineRunner
+from tensorshard.pipeline.run.stage_module import StageModule
+from tensorshard.pipeline.run.torch_stage import StageHooks
+from tensorshard.plan import Plan
+from tensorshard.transforms.precision import autocast, widen_output
+
+# For forwards alone: schedules that have the stages in the same places, and work with any number of micro-batches.
+_FORWARD_SCHEDULES = {
+    "1f1b": "gpipe",
+    "interleaved_1f1b": "looped_bfs",
+    "interleaved_zero_bubble": "looped_bfs",
+    "dualpipev": "zbv",
+}
+
+
+class PipelinePasses(Passes):
+    """This rank runs some stages of the model's forward, together with the other ranks of its pipeline."""
+
+    _sharded: PipelinedModel
+
+    def __init__(
+        self, sharded: PipelinedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device
+    ) -> None:
+        super().__init__(sharded, plan, mesh, objective, device)
+        self._group = mesh.group("pp")
+        self._compared: set[str] = set()
+        self._is_last = self._group.rank() == sharded.last_rank
+        self._runner = self._make_runner(plan.pp_schedule)
+        forward = _FORWARD_SCHEDULES.get(plan.pp_schedule, plan.pp_schedule)
+        self._forward_runner = self._runner if forward == plan.pp_schedule else self._make_runner(forward)
+
+    def _make_runner(self, schedule: str) -> PipelineRunner:
+        return PipelineRunner(
+            self._sharded.stages,
+            schedule,
+            group=self._group,
+            device=self._device,
+            context=lambda: autocast(self._plan.precision, self._device),
+            hooks=_GradientHooks(self._sharded),
+            split=_may_split_backward(self._plan),
+        )
+
+    def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
+        self._compare("step", inputs, targets)
+        parts = self._on_device(split_batch(inputs, targets, self._plan.micro_batches))
+        self._sharded.discard_gradients()
+        tally = LossTally(self._mesh)
+
+        def loss(index: int, output: Any) -> torch.Tensor:
+            loss_sum, count = self._objective(output, *parts[index])
+            tally.add(loss_sum, count, micro_batches=len(parts))
+            if tally.parts == len(parts):
+                tally.start_total()
+            assert tally.normalizer is not None
+            return loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)
+
+        with self._sharded.interleaved(), self._sharded.split.keep_outputs_split():
+            self._runner.step([part for part, _ in parts], loss)
+        self._sharded.finish_backward()
+        return self._told(tally, len(parts))
+
+    def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
+        self._compare("evaluate", inputs, targets)
+        parts = self._on_device(split_unevenly(inputs, targets, self._plan.micro_batches))
+        tally = LossTally(self._mesh)
+
+        def consume(index: int, output: Any) -> None:
+            tally.add(*self._objective(output, *parts[index]), micro_batches=len(parts))
+
+        with self._sharded.split.keep_outputs_split():
+            self._forward_runner.forward([part for part, _ in parts], consume)
+        if self._is_last:
+            tally.start_total()
+        return self._told(tally, len(parts)).mean
+
+    def predict(self, inputs: Any) -> Any:
+        self._compare("predict", inputs, None)
+        parts = self._on_device(split_unevenly(inputs, None, self._plan.micro_batches))
+        outputs: dict[int, Any] = {}
+
+        def consume(index: int, output: Any) -> None:
+            outputs[index] = widen_output(output)
+
+        self._forward_runner.forward([part for part, _ in parts], consume)
+        sizes = [batch_size(part) for part, _ in parts]
+        return self._shown_to_all(lambda: _joined([outputs[index] for index in range(len(parts))], sizes))
+
+    def _compare(self, call: str, inputs: Any, targets: Any) -> None:
+        # Of the first batches alone: it costs a copy to the host, and samplers that are wrong are so from the start.
+        if call not in self._compared:
+            check_same_batch(call, inputs, targets, self._group)
+            self._compared.add(call)
+
+    def _on_device(self, parts: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        # Targets are of use where the loss is.
+        return [
+            (to_device(inputs, self._device), to_device(targets, self._device) if self._is_last else targets)
+            for inputs, targets in parts
+        ]
+
+    def _told(self, tally: LossTally, parts: int) -> StepLoss:
+        """What the last stage's rank found, on every rank."""
+        message = torch.zeros(3, dtype=torch.float64, device=self._device)
+        if self._is_last:
+            mean, correction = tally.mean(), tally.correction()
+            message[0] = mean
+            message[1] = 1.0 if correction is None else correction
+            message[2] = float(mean.dtype == torch.float64)
+        dist.broadcast(message, group=self._group, group_src=self._sharded.last_rank)
+        wide = detect_fake_mode(message) is None and bool(message[2].item())
+        mean = message[0] if wide else message[0].float()
+        return StepLoss(mean, message[1] if parts > 1 else None)
+
+    def _shown_to_all(self, result: Callable[[], Any]) -> Any:
+        """``result()`` of the last stage's rank, or the error that it raises, on every rank."""
+        found: list[Any] = [None]
+        tensors: list[torch.Tensor] = []
+        if self._is_last:
+            try:
+                tensors, structure = take_apart(result())
+                found = [(structure, [(tensor.shape, tensor.dtype) for tensor in tensors])]
+            except ValueError as error:
+                found = [error]
+        source = self._sharded.last_rank
+        dist.broadcast_object_list(found, group=self._group, group_src=source, device=self._device)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        structure, layouts = found[0]
+        assert isinstance(structure, Structure)
+        if not self._is_last:
+            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in layouts]
+        tensors = [tensor.contiguous() for tensor in tensors]
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self._group, group_src=source)
+        return structure.build(tensors)
+
+
+class _GradientHooks(StageHooks):
+    """Tells the laid-out stages when gradients are about to be added to, and when that is over."""
+
+    def __init__(self, sharded: PipelinedModel) -> None:
+        self._parts = {stage.index: part for stage, part in zip(sharded.stages, sharded.parts, strict=True)}
+
+    def before_backward(self, stage: StageModule, micro_batch: int, last: bool) -> None:
+        self._parts[stage.index].begin_micro_batch(last)
+
+    def after_backward(self, stage: StageModule, micro_batch: int) -> None:
+        self._parts[stage.index].finish_micro_batch()
+
+
+def _may_split_backward(plan: Plan) -> bool:
+    """Whether gradients of inputs and of parameters may be computed apart.
+
+    Not where that would compute (or send) things twice, recomputed blocks and split layers among them, nor where
+    parameters are there for one of the two alone.
+    """
+    whole_parameters = plan.zero < 3 or plan.dp_shard == 1  # type: ignore[operator]
+    return plan.tp == 1 and whole_parameters and plan.recompute == "none" and not plan.compile
+
+
+def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """The outputs of micro-batches as that of their batch.
+
+    Raises:
+        ValueError: they are not tensors of samples alone.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    taken = [take_apart(output)[0] for output in outputs]
+    columns: list[torch.Tensor] = []
+    for column in zip(*taken, strict=True):
+        if any(tensor.dim() == 0 or tensor.size(0) != size for tensor, size in zip(column, sizes, strict=True)):
+            raise ValueError(
+                f"the model returned a tensor {list(column[0].shape)} for a micro-batch of {sizes[0]} samples; outputs "
+                f"of micro-batches can be put together where every tensor has the samples as its first dimension. Call "
+                f"engine.predict with one sample at a time, or return such tensors in training alone"
+            )
+        columns.append(torch.cat(column))
+    remaining = iter(columns)
+    return map_tensors(lambda _: next(remaining), outputs[0])

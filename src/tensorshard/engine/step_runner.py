@@ -1,0 +1,99 @@
+"""Forward and backward over a batch by a whole model; :mod:`.pipeline_step_runner` does it by a pipeline."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorshard.engine.loss import LossTally, Objective
+from tensorshard.mesh import Mesh
+from tensorshard.modules.batches import call_model, split_batch, to_device
+from tensorshard.plan import Plan
+from tensorshard.sharded_model import ShardedModel
+from tensorshard.transforms.precision import autocast, widen_output
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """What a step's forwards and backwards came to.
+
+    Args:
+        mean: the global mean loss, on every rank.
+        correction: what the gradients still have to be multiplied by; None for nothing.
+    """
+
+    mean: torch.Tensor
+    correction: torch.Tensor | None
+
+
+class Passes(ABC):
+    """How batches go through a laid-out model. All calls are collectives of the mesh."""
+
+    def __init__(
+        self, sharded: ShardedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device
+    ) -> None:
+        self._sharded = sharded
+        self._plan = plan
+        self._mesh = mesh
+        self._objective = objective
+        self._device = device
+
+    @abstractmethod
+    def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
+        """Forward and backward of all micro-batches; every master's gradient is final when this returns.
+
+        Args:
+            loss_scale: gradients are multiplied by it.
+        """
+
+    @abstractmethod
+    def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """The global mean loss, on every rank. Modules are in evaluation mode already."""
+
+    @abstractmethod
+    def predict(self, inputs: Any) -> Any:
+        """The model's output for this data rank's batch. Modules are in evaluation mode already."""
+
+
+class WholeModelPasses(Passes):
+    """This rank runs all of the model's forward."""
+
+    def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
+        parts = split_batch(inputs, targets, self._plan.micro_batches)
+        self._sharded.discard_gradients()
+        with self._sharded.split.keep_outputs_split():
+            return self._train(parts, loss_scale)
+
+    def _train(self, parts: list[tuple[Any, Any]], loss_scale: float) -> StepLoss:
+        tally = LossTally(self._mesh)
+        for index, (part_inputs, part_targets) in enumerate(parts):
+            last = index == len(parts) - 1
+            self._sharded.begin_micro_batch(last)
+            loss_sum, count = self._loss(part_inputs, part_targets)
+            tally.add(loss_sum, count, micro_batches=len(parts))
+            if last:
+                tally.start_total()
+            assert tally.normalizer is not None
+            # The loss is a sum over the data ranks divided by a global count, and so must the gradient be.
+            (loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)).backward()
+        self._sharded.finish_backward()
+        return StepLoss(tally.mean(), tally.correction())
+
+    def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
+        tally = LossTally(self._mesh)
+        with self._sharded.split.keep_outputs_split():
+            tally.add(*self._loss(inputs, targets), micro_batches=1)
+        tally.start_total()
+        return tally.mean()
+
+    def predict(self, inputs: Any) -> Any:
+        return widen_output(self._output(to_device(inputs, self._device)))
+
+    def _loss(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = to_device(inputs, self._device), to_device(targets, self._device)
+        return self._objective(self._output(inputs), inputs, targets)
+
+    def _output(self, inputs: Any) -> Any:
+        with autocast(self._plan.precision, self._device):
+            return call_model(self._sharded.model, inputs)

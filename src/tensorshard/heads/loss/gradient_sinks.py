@@ -1,0 +1,56 @@
+"""Where backward puts the gradients of a tile's rows: into gradient tensors, or into an update of the weight."""
+
+from typing import Protocol
+
+import torch
+
+from tensorshard.heads.tiles.tiles import Tile, Tiles
+
+
+class Sink(Protocol):
+    """Takes the gradients of each tile once."""
+
+    def put_product(self, tile: Tile, slope: torch.Tensor) -> None:
+        """Takes ``slope @ input`` as the gradient of the tile's rows; `slope` is [width, N]."""
+
+    def buffer(self, tile: Tile) -> torch.Tensor:
+        """[width, D] in the wide type: where a gradient may be written that is then `put`."""
+
+    def put(self, tile: Tile, grad: torch.Tensor) -> None:
+        """Takes what `buffer` returned, filled in."""
+
+    def put_bias(self, tile: Tile, slope: torch.Tensor) -> None:
+        """Takes the sum of `slope` [N, width] over the samples as the gradient of the tile's biases, if there are."""
+
+
+class Gradients:
+    """Gradient tensors, as autograd wants them.
+
+    Args:
+        weight, bias: whose gradients are needed, else None.
+    """
+
+    def __init__(self, tiles: Tiles, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        # Rows that are not in the sample have no gradient; else every row is written.
+        new = torch.empty_like if tiles.sample is None else torch.zeros_like
+        self._tiles = tiles
+        self.weight = None if weight is None else new(weight, memory_format=torch.contiguous_format)
+        self.bias = None if bias is None else new(bias)
+        self._direct = tiles.sample is None and weight is not None and weight.dtype == tiles.precision.wide
+        self._scratch = None if self._direct or weight is None else tiles.new_scratch()
+
+    def put_product(self, tile: Tile, slope: torch.Tensor) -> None:
+        if self.weight is not None:
+            self.put(tile, self._tiles.multiply(slope, self._tiles.input, self.buffer(tile)))
+
+    def buffer(self, tile: Tile) -> torch.Tensor:
+        assert self.weight is not None
+        return self.weight[tile.rows] if self._scratch is None else self._scratch[: tile.width]
+
+    def put(self, tile: Tile, grad: torch.Tensor) -> None:
+        if self.weight is not None and self._scratch is not None:
+            self.weight[tile.rows] = grad.to(self.weight.dtype)
+
+    def put_bias(self, tile: Tile, slope: torch.Tensor) -> None:
+        if self.bias is not None:
+            self.bias[tile.rows] = slope.sum(0).to(self.bias.dtype)

@@ -1,0 +1,89 @@
+"""What a head's loss is to be computed of, besides its tensors."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.heads.loss.margins import Margin
+from tensorshard.heads.tiles.precision import Precision
+
+if TYPE_CHECKING:
+    from tensorshard.heads.update.head_sgd import HeadSGD
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """One loss.
+
+    Args:
+        start: the first class of this rank.
+        classes: of all ranks.
+        ignore_index, label_smoothing, z_loss, reduction: as in ``parallel_cross_entropy``.
+        group: the ranks that hold the classes; None where one holds all.
+        precision: see there.
+        keep: in which type exponentials of logits are kept between the passes; None: they are computed again.
+        margin: what is done to the target's logit; `scale`: what a cosine was multiplied with to be a logit.
+        normalize: whether the rows of the weight are taken at length 1.
+        sum_input_grad: whether backward sums the input's gradient over the ranks (else the caller does).
+        optimizer: what updates the weight in backward, in place of a gradient.
+        step: the optimizer's steps when forward ran.
+    """
+
+    start: int
+    classes: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    reduction: str
+    group: dist.ProcessGroup | None
+    precision: Precision
+    keep: torch.dtype | None = None
+    margin: Margin | None = None
+    scale: float = 1.0
+    normalize: bool = False
+    sum_input_grad: bool = True
+    optimizer: "HeadSGD | None" = None
+    step: int = 0
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The type of an enclosing ``torch.autocast`` for the device of `tensor`, or None."""
+    if tensor.is_meta:
+        return None
+    device_type = tensor.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context in which operations on the device of `tensor` compute in the types that they are given."""
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
+
+
+def choose_keep(
+    keep_logits: bool | None,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    sample: torch.Tensor | None,
+) -> torch.dtype | None:
+    """In which type exponentials are kept for backward, or None.
+
+    Args:
+        keep_logits: as the user gave it. True: in bf16. None: where they take at most half of the bytes of this rank's
+            weight; in bf16 for narrow inputs, which are no more exact themselves, else as wide as they are.
+    """
+    if keep_logits is not None:
+        return torch.bfloat16 if keep_logits else None
+    narrow = (torch.bfloat16, torch.float16)
+    if input.dtype in narrow or weight.dtype in narrow or autocast_dtype(input) in narrow:
+        dtype = torch.bfloat16
+    else:
+        dtype = input.dtype
+    columns = len(weight) if sample is None else len(sample)
+    size = input.numel() // max(1, input.size(-1)) * columns * dtype.itemsize
+    return dtype if 2 * size <= weight.numel() * weight.element_size() else None

@@ -1,0 +1,1 @@
+"""The head as an nn.Module."""

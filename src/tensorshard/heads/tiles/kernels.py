@@ -1,0 +1,126 @@
+"""What is done to a tile of logits between the matrix products: as it stands, or compiled.
+
+Each operation here reads and writes a whole tile. One after the other that is cheap on a CPU, whose cache holds the
+tile, and most of the time on a GPU, where torch.compile makes one or two kernels of each function (Triton's, by way of
+Inductor). Both are the same code, so that what is tested without a GPU is what runs on one.
+
+There are kernels written by hand too (:mod:`triton_kernels`). They are tested, in Triton's interpreter, but which are
+faster on a GPU has not been measured, so nobody gets them unasked: the environment variable
+``TENSORSHARD_HEAD_KERNELS`` (compiled, triton or reference) chooses for tensors on a GPU. It is no public option: the
+benchmark ``gpu`` sets it to measure both side by side.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from tensorshard.heads.tiles.rounding import dequantize, quantize, round_to_bfloat16_
+
+KERNELS_VARIABLE = "TENSORSHARD_HEAD_KERNELS"
+
+
+def online_softmax(logits: torch.Tensor, reference: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Takes a tile into the running sums of exponentials (Milakov and Gimelshein 2018).
+
+    Args:
+        logits: [N, width]; becomes exp(logits - the new reference).
+        reference: [N]: the largest logit so far.
+        total: [N] fp64: the sum of exp(logits - reference) so far; brought up to date.
+
+    Returns:
+        The new reference.
+    """
+    after = torch.maximum(reference, logits.amax(1))
+    logits.sub_(after[:, None]).exp_()
+    total.mul_((reference - after).double().exp_()).add_(logits.sum(1))
+    return after
+
+
+def softmax_slope(
+    logits: torch.Tensor,
+    reference: torch.Tensor,
+    of_softmax: torch.Tensor,
+    smoothing: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """Makes of a tile of logits the loss's gradient with respect to them, but for the targets', in place.
+
+    Args:
+        logits: [N, width].
+        reference: [N], of which `of_softmax` [N, 1] takes account.
+        smoothing: [N]: what label smoothing takes off, times the class weights [width] if there are any.
+    """
+    logits.sub_(reference[:, None]).exp_().mul_(of_softmax)
+    return smooth(logits, smoothing, class_weight)
+
+
+def smooth(slope: torch.Tensor, smoothing: torch.Tensor | None, class_weight: torch.Tensor | None) -> torch.Tensor:
+    """Takes label smoothing's share off a tile's slopes, in place."""
+    if smoothing is None:
+        return slope
+    return slope.sub_(smoothing[:, None]) if class_weight is None else slope.addr_(smoothing, class_weight, alpha=-1)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions of this module and of :mod:`rounding`: as they stand, compiled, or written by hand."""
+
+    online_softmax: Callable[..., torch.Tensor]
+    softmax_slope: Callable[..., torch.Tensor]
+    round_to_bfloat16_: Callable[..., torch.Tensor]
+    quantize: Callable[..., None]
+    dequantize: Callable[..., torch.Tensor]
+
+
+REFERENCE = Kernels(online_softmax, softmax_slope, round_to_bfloat16_, quantize, dequantize)
+
+
+@functools.cache
+def compiled_kernels(backend: str = "inductor") -> Kernels:
+    """All of them compiled, for tiles of any size. None takes a number that changes, which would compile it anew."""
+    functions = vars(REFERENCE).items()
+    return Kernels(**{name: torch.compile(function, backend=backend, dynamic=True) for name, function in functions})
+
+
+@functools.cache
+def triton_kernels() -> Kernels:
+    """Those written by hand.
+
+    Raises:
+        RuntimeError: Triton is not installed.
+    """
+    if find_spec("triton") is None:
+        raise RuntimeError(
+            f"{KERNELS_VARIABLE}=triton was given, but Triton is not installed: pip install triton, or unset it"
+        )
+    from tensorshard.heads.tiles import triton_kernels as written
+
+    return Kernels(**{name: getattr(written, name) for name in vars(REFERENCE)})
+
+
+def choose_kernels(tensor: torch.Tensor) -> Kernels:
+    """On a GPU the compiled ones, where Triton is there for them, or those that ``TENSORSHARD_HEAD_KERNELS`` names.
+
+    Never where something watches or fakes what is computed.
+
+    Raises:
+        ValueError: the variable names none.
+        RuntimeError: it names those that need Triton, which is not installed.
+    """
+    real = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    if tensor.device.type != "cuda" or not real or _get_current_dispatch_mode() is not None:
+        return REFERENCE
+    match os.environ.get(KERNELS_VARIABLE, "compiled"):
+        case "compiled":
+            return REFERENCE if find_spec("triton") is None else compiled_kernels()
+        case "triton":
+            return triton_kernels()
+        case "reference":
+            return REFERENCE
+        case unknown:
+            raise ValueError(f"{KERNELS_VARIABLE}={unknown} was given: use compiled, triton or reference")

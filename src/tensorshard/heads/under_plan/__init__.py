@@ -1,0 +1,1 @@
+"""What a Plan does with the heads of a model."""

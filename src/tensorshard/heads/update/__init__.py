@@ -1,0 +1,1 @@
+"""Updates of a head's weight inside of its backward pass."""

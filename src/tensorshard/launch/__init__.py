@@ -1,0 +1,1 @@
+"""Starting the worker processes of a run, and ending with them."""

@@ -1,0 +1,92 @@
+"""How a launch can end badly: which worker failed first, and what to say about it. Imports nothing heavy."""
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_TAIL_LINES = 20
+
+
+class LaunchError(ValueError):
+    """Workers cannot be started as asked; nothing was started."""
+
+
+class LaunchInterrupted(Exception):
+    """A signal ended the run; all workers are gone.
+
+    Attributes:
+        signal: the signal that arrived.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"ended by {number.name}")
+        self.signal = number
+
+
+class WorkerFailedError(RuntimeError):
+    """A worker failed, and the others were ended. The message holds the first failing rank's traceback, once.
+
+    Args:
+        failures: what the elastic agent knows about the workers that failed, by global rank.
+        world_size: number of processes of the run.
+        logs: the directory with the output of the ranks other than 0; None where they wrote nothing.
+
+    Attributes:
+        rank: the global rank that failed first.
+        mistake: the sentence, where it was a mistake in what was asked for; else None.
+    """
+
+    def __init__(self, failures: "Mapping[int, ProcessFailure]", world_size: int, logs: Path | None) -> None:
+        self.rank = min(failures, key=lambda rank: _moment(failures[rank]))
+        self.mistake = _mistake(failures[self.rank])
+        text = f"rank {self.rank} of {world_size} {_describe(failures[self.rank])}"
+        if logs is not None:
+            tail = _tail(logs / f"rank{self.rank}.stderr.log")
+            text += f"\n\n{tail}(what ranks other than 0 wrote is in {logs})"
+        super().__init__(text)
+
+
+def _moment(failure: "ProcessFailure") -> float:
+    """When a worker failed, in seconds since the epoch, as far as it can be told.
+
+    A worker that raised wrote its error file then. One that died without a word is noticed later, in whole
+    seconds: its peers' complaints about a lost connection may be older than that, but not by a second. An
+    abort, though, is how native code complains about a peer, and SIGTERM is how the agent ends who is left.
+    """
+    if os.path.isfile(failure.error_file):
+        return os.stat(failure.error_file).st_mtime
+    if failure.exitcode == -signal.SIGTERM:
+        return float("inf")
+    return failure.timestamp + (1.0 if failure.exitcode == -signal.SIGABRT else -1.0)
+
+
+def _mistake(failure: "ProcessFailure") -> str | None:
+    """What :func:`tensorshard.launch.worker.hand_on_mistake` wrote, if it did."""
+    message = failure.error_file_data["message"]
+    return message if os.path.isfile(failure.error_file) and isinstance(message, str) else None
+
+
+def _describe(failure: "ProcessFailure") -> str:
+    message = failure.error_file_data["message"]
+    if isinstance(message, dict):
+        return f"failed:\n\n{message['extraInfo']['py_callstack'].rstrip()}"
+    mistake = _mistake(failure)
+    if mistake is not None:
+        return f"found a mistake: {mistake}"
+    if failure.exitcode >= 0:
+        return f"ended with exit code {failure.exitcode} and no Python exception"
+    text = f"was killed by {failure.signal_name()}"
+    if failure.exitcode == -signal.SIGKILL:
+        text += ", most often the kernel's answer to a machine out of memory"
+    return text
+
+
+def _tail(path: Path) -> str:
+    """The last lines of a file, if there is one: where native code says why it gave up."""
+    lines = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if path.is_file() else []
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,110 @@
+"""The worker's side of :mod:`tensorshard.launch`: one process of a run, from its first line to its exit code.
+
+Imports nothing heavy, so that Ctrl-C is under control before anything slow begins. A worker is started as
+``python -m tensorshard.launch.worker CALL``, where CALL is the file that :func:`write_call` wrote.
+"""
+
+import ctypes
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a process that Ctrl-C ended, by the shell's convention."""
+
+USAGE_ERROR = 2
+"""Exit code after a mistake in what was asked for."""
+
+
+def write_call(path: Path, entrypoint: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Writes down the call ``entrypoint(*args)`` and where modules are found, for workers on this machine.
+
+    Raises:
+        ValueError: workers could not import `entrypoint` by name.
+        Exception: what pickle raises for `args` that cannot be sent.
+    """
+    if entrypoint.__module__ == "__main__" or "." in entrypoint.__qualname__:
+        raise ValueError(
+            f"{entrypoint.__qualname__} is defined in {entrypoint.__module__}, where other processes cannot "
+            f"import it; define it at the top level of a module"
+        )
+    # Two pickles in a row: the path must be in place before the second is read, as that imports modules.
+    path.write_bytes(pickle.dumps(sys.path) + pickle.dumps((entrypoint, tuple(args))))
+
+
+def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, tell: bool) -> None:
+    """Runs ``entrypoint(*args)`` as one rank of a world; ends the process if that fails or is interrupted.
+
+    What went wrong goes to the file that the elastic agent named (``TORCHELASTIC_ERROR_FILE``), out of which
+    the agent's side shows the first one, once. Without such a file it is printed here.
+
+    Args:
+        tell: print a mistake in what was asked for (:class:`ConfigError`) here too, as one sentence.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from tensorshard.config.config_error import ConfigError
+
+    try:
+        record(entrypoint)(*args)
+    except KeyboardInterrupt:
+        _exit_at_once(INTERRUPTED)
+    except ConfigError as error:
+        hand_on_mistake(str(error))
+        if tell:
+            print_mistake(str(error))
+        _exit_at_once(USAGE_ERROR)
+    except Exception:
+        if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            traceback.print_exc()
+        _exit_at_once(1)
+
+
+def hand_on_mistake(message: str) -> None:
+    """Gives the elastic agent, if there is one, a mistake in what was asked for: a sentence, no traceback."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        Path(error_file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+
+
+def print_mistake(message: str) -> None:
+    """Prints a mistake in what was asked for; as all ranks of a machine find it alike, one of them does."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"tensorshard: error: {message}", file=sys.stderr)
+
+
+def main(call_path: str) -> None:
+    """Makes the call that :func:`write_call` wrote to `call_path`."""
+    # While modules are imported, Ctrl-C ends the process without a word.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _die_with_parent()
+    with open(call_path, "rb") as file:
+        sys.path[:] = pickle.load(file)
+        entrypoint, args = pickle.load(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run_worker(entrypoint, args, tell=False)
+
+
+def _exit_at_once(code: int) -> None:
+    """Ends the process without destructors: those of a broken process group may wait for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to kill this process when the launcher dies, however that happens (Linux only)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,1 @@
+"""The only room that knows every parallelism: one model, or its pipeline stages, through the transforms."""

@@ -1,0 +1,140 @@
+"""The transforms in their order: [pipeline ->] tensor -> recompute -> compile -> precision -> shard."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.data_parallel.batch_norm import synchronize_batch_norm
+from tensorshard.data_parallel.shard_units import shard_units
+from tensorshard.lay_out.model_tensor_split import choose_tensor_split, split_over_tensor_ranks
+from tensorshard.materialize import TensorSource
+from tensorshard.mesh import Mesh
+from tensorshard.modules.blocks import find_blocks
+from tensorshard.modules.parameters import assign_buffers
+from tensorshard.plan import Plan
+from tensorshard.sharded_model import ShardedModel
+from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
+from tensorshard.transforms.precision import DTYPES, keep_norms_fp32
+from tensorshard.transforms.recompute import apply_recompute
+
+Values = Callable[[str], torch.Tensor]
+"""The whole value of a parameter or buffer, by its name, on this rank's device."""
+
+
+def apply_plan(
+    source: TensorSource,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    broadcast: bool,
+    sample_inputs: Any = None,
+) -> ShardedModel:
+    """The source's model, laid out over `mesh` as `plan` says, its values on `device`.
+
+    Args:
+        broadcast: whether the values of the mesh's first rank count, because the ranks' own may differ.
+        sample_inputs: what the model is run on to find out how it can be split and cut; None to guess.
+    """
+    model = source.module
+    found = choose_tensor_split(model, plan, mesh, sample_inputs)
+    if mesh.degrees["pp"] > 1:
+        from tensorshard.lay_out.pipeline_stages import apply_pipeline
+
+        return apply_pipeline(source, found, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
+
+    def value_of(name: str) -> torch.Tensor:
+        value = source.tensor(name).to(device)
+        return from_first_rank(value, mesh) if broadcast else value
+
+    part = Part(
+        model,
+        repeated=list(find_blocks(model).values()) or [model],  # a model without blocks is one
+        units=shard_units(model, plan.shard_units),
+        computed=[model],
+    )
+    return lay_out(part, value_of, lambda: split_over_tensor_ranks(model, found, plan, mesh), plan, mesh, device)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank lays out: a model, or a stage of one.
+
+    Args:
+        module: on the meta device.
+        repeated: the blocks, which are recomputed and compiled one by one.
+        units: what is gathered and reduced together.
+        computed: the modules in which anything is computed.
+    """
+
+    module: nn.Module
+    repeated: list[nn.Module]
+    units: list[list[nn.Module]]
+    computed: list[nn.Module]
+
+
+def lay_out(
+    part: Part,
+    value_of: Values,
+    split_tensors: Callable[[], TensorSplit],
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+) -> ShardedModel:
+    """Applies the transforms to `part`, and fills it.
+
+    Args:
+        value_of: asked for one name after the other, in the order of the model where that matters to other ranks.
+        split_tensors: splits the part over the tensor-parallel ranks.
+    """
+    names = [name for name, _ in part.module.named_parameters()]
+    for module in part.computed:
+        if plan.precision != "fp32":
+            keep_norms_fp32(module)
+        if mesh.dp_size > 1:
+            synchronize_batch_norm(module, mesh.dp_group)
+    split = split_tensors()
+    apply_recompute(part.repeated, plan.recompute)
+    if plan.compile:
+        compile_blocks(part.repeated)
+    reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
+
+    def local_value(name: str) -> torch.Tensor:
+        return split.local(name, value_of(name))
+
+    assign_buffers(part.module, local_value, device)
+    if plan.zero == 3 and mesh.degrees["dp_shard"] > 1:
+        from tensorshard.data_parallel.fully_sharded import FullyShardedModel
+
+        return FullyShardedModel(
+            part.module, local_value, part.units, mesh, split, precision=plan.precision, reduce_dtype=reduce_dtype
+        )
+    from tensorshard.data_parallel.replicated import ReplicatedModel
+
+    return ReplicatedModel(
+        part.module,
+        ((name, local_value(name)) for name in names),
+        part.units,
+        mesh,
+        split,
+        level=int(plan.zero),
+        precision=plan.precision,
+        reduce_dtype=reduce_dtype,
+    )
+
+
+def from_first_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """`value` as the mesh's first rank has it. A collective of the mesh."""
+    value = value.contiguous()
+    dist.broadcast(value, group=mesh.world_group, group_src=0)
+    return value
+
+
+def compile_blocks(blocks: list[nn.Module]) -> None:
+    """Compiles each block's forward. Hooks stay outside of what is compiled."""
+    for block in blocks:
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]

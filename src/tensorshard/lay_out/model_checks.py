@@ -1,0 +1,112 @@
+"""What a model must be like for a plan to be honoured, asked before any of it is allocated."""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.heads.under_plan.head_checks import check_heads
+from tensorshard.heads.update.updated_parameter import UpdatedParameter
+from tensorshard.layers.parallel_module import ParallelModule
+from tensorshard.modules.blocks import select_modules
+from tensorshard.plan import Plan
+from tensorshard.transforms.precision import master_dtype
+
+
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """Refuses what would fail, or be ignored, once training has begun.
+
+    Args:
+        model: built, or on the meta device.
+        plan: a resolved plan.
+
+    Raises:
+        ValueError: a parameter that cannot be trained or laid out, or that has hooks, a layer that is split already, a
+            module with sparse gradients, nothing to train, a head that does what a plan does, a cache that
+            recomputation would fill twice, or a name in ``plan.shard_units`` that no module has.
+    """
+    check_heads(model)
+    _check_not_split(model, plan)
+    for name, parameter in model.named_parameters():
+        _check_parameter(name, parameter)
+        _check_parameter_hooks(name, parameter)
+    # A head's own, with update=, require no gradient yet.
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad or isinstance(p, UpdatedParameter)}
+    if not trained:
+        raise ValueError(
+            "no parameter of the model requires a gradient, so there is nothing to train; call requires_grad_() on "
+            "those that should be"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"module {name!r} is an {type(module).__name__} with sparse=True, but only dense gradients can be "
+                f"averaged over ranks; build it with sparse=False"
+            )
+    if plan.zero == 3 and plan.dp_shard > 1:
+        _check_fully_shardable(model, trained)
+    if plan.recompute == "selective" and getattr(getattr(model, "config", None), "use_cache", False):
+        raise ValueError(
+            f"{type(model).__name__}.config.use_cache is True, and recompute='selective' would run its layers again on "
+            f"a cache that has grown; training needs none: set config.use_cache=False"
+        )
+    if isinstance(plan.shard_units, list):
+        select_modules(model, plan.shard_units)
+
+
+def _check_not_split(model: nn.Module, plan: Plan) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelModule) and module.dim is not None:
+            raise ValueError(
+                f"module {name!r} is a {type(module).__name__} that is split over {module.mesh.size()} ranks already, "
+                f"but a plan makes its own groups (here tp={plan.tp}) and splits layers by itself: give the "
+                f"model with plain layers, or train this one without a Plan"
+            )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"parameter {name!r} is a DTensor, so the model was laid out already; give the original model, or the "
+            f"callable that builds it"
+        )
+    if not parameter.is_floating_point():
+        kind = "complex numbers" if parameter.is_complex() else "no gradient"
+        remedy = (
+            "keep the real and the imaginary part (torch.view_as_real) as the parameter"
+            if parameter.is_complex()
+            else "register it as a buffer, which is saved all the same"
+        )
+        raise ValueError(
+            f"parameter {name!r} is of type {_short(parameter.dtype)}, which has {kind}; parameters must be real "
+            f"floating-point tensors: {remedy}"
+        )
+
+
+def _check_parameter_hooks(name: str, parameter: nn.Parameter) -> None:
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter {name!r} has a hook (register_hook, register_post_accumulate_grad_hook), but a plan lays "
+            f"parameters out anew, and the hook would never be called; hook the module that reads it "
+            f"(register_full_backward_hook), or change gradients before engine.optimizer steps "
+            f"(engine.optimizer.register_step_pre_hook)"
+        )
+
+
+def _check_fully_shardable(model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)} is empty, and zero=3 cannot shard it; use "
+                f"zero=2, or leave the parameter out (None)"
+            )
+    by_dtype = {master_dtype(p.dtype): name for name, p in trained.items()}
+    if len(by_dtype) > 1:
+        examples = " and ".join(f"{name!r} ({_short(dtype)})" for dtype, name in by_dtype.items())
+        raise ValueError(
+            f"zero=3 gathers parameters of one type together, but the model trains parameters of several, such as "
+            f"{examples}; convert them to one type, or use zero=2"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,64 @@
+"""Tensor parallelism of a whole model: choosing the table, and applying it."""
+
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from tensorshard.comm.decisions import decide_once
+from tensorshard.mesh import Mesh
+from tensorshard.plan import Plan
+from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
+from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
+from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
+from tensorshard.tensor_parallel.search.find_table import FoundPlan
+
+
+def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh, inputs: Any = None) -> FoundPlan | None:
+    """The table for `model` under `plan`, found or checked by numbers; None where nothing is to be split.
+
+    The first rank works it out and tells the others. A collective of the mesh.
+
+    Args:
+        inputs: samples to run the model on; None to guess them.
+
+    Raises:
+        ValueError: the plan's table is wrong for this model, or none can be found.
+    """
+    if mesh.degrees["tp"] == 1:
+        return None
+
+    def choose() -> FoundPlan:
+        return choose_tensor_plan(
+            model,
+            mesh.degrees["tp"],
+            plan.tp_plan,
+            inputs=inputs,
+            check=plan.tp_check,
+            sequence_parallel=plan.sequence_parallel,
+        )
+
+    with unset_fake_temporarily():  # the check computes numbers, on small tensors of its own
+        return decide_once(choose, mesh.world_group)
+
+
+def split_over_tensor_ranks(model: nn.Module, found: FoundPlan | None, plan: Plan, mesh: Mesh) -> TensorSplit:
+    """Makes `model` compute this rank's part of what the table `found` splits."""
+    if found is None:
+        return TensorSplit()
+    from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
+    from tensorshard.tensor_parallel.apply.randomness import split_randomness
+    from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
+    from tensorshard.tensor_parallel.verify.model_run import find_units
+
+    group = mesh.group("tp")
+    # Layers that share an input reduce its gradient together, for which the first reads the others' weights: these are
+    # not there under ZeRO 3 where units by name may part them.
+    parted = plan.zero == 3 and isinstance(plan.shard_units, list)
+    shared_inputs = () if parted else found.shared_inputs
+    outputs = SplitOutputs()
+    layouts = apply_tensor_parallel(model, found.plan, group, shared_inputs=shared_inputs, outputs=outputs)
+    styles = found.plan.resolve(model)
+    split_randomness(model, find_units(model), styles, found.sequence, group)
+    apply_sequence_parallel(model, found.sequence, group, shared_inputs=shared_inputs, whole_units=not parted)
+    return TensorSplit(layouts, group, found, outputs)

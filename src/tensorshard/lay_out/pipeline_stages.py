@@ -1,0 +1,164 @@
+"""A model cut into the stages of a pipeline, of which each rank lays out its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.comm.decisions import decide_once
+from tensorshard.data_parallel.shard_units import stage_shard_units
+from tensorshard.lay_out.lay_out import Part, from_first_rank, lay_out
+from tensorshard.lay_out.stage_tensor_split import rehearse_tensor_split, split_stage
+from tensorshard.materialize import TensorSource
+from tensorshard.mesh import Mesh
+from tensorshard.modules.blocks import find_blocks, select_modules
+from tensorshard.modules.fake_copies import copy_with
+from tensorshard.modules.parameters import ParameterPlaces, like
+from tensorshard.modules.sample_inputs import example_inputs
+from tensorshard.pipeline.cut.cut import Cut, cut_model
+from tensorshard.pipeline.run.crossings import Shapes
+from tensorshard.pipeline.run.pipelined_model import PipelinedModel
+from tensorshard.pipeline.run.stage_module import StageModule
+from tensorshard.pipeline.trace.call_graph import CallGraph
+from tensorshard.pipeline.trace.traced_run import UncuttableError
+from tensorshard.pipeline.trace.tracer import Tracer
+from tensorshard.plan import Plan
+from tensorshard.sharded_model import ShardedModel
+from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
+from tensorshard.tensor_parallel.search.find_table import FoundPlan
+from tensorshard.transforms.precision import autocast, compute_dtype, keep_norms_fp32, master_dtype
+
+_REMEDY = (
+    "give parallelize(sample_inputs=...), inputs as for Engine.step, of any values and any sizes that the model takes"
+)
+
+
+def apply_pipeline(
+    source: TensorSource,
+    found: FoundPlan | None,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    broadcast: bool,
+    sample_inputs: Any,
+) -> PipelinedModel:
+    """The stages of the source's model that this rank has, laid out over the other axes of `mesh`.
+
+    Args:
+        found: the tensor-parallel table; None without.
+        broadcast, sample_inputs: as for :func:`tensorshard.lay_out.lay_out.apply_plan`.
+
+    Raises:
+        ValueError: the model cannot be cut; it says where and why.
+    """
+    model = source.module
+    tracer = _tracer(source, found, plan, mesh, device)
+    with autocast(plan.precision, device):
+        graph = _trace(tracer, model, sample_inputs)
+    count = mesh.degrees["pp"] * mesh.stages_per_rank
+    # Ranks may have parts of different sizes, and must cut alike.
+    positions = decide_once(lambda: cut_model(graph, count, split=plan.pp_split).positions, mesh.world_group)
+    cut = Cut(graph, positions)
+    shapes = Shapes(tracer, cut)
+    stages = [StageModule(model, shapes, index) for index in mesh.stages]
+    value_of = _values(source, stages, mesh, device, broadcast=broadcast)
+    parts = [_lay_out_stage(stage, model, value_of, found, plan, mesh, device) for stage in stages]
+    return PipelinedModel(model, stages, parts, mesh)
+
+
+def _lay_out_stage(
+    stage: StageModule,
+    model: nn.Module,
+    value_of: Callable[[str], torch.Tensor],
+    found: FoundPlan | None,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+) -> ShardedModel:
+    blocks = [
+        stage.module.get_submodule(name)
+        for name in find_blocks(model)
+        if any(name == unit or name.startswith(f"{unit}.") for unit in stage.units)
+    ]
+    part = Part(
+        stage.module,
+        repeated=blocks,
+        units=stage_shard_units(model, stage.module, plan.shard_units, blocks=blocks, units=stage.units),
+        computed=list(stage.units.values()),
+    )
+
+    def split() -> TensorSplit:
+        return TensorSplit() if found is None else split_stage(stage, model, found, plan, mesh.group("tp"))
+
+    return lay_out(part, value_of, split, plan, mesh, device)
+
+
+def _tracer(source: TensorSource, found: FoundPlan | None, plan: Plan, mesh: Mesh, device: torch.device) -> Tracer:
+    """Runs the model on fake tensors as this rank will: in its precision, with its part of split layers."""
+
+    def prepare(twin: nn.Module) -> None:
+        places = ParameterPlaces(twin)
+        for parameter in list(twin.parameters()):
+            dtype = compute_dtype(master_dtype(parameter.dtype), plan.precision)
+            if dtype != parameter.dtype:
+                places.replace(parameter, like(parameter, parameter.detach().to(dtype)))
+        if plan.precision != "fp32":
+            keep_norms_fp32(twin)
+        if found is not None:
+            rehearse_tensor_split(twin, found, mesh.group("tp"))
+
+    # What buffers hold may decide what the model does; parameters do not.
+    with_buffers = copy_with(
+        source.module, lambda name, tensor: tensor if isinstance(tensor, nn.Parameter) else source.tensor(name)
+    )
+    units = None if plan.pp_units is None else _units(with_buffers, plan.pp_units)
+    return Tracer(with_buffers, units=units, device=device, prepare=prepare)
+
+
+def _units(model: nn.Module, named: list[str]) -> list[str]:
+    """What is `named`, and the model's blocks but for those that have some of it inside of them."""
+    chosen = list(select_modules(model, named))
+    blocks = [block for block in find_blocks(model) if not any(name.startswith(f"{block}.") for name in chosen)]
+    return [*chosen, *blocks]
+
+
+def _trace(tracer: Tracer, model: nn.Module, sample_inputs: Any) -> CallGraph:
+    if sample_inputs is not None:
+        return tracer.trace(sample_inputs)
+    error: Exception | None = None
+    for candidate in example_inputs(model):
+        try:
+            return tracer.trace(candidate)
+        except UncuttableError:
+            raise
+        except Exception as caught:  # whatever a model makes of inputs that are not its own
+            error = error or caught
+    name = type(model).__name__
+    if error is None:
+        raise ValueError(f"no inputs could be guessed to find out where {name} can be cut into stages; {_REMEDY}")
+    raise ValueError(
+        f"{name} could not be run on guessed inputs to find out where it can be cut into stages, "
+        f"{type(error).__name__}: {error}; {_REMEDY}"
+    ) from error
+
+
+def _values(
+    source: TensorSource, stages: list[StageModule], mesh: Mesh, device: torch.device, *, broadcast: bool
+) -> Callable[[str], torch.Tensor]:
+    """Where the values of this rank's stages come from."""
+    # Two stages of a rank each change their own buffers.
+    copied = {name for name, _ in source.module.named_buffers()} if len(stages) > 1 else set()
+    if not broadcast:
+        return lambda name: source.tensor(name).to(device, copy=name in copied)
+    own = {name for stage in stages for name, _ in stage.module.named_parameters()}
+    own |= {name for stage in stages for name, _ in stage.module.named_buffers()}
+    held: dict[str, torch.Tensor] = {}
+    # Stages are of different ranks, and each is to have the first rank's values: all take part in sending all.
+    model = source.module
+    for name in [*dict(model.named_parameters()), *dict(model.named_buffers())]:
+        value = from_first_rank(source.tensor(name).to(device), mesh)
+        if name in own:
+            held[name] = value.cpu()
+    return lambda name: held[name].to(device, copy=name in copied)

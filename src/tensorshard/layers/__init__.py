@@ -1,0 +1,1 @@
+"""What split layers compute: linear layers, embeddings and cross entropy whose weights or inputs are sharded."""

@@ -1,0 +1,87 @@
+"""What the functional forms have in common: reading their arguments."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tensorshard.comm.groups import Group, resolve_group
+
+
+def parameter_group(parameter: torch.Tensor, group: Group | None, name: str) -> dist.ProcessGroup:
+    """The ranks that hold the parts of a layer's parameter.
+
+    Args:
+        parameter: a DTensor on a one-dimensional mesh, or the local part itself.
+        group: as the functional form was given it.
+        name: of the parameter, for messages.
+
+    Raises:
+        ValueError: `group` is not the one that the DTensor lives on.
+    """
+    if not isinstance(parameter, DTensor):
+        return resolve_group(group)
+    own = resolve_group(parameter.device_mesh)
+    check_same_ranks(own, group, name)
+    return own
+
+
+def check_same_ranks(own: dist.ProcessGroup, group: Group | None, what: str) -> None:
+    """Refuses a `group` argument that names other ranks than those over which `what` is split.
+
+    Raises:
+        ValueError: it does.
+    """
+    if group is None:
+        return
+    held, given = dist.get_process_group_ranks(own), dist.get_process_group_ranks(resolve_group(group))
+    if held != given:
+        raise ValueError(f"{what} is split over the ranks {held}, and group= names the ranks {given}: leave group= out")
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[*, features] as [samples, features]."""
+    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor[None]
+
+
+def check_dim(dim: int | None, what: str) -> None:
+    """Refuses dimensions that the two dimensions of a weight do not have.
+
+    Raises:
+        ValueError: `dim` is none of None, 0, 1, -1.
+    """
+    if dim not in (None, 0, 1, -1):
+        raise ValueError(f"dim={dim!r} was given for {what}: use 0 (rows), 1 or -1 (columns), or None (not split)")
+
+
+def check_indices(indices: torch.Tensor, size: int, what: str, of_what: str, ignore_index: int | None = None) -> None:
+    """Refuses indices outside [0, size), as ``torch`` does where one rank holds everything.
+
+    On a GPU the check is asynchronous, as torch's own is, so that nobody waits for it.
+
+    Raises:
+        IndexError: on the CPU: names the worst offender.
+    """
+    if indices.numel() == 0 or indices.is_meta:
+        return
+    outside = (indices < 0) | (indices >= size)
+    if ignore_index is not None:
+        outside &= indices != ignore_index
+    if indices.device.type != "cpu" or type(indices) is not torch.Tensor:  # nothing to read yet, as in tracing
+        torch._assert_async(~outside.any(), f"{what} outside the {size} {of_what}")
+        return
+    if outside.any():
+        wrong = indices[outside]
+        worst = wrong.max() if wrong.max() >= size else wrong.min()
+        raise IndexError(
+            f"{what} {int(worst)} is outside the {size} {of_what}: use 0 to {size - 1}"
+            + ("" if ignore_index is None else f", or {ignore_index} for what is to be ignored")
+        )
+
+
+def autocast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors in the type that an enclosing ``torch.autocast`` would have ``F.linear`` compute in."""
+    device_type = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]

@@ -1,0 +1,275 @@
+"""Logits whose classes are split over a group, which look whole to code that does not know.
+
+A loss does not need the classes of other ranks; other code may. So the output layer of a model hands on its own part
+under the whole's shape, and what is done with it decides: layout changes, casts and scaling are done to the part, a
+cross entropy takes the part, and anything else gets the whole, for which the parts are gathered then. (DTensor gives
+such a view of a sharded tensor too, by a sharding rule for each operation; here what has no rule gets the whole.)
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
+
+from tensorshard.comm import differentiable as collectives
+from tensorshard.comm.marks import ParallelMark, set_mark
+from tensorshard.layers import layout_rules
+from tensorshard.layers.split_cross_entropy import parallel_cross_entropy
+
+Rule = Callable[..., Any]
+
+
+class SplitLogits(torch.Tensor):
+    """This rank's part of a tensor, under the shape of the whole. Made by :func:`split_logits`.
+
+    Operations on it are collectives wherever they need the whole: every rank of the group must do the same with it.
+    A hook registered on it is called with the gradient of this rank's part.
+
+    Attributes:
+        part: a plain tensor; maybe of a narrower type than that in which the whole is seen.
+        class_dim: along which it is a part, not negative.
+        group: the ranks that hold the parts.
+    """
+
+    part: torch.Tensor
+    class_dim: int
+    group: dist.ProcessGroup
+    _shape: tuple[int, ...]
+    _dtype: torch.dtype
+    _aliases: "_Aliases"
+
+    @staticmethod
+    def __new__(
+        cls,
+        part: torch.Tensor,
+        class_dim: int,
+        classes: int,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        aliases: "_Aliases",
+    ) -> "SplitLogits":
+        shape = (*part.shape[:class_dim], classes, *part.shape[class_dim + 1 :])
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=part.device)
+        self.part, self.class_dim, self.group = part, class_dim, group
+        self._shape, self._dtype, self._aliases = shape, dtype, aliases
+        return self
+
+    @property
+    def classes(self) -> int:
+        """Of all ranks."""
+        return self._shape[self.class_dim]
+
+    def whole(self) -> torch.Tensor:
+        """The whole as a plain tensor, gathered once. A collective of the group."""
+        gathered = self._aliases.whole_of(self)
+        if gathered is None:
+            with torch.enable_grad():  # the next to ask may need its graph
+                parts = collectives.gather(self.part, self.class_dim, self.group, size=self.classes)
+                gathered = parts.to(self._dtype)
+            self._aliases.gathered(self, gathered)
+        return gathered
+
+    def _rule(self, func: Rule) -> Rule | None:
+        """How `func` is done to the part; None where it is to be done to the whole."""
+        if self._aliases.modified(self) or (func in _OF_VIEWS and self._aliases.whole_of(self) is not None):
+            return None
+        return _OF_VIEWS.get(func) or _OF_VALUES.get(func)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NEED_NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        logits = args[0] if args else None
+        if isinstance(logits, SplitLogits) and (rule := logits._rule(func)) is not None:
+            result = rule(func, logits, *args[1:], **kwargs)
+            if result is not NotImplemented:
+                return result
+        plain_args, plain_kwargs = tree_map_only(SplitLogits, SplitLogits.whole, (tuple(args), kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        # An operation in place returns what it was given.
+        return logits if isinstance(logits, SplitLogits) and result is plain_args[0] else result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it on the class
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What comes by other ways, such as custom autograd functions: they compute on the whole, too."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func._schema.is_mutable:
+            raise RuntimeError(f"{func} would modify logits that are split over ranks; give it a clone of them")
+        plain_args, plain_kwargs = tree_map_only(SplitLogits, SplitLogits.whole, (tuple(args), kwargs or {}))
+        return func(*plain_args, **plain_kwargs)
+
+
+def split_logits(
+    part: torch.Tensor, dim: int, classes: int, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> SplitLogits:
+    """The tensor of which this rank has `part`, without gathering it.
+
+    Args:
+        part: this rank's part along `dim`, as :func:`tensorshard.distributed.scatter` cuts it.
+        classes: elements of the whole along `dim`.
+        group: the ranks that hold the parts.
+        dtype: in which the whole is seen: the part's by default, else a wider one.
+    """
+    return _Whole.apply(part, dim % part.ndim, classes, group, dtype or part.dtype, _Aliases())
+
+
+class _Whole(torch.autograd.Function):
+    """Ties a whole to its part: the part's gradient is cut from the whole's."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, *about: Any) -> SplitLogits:
+        ctx.dim, _, ctx.group, *_ = about
+        ctx.dtype = part.dtype
+        return SplitLogits(part, *about)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        part = collectives.scatter(grads[0], ctx.dim, ctx.group, grad_scale=1.0)
+        return set_mark(part, None).to(ctx.dtype), None, None, None, None, None
+
+
+class _Aliases:
+    """Tensors of the same memory, had they been whole: what is done in place to one is done to all.
+
+    A whole that was gathered may be modified, directly or through a view. The part is then out of date.
+    """
+
+    def __init__(self) -> None:
+        self._gathered: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # of a part, the whole as it was then
+
+    def gathered(self, logits: SplitLogits, whole: torch.Tensor) -> None:
+        self._gathered.append((logits.part, whole, whole._version))
+
+    def whole_of(self, logits: SplitLogits) -> torch.Tensor | None:
+        """What was gathered of `logits`."""
+        self.modified(logits)
+        return next((whole for part, whole, _ in self._gathered if part is logits.part), None)
+
+    def modified(self, logits: SplitLogits) -> bool:
+        """Whether the whole of `logits`, and not its part, is what counts.
+
+        Raises:
+            RuntimeError: the whole of an alias was modified, of which the whole of `logits` knows nothing.
+        """
+        own = False
+        for part, whole, version in self._gathered:
+            if whole._version != version:
+                if part is not logits.part:
+                    raise RuntimeError(
+                        "logits that are split over tensor-parallel ranks were modified in place, and are read "
+                        "through a view taken before or after: write to a clone() of them, or take views of that"
+                    )
+                own = True
+        return own
+
+
+def _like(logits: SplitLogits, part: torch.Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
+    """A view of `logits`, of which this rank has `part`."""
+    dim = logits.class_dim if dim is None else dim
+    return _Whole.apply(part, dim, logits.classes, logits.group, dtype or logits._dtype, logits._aliases)
+
+
+def _copied(logits: SplitLogits, part: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
+    return split_logits(part, logits.class_dim, logits.classes, logits.group, dtype)
+
+
+def _reshape(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+    new = layout_rules.reshaped(func, logits._shape, logits.class_dim, args, kwargs)
+    if new is None:
+        return NotImplemented
+    shape, dim = new
+    shape[dim] = logits.part.size(logits.class_dim)
+    return _like(logits, logits.part.reshape(shape), dim)
+
+
+def _move(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+    dim = layout_rules.moved(func, len(logits._shape), logits.class_dim, args, kwargs)
+    return NotImplemented if dim is None else _like(logits, func(logits.part, *args, **kwargs), dim)
+
+
+def _index(func: Rule, logits: SplitLogits, index: Any) -> Any:
+    new = layout_rules.indexed(index, logits._shape, logits.class_dim)
+    return NotImplemented if new is None else _like(logits, logits.part[new[0]], new[1])
+
+
+def _contiguous(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+    return _like(logits, func(logits.part, *args, **kwargs))
+
+
+def _cast(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+    dtype = _CASTS.get(func)
+    if dtype is None:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+        if len(given) != 1 or len(args) + len(kwargs) != 1:
+            return NotImplemented
+        dtype = given[0]
+    elif args or kwargs:
+        return NotImplemented
+    if dtype == logits._dtype:
+        return logits
+    if torch.promote_types(logits.part.dtype, dtype) == dtype:
+        # A wider type says no more: the part stays as it is, half as large on the way to other ranks.
+        return _copied(logits, logits.part, dtype)
+    return _copied(logits, logits.part.to(dtype))
+
+
+def _scale(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or not all(isinstance(value, int | float) for value in args):
+        return NotImplemented
+    return _copied(logits, func(logits.part.to(logits._dtype), *args))
+
+
+def _detach(func: Rule, logits: SplitLogits) -> Any:
+    return _like(logits, logits.part.detach())
+
+
+def _register_hook(func: Rule, logits: SplitLogits, hook: Callable[[torch.Tensor], Any]) -> Any:
+    return logits.part.register_hook(hook)
+
+
+def _cross_entropy(func: Rule, logits: SplitLogits, target: Any, *args: Any, **kwargs: Any) -> Any:
+    takes_classes = isinstance(target, torch.Tensor) and not target.is_floating_point()
+    if logits.class_dim != min(1, len(logits._shape) - 1) or not takes_classes:
+        return NotImplemented
+    mark = ParallelMark(logits.class_dim, logits.classes, logits.group)
+    return parallel_cross_entropy(set_mark(logits.part.view_as(logits.part), mark), target, *args, **kwargs)
+
+
+_T: Any = torch.Tensor
+_GETTERS = ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "is_cuda", "is_meta")
+_NEED_NO_VALUES = {
+    *(getattr(_T, name).__get__ for name in _GETTERS),
+    *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.__len__, _T.is_floating_point, _T.is_complex),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, _T.get_device, _T.element_size, _T.is_contiguous),
+}
+_CASTS = {_T.float: torch.float32, _T.double: torch.float64, _T.half: torch.float16, _T.bfloat16: torch.bfloat16}
+# What is a view of the whole once that is there.
+_OF_VIEWS: dict[Any, Rule] = {
+    **dict.fromkeys((_T.view, _T.reshape, _T.flatten, _T.unflatten, _T.squeeze, _T.unsqueeze), _reshape),
+    **dict.fromkeys((torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze), _reshape),
+    **dict.fromkeys((_T.transpose, _T.permute, _T.movedim, _T.swapaxes, _T.swapdims, _T.t), _move),
+    **dict.fromkeys((torch.transpose, torch.permute, torch.movedim, torch.swapaxes, torch.swapdims, torch.t), _move),
+    **dict.fromkeys((_T.T.__get__, _T.mT.__get__), _move),
+    **dict.fromkeys((_T.detach, torch.detach), _detach),
+    _T.contiguous: _contiguous,
+    _T.__getitem__: _index,
+}
+_OF_VALUES: dict[Any, Rule] = {
+    **dict.fromkeys((*_CASTS, _T.to, _T.type), _cast),
+    **dict.fromkeys((_T.mul, _T.div, _T.true_divide, _T.__mul__, _T.__rmul__, _T.__truediv__, _T.neg, _T.tanh), _scale),
+    **dict.fromkeys((torch.mul, torch.div, torch.true_divide, torch.neg, torch.tanh, _T.__neg__), _scale),
+    **dict.fromkeys((_T.clone, torch.clone), _scale),
+    _T.register_hook: _register_hook,
+    F.cross_entropy: _cross_entropy,
+    parallel_cross_entropy: _cross_entropy,
+}

@@ -1,0 +1,39 @@
+"""Mixtures of experts whose weights are stacked into parameters [experts, ...]: finding them, and faking their runs."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+def find_experts(block: nn.Module) -> dict[str, nn.Module]:
+    """The modules in `block` that hold stacked experts: two or more parameters of their own, [experts, a, b] each."""
+    found = {}
+    for name, module in block.named_modules():
+        shapes = [p.shape for p in module._parameters.values() if p is not None]
+        stacked = [shape for shape in shapes if len(shape) == 3]
+        counts = {shape[0] for shape in stacked}
+        if len(stacked) > 1 and len(counts) == 1 and counts != {1} and len(list(module.parameters())) == len(shapes):
+            found[name] = module
+    return found
+
+
+def stand_in(model: nn.Module) -> None:
+    """Lets `model` run on fake tensors: which experts its tokens go to depends on values, which these do not have.
+
+    Experts that are given indices then return something of the shape and type of their first input, made of all that
+    they were given.
+    """
+    for module in find_experts(model).values():
+        module.forward = partial(_pretended, module, module.forward)  # type: ignore[method-assign]
+
+
+def _pretended(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if all(tensor.is_floating_point() for tensor in tensors):
+        return forward(*args, **kwargs)
+    first, *others = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return sum((t.sum().to(first.dtype) for t in (*others, *module._parameters.values()) if t is not None), start=first)

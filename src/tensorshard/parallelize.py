@@ -1,0 +1,121 @@
+"""parallelize(): a model and a Plan in, an Engine out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.comm.world import default_device, join_world, world_size
+from tensorshard.engine.engine import Engine, LossFunction
+from tensorshard.engine.optimizer import OptimizerFactory, check_trains_heads
+from tensorshard.heads.under_plan.head_checks import check_loss_function
+from tensorshard.heads.under_plan.head_updates import (
+    HeadUpdate,
+    check_updates,
+    find_updates,
+    take_updates,
+    tell_updates,
+)
+from tensorshard.lay_out.lay_out import apply_plan
+from tensorshard.lay_out.model_checks import check_model
+from tensorshard.materialize import TensorSource, from_meta, from_module, record
+from tensorshard.mesh import Mesh
+from tensorshard.plan import Plan
+from tensorshard.transforms.precision import check_supported
+
+
+def parallelize(
+    model: nn.Module | Callable[[], nn.Module],
+    plan: Plan,
+    *,
+    optimizer: OptimizerFactory,
+    loss_fn: LossFunction,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    sample_inputs: Any = None,
+) -> Engine:
+    """Lays `model` out over the world as `plan` says.
+
+    Under torchrun this joins that world; under plain ``python`` it is a world of one.
+
+    Args:
+        model: an ``nn.Module``, one on the meta device, or a callable that returns one. A callable is best: its
+            constructor runs on fake tensors, and each weight is then made alone and cut to this rank's part, so that no
+            rank ever holds the whole model. A module's own weights are those of rank 0 on every rank.
+        plan: what to do.
+        optimizer: ``parameters -> torch.optim.Optimizer``, such as ``functools.partial(torch.optim.AdamW, lr=3e-4)``.
+            It is given a list of parameters (fp32 masters, sharded ones as DTensors, so that ``p.ndim`` and
+            ``p.shape`` are those of the whole), from which it may make several groups; one whose argument is called
+            ``named_parameters`` is given ``(name, parameter)`` pairs. Of Adam and AdamW the fused form is used if the
+            choice was left open. A head built with ``update=`` is in a group of its own (``docs/heads.md``).
+        loss_fn: ``loss_fn(output, targets)`` -> the mean over samples as a scalar, or ``(sum, count)`` where samples or
+            tokens vary. Floating-point outputs reach it as fp32.
+        seed: of the initial weights and of dropout. Weights do not depend on the plan.
+        device: of this rank; the CUDA device of its local rank if there is one, else the CPU.
+        sample_inputs: inputs as for :meth:`Engine.step`, of any values and sizes, on which the model is run on fake
+            tensors to find out where `tp` can split and `pp` cut it. By default they are guessed from its layers.
+
+    Raises:
+        ValueError, TypeError: the plan or an argument cannot be honoured; raised before any memory is taken.
+    """
+    _check_arguments(model, plan, optimizer, loss_fn)
+    device = torch.device(device) if device is not None else default_device()
+    plan = plan.resolve(world_size())
+    check_supported(plan.precision, device)
+    if isinstance(model, nn.Module):
+        check_model(model, plan)
+        _check_updates(model, find_updates(model), optimizer)
+    join_world(device)
+    source, agreed, updates = _weights_of(model, seed)
+    check_model(source.module, plan)
+    if not isinstance(model, nn.Module):
+        _check_updates(source.module, updates, optimizer)
+    mesh = Mesh(plan, device.type)
+    broadcast = not agreed and mesh.world_size > 1
+    sharded = apply_plan(source, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
+    # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
+    torch.manual_seed(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank)
+    if mesh.rank == 0:
+        tell_updates(updates)
+    groups = [update.group() for update in updates]
+    return Engine(sharded, plan, mesh, optimizer=optimizer, loss_fn=loss_fn, device=device, head_groups=groups)
+
+
+def _weights_of(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[TensorSource, bool, list[HeadUpdate]]:
+    """Where the initial weights come from, whether they are the same on every rank by construction, and what the
+    model's heads were to update by themselves, which is switched off."""
+    if not isinstance(model, nn.Module):
+        updates: list[HeadUpdate] = []
+
+        def build() -> nn.Module:
+            built = model()
+            if isinstance(built, nn.Module):
+                updates[:] = take_updates(built)
+            return built
+
+        return record(build, seed=seed), True, updates
+    updates = take_updates(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return from_meta(model, seed=seed), True, updates
+    return from_module(model), False, updates
+
+
+def _check_updates(model: nn.Module, updates: list[HeadUpdate], optimizer: OptimizerFactory) -> None:
+    check_updates(model, updates)
+    check_trains_heads(optimizer, model, [update.group() for update in updates])
+
+
+def _check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is a {type(plan).__name__}; it must be a tensorshard.Plan")
+    if not callable(model):
+        raise TypeError(f"model is a {type(model).__name__}; it must be an nn.Module or a callable that returns one")
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a callable from parameters to an optimizer, such "
+            f"as functools.partial(torch.optim.AdamW, lr=3e-4), because the parameters it updates do not exist yet"
+        )
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a callable (output, targets) -> loss")
+    check_loss_function(loss_fn)

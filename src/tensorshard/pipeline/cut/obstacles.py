@@ -1,0 +1,82 @@
+"""What keeps a model from being cut at a place."""
+
+from dataclasses import dataclass
+
+from tensorshard.pipeline.trace.call_graph import CallGraph
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a cut may send from one stage to the next.
+
+    Args:
+        values: the most tensors. Where more cross, the model's code adds up what units return outside of any block, and
+            each of them would have to travel.
+        nbytes: the most bytes for one micro-batch like the sample; None for any number.
+    """
+
+    values: int = 16
+    nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.values < 1:
+            raise ValueError(f"Limits(values={self.values}): at least one tensor must cross a cut")
+        if self.nbytes is not None and self.nbytes < 1:
+            raise ValueError(f"Limits(nbytes={self.nbytes}): it must be a positive number of bytes, or None")
+
+
+def obstacle(graph: CallGraph, position: int, limits: Limits) -> str | None:
+    """Why `graph` cannot be cut before the call at `position`; None if it can."""
+    after = graph.calls[position].unit
+    before = {call.unit for call in graph.calls[:position]}
+    for later in graph.calls[position:]:
+        if later.unit in before and later.unit in graph.stateful:
+            return (
+                f"{later.unit!r} is called on both sides and changes its buffers (running statistics, say), which two "
+                f"stages would change apart; all calls of it must be on one stage"
+            )
+    for index in range(position, len(graph.calls) + 1):
+        for call in graph.reads(index).escapes:
+            if call < position:
+                return (
+                    f"{graph.calls[call].unit!r} hands {_name(graph, index)} a tensor by another way than its return "
+                    f"value (an attribute, an object, or a tensor changed in place), so both must be on one stage; "
+                    f"return it instead"
+                )
+    drawn_before = frozenset().union(*(graph.reads(index).draws for index in range(position)))
+    for index in range(position, len(graph.calls) + 1):
+        if graph.reads(index).draws & drawn_before:
+            return (
+                f"{_name(graph, index)} and a module before {after!r} read the same random numbers (dropout in code "
+                f"outside of any module, say), which two stages would draw apart; make it an nn.Dropout module"
+            )
+    crossing = graph.crossing(position)
+    for leaf in crossing:
+        if graph.calls[leaf[0]].unit in graph.hooked:
+            return (
+                f"{graph.calls[leaf[0]].unit!r}, whose output a cut before {after!r} would send, has a hook on its "
+                f"backward, which does not see gradients that come from another stage; hook a module inside of it"
+            )
+        if leaf in graph.changed and leaf in graph.overwritten:
+            return (
+                f"the output of {graph.calls[leaf[0]].unit!r}, which a cut before {after!r} would send, is changed in "
+                f"place by a later module and by code outside of modules, so that two stages would have it "
+                f"differently; make one of the two return a new tensor"
+            )
+    if len(crossing) > limits.values:
+        sources = sorted({graph.calls[leaf[0]].unit for leaf in crossing})
+        return (
+            f"a cut before {after!r} would send {len(crossing)} tensors, outputs of {', '.join(map(repr, sources[:3]))}"
+            f" and others that are still needed; at most {limits.values} may cross. Name the modules that enclose them "
+            f"as units (pp_units), or raise the limit"
+        )
+    if limits.nbytes is not None and graph.crossing_bytes(position) > limits.nbytes:
+        return (
+            f"a cut before {after!r} would send {graph.crossing_bytes(position):,} bytes for one micro-batch "
+            f"({', '.join(str(graph.layout(leaf)) for leaf in crossing[:4])}); at most {limits.nbytes:,} may cross"
+        )
+    return None
+
+
+def _name(graph: CallGraph, index: int) -> str:
+    return "the model's output" if index == len(graph.calls) else repr(graph.calls[index].unit)

@@ -1,0 +1,1 @@
+"""A pipeline at work: stage modules, schedules, what crosses the cuts."""

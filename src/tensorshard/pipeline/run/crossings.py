@@ -1,0 +1,95 @@
+"""What crosses the cuts for given inputs: found once for every shape that the inputs have."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from tensorshard.modules.values import Layout
+from tensorshard.pipeline.cut.cut import Cut
+from tensorshard.pipeline.trace.call_graph import CallGraph
+from tensorshard.pipeline.trace.tracer import Tracer
+
+
+class Shapes:
+    """Runs the model on fake tensors for inputs of shapes not seen before, and remembers what that showed.
+
+    Every stage has the same inputs, so all of them find the same, and need not tell each other.
+
+    Args:
+        tracer: runs the whole model; one for all stages of a process.
+        cut: made with it.
+    """
+
+    def __init__(self, tracer: Tracer, cut: Cut) -> None:
+        self._tracer = tracer
+        self.cut = cut
+        self._known: dict[Any, CallGraph] = {}
+
+    def of(self, inputs: Any, model: nn.Module) -> CallGraph:
+        """The model's run on `inputs`, with gradients and autocast as they are set here.
+
+        Args:
+            inputs: of one micro-batch.
+            model: whose modules are in training or evaluation mode as is to be assumed.
+
+        Raises:
+            ValueError: with these inputs the model calls other units than with those that it was cut with, or needs
+                parameters on a stage that has them not.
+        """
+        key = (_signature(inputs), model.training, torch.is_grad_enabled(), _autocast(self._tracer.device.type))
+        if key not in self._known:
+            self._tracer.follow_modes(model)
+            graph = self._tracer.run(inputs)
+            self._check(graph, inputs)
+            self._known[key] = graph
+        return self._known[key]
+
+    def received(self, stage: int, inputs: Any, model: nn.Module) -> tuple[Layout, ...]:
+        """What `stage` receives for `inputs`, in order."""
+        return self._crossing(self.of(inputs, model), stage)
+
+    def sent(self, stage: int, inputs: Any, model: nn.Module) -> tuple[Layout, ...]:
+        """What `stage` sends on for `inputs`, in order; nothing if it is the last."""
+        return self._crossing(self.of(inputs, model), stage + 1)
+
+    def _crossing(self, graph: CallGraph, stage: int) -> tuple[Layout, ...]:
+        if not 0 < stage < self.cut.stages:
+            return ()
+        return tuple(graph.sent_layout(leaf) for leaf in graph.crossing(self.cut.positions[stage - 1]))
+
+    def _check(self, graph: CallGraph, inputs: Any) -> None:
+        before, now = [c.unit for c in self.cut.graph.calls], [c.unit for c in graph.calls]
+        if before != now:
+            differs = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), len(before))
+            raise ValueError(
+                f"with inputs {_described(inputs)} the model calls {len(now)} units, and at place {differs} "
+                f"{now[differs] if differs < len(now) else 'none'!r}, but with the sample inputs that it was cut by "
+                f"{len(before)}, and there {before[differs] if differs < len(before) else 'none'!r}; the pipeline "
+                f"needs the same calls for all inputs: name a module around those that vary as one unit "
+                f"(pp_units), or cut it by other sample_inputs"
+            )
+        for stage, span in enumerate(self.cut.spans):
+            missing = graph.parameters_of(*span) - self.cut.parameters(stage)
+            if missing:
+                raise ValueError(
+                    f"with inputs {_described(inputs)} stage {stage} needs the parameter {min(missing)!r}, which it "
+                    f"did not need with the sample inputs and therefore does not hold; cut it by inputs like these"
+                )
+
+
+def _signature(inputs: Any) -> Any:
+    leaves, spec = tree_flatten(inputs)
+    return spec, tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    )
+
+
+def _autocast(device_type: str) -> Any:
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _described(inputs: Any) -> str:
+    leaves = tree_flatten(inputs)[0]
+    return "of shapes " + ", ".join(str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor))

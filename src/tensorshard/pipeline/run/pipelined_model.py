@@ -1,0 +1,249 @@
+"""The stages that one rank of a pipeline has, seen as one laid-out model."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.mesh import Mesh
+from tensorshard.pipeline.run.shared_gradients import SharedGradients, local_of
+from tensorshard.pipeline.run.stage_module import StageModule
+from tensorshard.schedules import find_schedule
+from tensorshard.sharded_model import ShardedModel
+from tensorshard.transforms.precision import master_dtype
+
+
+class Stages(nn.Module):
+    """The modules of a rank's stages, each under its number. It cannot be called: a pipeline runs on several ranks."""
+
+    def __init__(self, stages: Sequence[StageModule]) -> None:
+        super().__init__()
+        for stage in stages:
+            self.add_module(f"stage{stage.index}", stage.module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            "with pp > 1 this rank has some of the model's stages, so engine.model cannot be called; use engine.step, "
+            "engine.evaluate or engine.predict, which every rank calls"
+        )
+
+
+class PipelinedModel(ShardedModel):
+    """A rank's stages, each laid out over the other axes.
+
+    A parameter that several stages have is held by each; their gradients are added, so that all take the same update.
+
+    Args:
+        whole: the model, on the meta device.
+        stages: this rank's, in order.
+        parts: the same, laid out.
+
+    Attributes:
+        cut: all stages.
+    """
+
+    def __init__(
+        self, whole: nn.Module, stages: Sequence[StageModule], parts: Sequence[ShardedModel], mesh: Mesh
+    ) -> None:
+        super().__init__(whole, parts[-1].split)
+        self._whole = whole
+        self.model = Stages(stages)
+        self.stages = list(stages)
+        self.parts = list(parts)
+        self.cut = stages[0].cut
+        self._mesh = mesh
+        self._group = mesh.group("pp")
+        self._rank_of = [
+            find_schedule(mesh.schedule).rank_of(stage, mesh.degrees["pp"]) for stage in range(self.cut.stages)
+        ]
+        self._masters: dict[str, nn.Parameter] = {}
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # of what an earlier stage of this rank has, too
+        for part in parts:
+            for name, master in part.masters().items():
+                first = self._masters.setdefault(name, master)
+                if first is not master:
+                    self._copies.append((first, master))
+        self._shared = SharedGradients(
+            {name: self._ranks_with(name) for name in self.cut.shared if self.is_trained(name)},
+            self._masters,
+            self._group,
+        )
+        self._complete = True
+
+    def describe_stages(self) -> str:
+        return f"stages of the pipeline:\n{self.cut.describe()}"
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that has the last stage."""
+        return self._rank_of[-1]
+
+    def _ranks_with(self, name: str) -> list[int]:
+        return sorted({self._rank_of[stage] for stage in self._stages_with(name)})
+
+    def _stages_with(self, name: str) -> Sequence[int]:
+        if name in self.cut.shared:
+            return self.cut.shared[name]
+        return [stage for stage in range(self.cut.stages) if name in self.cut.parameters(stage)]
+
+    # -- what the optimizer and the norm see --
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        return self._masters
+
+    def ways_split(self) -> dict[torch.Tensor, float]:
+        ways: dict[torch.Tensor, float] = {}
+        for part in self.parts:
+            ways.update(part.ways_split())
+        return {
+            master: ways[master] * self._group.size() / len(self._ranks_with(name))
+            for name, master in self._masters.items()
+        }
+
+    def held_numel(self) -> int:
+        return sum(part.held_numel() for part in self.parts)
+
+    @property
+    def gradient_divisor(self) -> int:
+        return self.parts[0].gradient_divisor
+
+    # -- a step --
+
+    def discard_gradients(self) -> None:
+        for part in self.parts:
+            part.discard_gradients()
+
+    @contextmanager
+    def interleaved(self) -> Iterator[None]:
+        self._complete = False
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.interleaved())
+            yield
+
+    def begin_micro_batch(self, last: bool) -> None:
+        raise RuntimeError("a pipeline's stages begin micro-batches one by one")
+
+    def finish_micro_batch(self) -> None:
+        raise RuntimeError("a pipeline's stages finish micro-batches one by one")
+
+    def finish_backward(self) -> None:
+        if self._complete:
+            return
+        for part in self.parts:
+            part.finish_backward()
+        self._add_copies()
+        self._shared.add()
+        self._complete = True
+
+    @torch.no_grad()
+    def _add_copies(self) -> None:
+        for first, copy in self._copies:
+            if copy.grad is not None:
+                if first.grad is None:
+                    first.grad = copy.grad
+                else:
+                    local_of(first.grad).add_(local_of(copy.grad))
+                copy.grad = None
+
+    def publish_update(self) -> None:
+        self._update_copies()
+        for part in self.parts:
+            part.publish_update()
+
+    def publish_load(self) -> None:
+        self._update_copies()
+        buffers = self.persistent_buffers()
+        for part in self.parts:
+            for name, buffer in part.persistent_buffers().items():
+                if buffer is not buffers[name]:
+                    buffer.copy_(buffers[name])
+            part.publish_load()
+
+    @torch.no_grad()
+    def _update_copies(self) -> None:
+        for first, copy in self._copies:
+            local_of(copy).copy_(local_of(first))
+
+    def finish_gather(self) -> None:
+        for part in self.parts:
+            part.finish_gather()
+
+    # -- state --
+
+    def persistent_buffers(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for part in self.parts:
+            for name, buffer in part.persistent_buffers().items():
+                found.setdefault(name, buffer)
+        return found
+
+    def owned_buffers(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for stage, part in zip(self.stages, self.parts, strict=True):
+            owned = set(stage.owned_buffers())
+            found.update({name: b for name, b in part.persistent_buffers().items() if name in owned})
+        return found
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's, whole; the ranks of a pipeline have different ones."""
+        for part in self.parts:
+            yield from part.full_parameters()
+
+    def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
+        # Towards the world's first rank tensors travel along the pipeline that it is in.
+        first = dist.get_process_group_ranks(self._mesh.world_group)[0]
+        travels = dist.get_process_group_ranks(self._group)[0] == first
+        rank = self._group.rank()
+        buffers = self.owned_buffers()
+        full: dict[str, torch.Tensor] = {}
+        for name, tensor in self._everything():
+            sender = self._sender(name)
+            value = None
+            if sender == rank:
+                value = buffers[name] if name in buffers else self._full_parameter(name)
+            if not travels:
+                continue
+            if sender != 0:
+                value = self._sent(value, tensor, sender)
+            if keep:
+                assert value is not None
+                full[name] = value.detach().to("cpu", copy=True)
+        if not keep:
+            return {}
+        return {name: full[self._aliases.get(name, name)] for name in self._whole.state_dict(keep_vars=True)}
+
+    def _everything(self) -> list[tuple[str, torch.Tensor]]:
+        parameters = list(self._whole.named_parameters())
+        return parameters + [(n, b) for n, b in self._whole.named_buffers() if n in self._buffer_shapes]
+
+    def _sender(self, name: str) -> int:
+        if name in self._shapes:
+            return self._rank_of[self._stages_with(name)[0]]
+        calls = self.cut.graph.calls
+        for stage, (start, stop) in enumerate(self.cut.spans):
+            if any(name.startswith(f"{call.unit}.") for call in calls[start:stop]):
+                return self._rank_of[stage]
+        return self._rank_of[-1]
+
+    def _full_parameter(self, name: str) -> torch.Tensor:
+        local = self._masters[name].detach()
+        if isinstance(local, DTensor):
+            local = local.full_tensor()
+        return self.split.full(name, local, self._shapes[name])
+
+    def _sent(self, value: torch.Tensor | None, like: torch.Tensor, sender: int) -> torch.Tensor | None:
+        if value is not None:
+            dist.send(value.contiguous(), group=self._group, group_dst=0)
+            return None
+        if self._group.rank() != 0:
+            return None
+        dtype = master_dtype(like.dtype) if isinstance(like, nn.Parameter) else like.dtype
+        device = torch.device(self._mesh.device_mesh.device_type)
+        received = torch.empty(like.shape, dtype=dtype, device=device)
+        dist.recv(received, group=self._group, group_src=sender)
+        return received

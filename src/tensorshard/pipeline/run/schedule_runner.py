@@ -1,0 +1,140 @@
+"""One step of a pipeline: all micro-batches through this rank's stages, as a schedule orders them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.pipeline.run.stage_module import StageModule
+from tensorshard.pipeline.run.torch_schedules import build
+from tensorshard.pipeline.run.torch_stage import ScheduledStage, StageHooks
+from tensorshard.schedules import check_schedule, find_schedule
+
+
+class PipelineRunner:
+    """Runs a rank's stages together with those of the other ranks of `group`.
+
+    Args:
+        stages: this rank's, in order: those that ``find_schedule(schedule).stages_of(...)`` says.
+        schedule: its name.
+        group: the ranks of the pipeline; None for the world.
+        device: of this rank.
+        context: of forwards: makes a new ``torch.autocast``, say.
+        hooks: around backwards.
+        split: whether gradients of inputs and of parameters may be computed apart, where the schedule does so.
+
+    Raises:
+        ValueError: the stages are not those that the schedule gives this rank.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageModule],
+        schedule: str,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        hooks: StageHooks | None = None,
+        split: bool = True,
+    ) -> None:
+        self.schedule = schedule
+        self.stages = list(stages)
+        self._group = group
+        self._device = device or torch.device("cpu")
+        self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        count = stages[0].cut.stages
+        check_schedule(schedule, ranks=self._ranks, stages_per_rank=count // self._ranks, micro_batches=None)
+        expected = find_schedule(schedule).stages_of(rank, self._ranks, count // self._ranks)
+        if [stage.index for stage in stages] != expected or count % self._ranks:
+            raise ValueError(
+                f"rank {rank} of {self._ranks} has the stages {[stage.index for stage in stages]} of {count}; the "
+                f"{schedule} schedule gives it {expected}"
+            )
+        self._scheduled = [
+            ScheduledStage(
+                stage, group=group, device=self._device, context=context, hooks=hooks or StageHooks(), split=split
+            )
+            for stage in stages
+        ]
+        self._made: dict[int, Any] = {}
+        self._consume: Callable[[int, Any], torch.Tensor] | None = None
+        self._connected = False
+
+    def step(self, micro_batches: Sequence[Any], loss: Callable[[int, Any], torch.Tensor]) -> None:
+        """Forward and backward of all `micro_batches`. A collective of the pipeline's ranks.
+
+        Args:
+            micro_batches: the model's inputs, the same on every rank of the pipeline, on its device. Shapes may differ
+                between them.
+            loss: called as ``loss(index, output)`` on the last stage's rank after each micro-batch's forward; what it
+                returns is where the micro-batch's backward starts: a scalar, scaled as its gradients are to be. What
+                else is to be known of the losses (sums, counts), it keeps for itself.
+
+        Raises:
+            ValueError: the schedule does not work with that many micro-batches.
+        """
+        self._drive(micro_batches, loss, lambda schedule, target: schedule.step(target=target, return_outputs=False))
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[Any], consume: Callable[[int, Any], None]) -> None:
+        """Forward alone. A collective of the pipeline's ranks.
+
+        Args:
+            micro_batches: as for :meth:`step`.
+            consume: called as ``consume(index, output)`` on the last stage's rank.
+
+        Raises:
+            ValueError: as for :meth:`step`.
+        """
+
+        def done(index: int, output: Any) -> torch.Tensor:
+            consume(index, output)
+            return torch.zeros((), device=self._device)
+
+        self._drive(micro_batches, done, lambda schedule, target: schedule.eval(target=target, return_outputs=False))
+
+    def _drive(
+        self,
+        micro_batches: Sequence[Any],
+        consume: Callable[[int, Any], torch.Tensor],
+        run: Callable[[Any, torch.Tensor], Any],
+    ) -> None:
+        count = len(micro_batches)
+        schedule = self._schedule(count)
+        self._connect()
+        self._consume = consume
+        for stage in self._scheduled:
+            stage.begin(micro_batches)
+        try:
+            # The schedule cuts its target into one number for each micro-batch; the inputs it never sees.
+            run(schedule, torch.arange(count))
+        except BaseException:
+            self._made.pop(count, None)  # it may wait for what never came
+            raise
+        finally:
+            self._consume = None
+            for stage in self._scheduled:
+                stage.begin(())
+
+    def _schedule(self, count: int) -> Any:
+        if count not in self._made:
+            check_schedule(self.schedule, ranks=self._ranks, stages_per_rank=len(self.stages), micro_batches=count)
+            self._made[count] = build(self.schedule, self._scheduled, count, self._loss)
+        return self._made[count]
+
+    def _loss(self, output: tuple[int, Any], target: torch.Tensor) -> torch.Tensor:
+        assert self._consume is not None
+        try:
+            return self._consume(*output)
+        except Exception as error:
+            error.add_note(f"in the loss of micro-batch {output[0]} (pipeline rank {dist.get_rank(self._group)})")
+            raise
+
+    def _connect(self) -> None:
+        """Opens the group's connections while all ranks are here: the first point-to-point call of NCCL needs that."""
+        if not self._connected and self._device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+        self._connected = True

@@ -1,0 +1,199 @@
+"""One stage of a pipeline: the model's own forward, of which only the stage's own units compute."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from tensorshard.modules.batches import call_model
+from tensorshard.modules.blocks import find_blocks
+from tensorshard.modules.values import Layout, take_apart
+from tensorshard.pipeline.run.crossings import Shapes
+from tensorshard.pipeline.run.stage_run import StageLeft, StageRun
+from tensorshard.pipeline.run.stage_skeleton import skeleton
+from tensorshard.pipeline.trace.call_graph import CallGraph
+
+
+class StageModule:
+    """A stage, which runs the model's own forward on the original inputs.
+
+    Calls of units that are not the stage's own return what was received, if it was, else a placeholder of the right
+    shape. Code between units runs on every stage. At the first call of a later stage's unit the forward is left.
+
+    Args:
+        model: whole, on the meta device or built. It is not changed; the stage shares its tensors.
+        shapes: of all stages.
+        index: of the stage.
+
+    Attributes:
+        module: what computes: the model's modules under their own names, with the stage's parameters alone, so that a
+            state dict has the model's names. It is what transforms are applied to; call the stage instead.
+        units: the stage's own units, by name.
+        elsewhere: names of what other stages compute: of modules, and of what is in them.
+        blocks: those of the model's blocks that are the stage's own (for recomputation, compilation and sharding).
+    """
+
+    def __init__(self, model: nn.Module, shapes: Shapes, index: int) -> None:
+        self.cut, self.index, self._shapes = shapes.cut, index, shapes
+        self.start, self.stop = self.cut.spans[index]
+        graph = self.cut.graph
+        own = {call.unit for call in graph.calls[self.start : self.stop]}
+        # Units that no run called stay whole: a stage that holds their parameters may not know of all their uses.
+        called = {call.unit for call in graph.calls}
+        self._stubs = called - own
+        self.elsewhere = frozenset(
+            name
+            for stub in self._stubs
+            for name in (stub, *(f"{stub}.{inner}" for inner, _ in _named_members(model.get_submodule(stub))))
+        )
+        self.module, self._removed = skeleton(model, self.cut.parameters(index), self._stubs - graph.nested)
+        self.units = {name: self.module.get_submodule(name) for name in graph.parameters if name in own}
+        self.blocks = {name: self.module.get_submodule(name) for name in find_blocks(model) if name in own}
+        self._elsewhere = {name for name in own if any(self._is_foreign(i) for i in _calls_of(graph, name))}
+        self._device: torch.device | None = None
+        self._attached = False
+        if not self.is_last:
+            self.module._forward_hooks.clear()  # they are for the model's output
+        self._run: StageRun | None = None
+        self._forward = self.module.forward
+        self.module.forward = self._enter  # type: ignore[method-assign]
+        for name in self._stubs:
+            stub = self.module.get_submodule(name)
+            for hooks in (stub._forward_hooks, stub._forward_pre_hooks, stub._backward_hooks, stub._backward_pre_hooks):
+                hooks.clear()
+            stub.forward = partial(self._stub, name, stub.forward)  # type: ignore[method-assign]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it receives nothing."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it returns the model's output."""
+        return self.index == self.cut.stages - 1
+
+    def owned_parameters(self) -> list[str]:
+        """First names of the parameters that it is the first stage to hold: each is owned once in the pipeline."""
+        return [
+            name
+            for name, _ in self.module.named_parameters()
+            if self.cut.shared.get(name, (self.index,))[0] == self.index
+        ]
+
+    def owned_buffers(self) -> list[str]:
+        """Names of the buffers that are this stage's to save: those of its units; on the last stage, those of no unit.
+
+        The last stage alone runs the model's forward to its end, so that it makes all changes to them.
+        """
+        units = list(self.cut.graph.parameters)
+        inside = {name: any(name.startswith(f"{unit}.") for unit in units) for name, _ in self.module.named_buffers()}
+        mine = tuple(f"{unit}." for unit in self.units)
+        return [name for name, within in inside.items() if name.startswith(mine) or (not within and self.is_last)]
+
+    def received(self, inputs: Any) -> tuple[Layout, ...]:
+        """What the stage receives for the `inputs` of a micro-batch, in order."""
+        return self._shapes.received(self.index, inputs, self.module)
+
+    def sent(self, inputs: Any) -> tuple[Layout, ...]:
+        """What the stage sends on for the `inputs` of a micro-batch, in order."""
+        return self._shapes.sent(self.index, inputs, self.module)
+
+    def __call__(self, inputs: Any, received: Sequence[torch.Tensor] = ()) -> Any:
+        """Computes the stage's part of a micro-batch.
+
+        Args:
+            inputs: the model's own, as for ``Engine.step``, on the stage's device.
+            received: as :meth:`received` says; leaves that require gradients where it says so.
+
+        Returns:
+            A tuple of tensors as :meth:`sent` says; on the last stage the model's output.
+
+        Raises:
+            ValueError: `received` is not what it should be.
+            RuntimeError: the model called other units than expected, or a unit returned another shape.
+        """
+        graph = self._shapes.of(inputs, self.module)
+        if graph.overwrites_inputs:  # a rank's stages have the same ones
+            inputs = tree_map_only(torch.Tensor, torch.clone, inputs)
+        self._prepare(inputs, received)
+        self._run = StageRun(graph, self.cut, self.index, received)
+        try:
+            return call_model(self.module, inputs)
+        finally:
+            self._run = None
+
+    # -- inside of the model's forward --
+
+    def _enter(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            raise RuntimeError(
+                f"the module of stage {self.index} was called by itself; call the stage, with what it receives"
+            )
+        try:
+            output = self._forward(*args, **kwargs)
+        except StageLeft:
+            return run.sent()
+        run.check_ended()
+        return output
+
+    def _prepare(self, inputs: Any, received: Sequence[torch.Tensor]) -> None:
+        device = next((p.device for p in self.module.parameters()), None)
+        device = device or next((t.device for t in (*received, *take_apart(inputs)[0])), torch.device("cpu"))
+        if device != self._device:
+            self._device = device
+            for removed in self._removed:
+                removed.stand_in(device)
+        if not self._attached:
+            # Only now, so that these hooks surround those of transforms: what is sent is what they return.
+            self._attached = True
+            for name, unit in self.units.items():
+                unit.register_forward_pre_hook(partial(self._before, name), prepend=True)
+                unit.register_forward_hook(self._after)
+                if name in self._elsewhere:
+                    unit.forward = partial(self._sometimes, unit.forward)  # type: ignore[method-assign]
+
+    def _before(self, name: str, module: nn.Module, args: Any) -> None:
+        if self._run is not None:  # else a recomputation in backward
+            self._run.begin(name)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._run is not None:
+            self._run.end(output)
+
+    def _sometimes(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a unit that other stages call as well."""
+        run = self._run
+        if run is None or not run.depth or not self._is_foreign(run.position - 1):
+            return forward(*args, **kwargs)
+        return run.stand_in(run.position - 1, self._device)
+
+    def _stub(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            raise RuntimeError(
+                f"{name!r}, which belongs to another stage than {self.index}, was called in backward: the model "
+                f"recomputes a region that holds units of two stages. Checkpoint each block by itself, or name the "
+                f"region's module as one unit (pp_units)"
+            )
+        if run.depth:  # called by one of this stage's units, as a part of it
+            return forward(*args, **kwargs)
+        run.begin(name)
+        run.depth = 0
+        return run.stand_in(run.position - 1, self._device)
+
+    def _is_foreign(self, call: int) -> bool:
+        return not self.start <= call < self.stop
+
+
+def _named_members(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from ((name, inner) for name, inner in module.named_modules(remove_duplicate=False) if name)
+    yield from module.named_parameters(remove_duplicate=False)
+
+
+def _calls_of(graph: CallGraph, unit: str) -> list[int]:
+    return [index for index, call in enumerate(graph.calls) if call.unit == unit]

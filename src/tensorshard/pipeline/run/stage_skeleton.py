@@ -1,0 +1,59 @@
+"""A model's skeleton that holds the parameters and buffers of one stage alone."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.modules.fake_copies import computed_attributes, keep_padding
+from tensorshard.modules.parameters import parameter_aliases
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A parameter or buffer that was taken from `owner`, where code may still ask for its shape, type and device."""
+
+    owner: nn.Module
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def stand_in(self, device: torch.device) -> None:
+        """Puts a tensor of its shape there that has one element in memory and is no parameter."""
+        vars(self.owner)[self.name] = torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+
+
+def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[nn.Module, list[Removed]]:
+    """A copy of `model`'s modules, under their names, with some of its own parameters and buffers.
+
+    Tensors that are kept are the model's own, not copies, so that a tie stays one.
+
+    Args:
+        keep: first names of the parameters to keep, each at all of its places.
+        stubs: names of modules that lose their buffers.
+    """
+    memo: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, memo | computed_attributes(model))
+    keep_padding(copied)
+    removed: list[Removed] = []
+    aliases = parameter_aliases(copied)
+    for path, module in copied.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and aliases[prefix + name] not in keep:
+                removed.append(_remove(module, module._parameters, name))
+        if any(path == stub or path.startswith(f"{stub}.") for stub in stubs):
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    removed.append(_remove(module, module._buffers, name))
+    for removal in removed:
+        removal.stand_in(torch.device("meta"))
+    return copied, removed
+
+
+def _remove(module: nn.Module, slots: Any, name: str) -> Removed:
+    tensor = slots.pop(name)
+    module._non_persistent_buffers_set.discard(name)
+    return Removed(module, name, tensor.shape, tensor.dtype)

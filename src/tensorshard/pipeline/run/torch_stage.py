@@ -1,0 +1,261 @@
+"""What the schedules of torch.distributed.pipelining drive: the one file that leans on its private interface.
+
+Schedules ask a stage for its sends and receives and tell it when to compute. All that they ask for is answered here, so
+that nothing else of torch's stages is used: inputs of any structure, outputs that are no tensors, shapes that change,
+and tensors that travel without their shapes being told first.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from tensorshard.modules.values import Layout
+from tensorshard.pipeline.run.split_backward import WeightBackward, backward_of_inputs
+from tensorshard.pipeline.run.stage_module import StageModule
+
+
+class StageHooks:
+    """What surrounds a stage's backwards; a subclass overrides what it needs."""
+
+    def before_forward(self, stage: StageModule, micro_batch: int) -> None:
+        """Called before each forward."""
+
+    def before_backward(self, stage: StageModule, micro_batch: int, last: bool) -> None:
+        """Called before each backward that adds to parameters' gradients; `last` if the stage's are final after it."""
+
+    def after_backward(self, stage: StageModule, micro_batch: int) -> None:
+        """Called after each of them."""
+
+    def after_last_backward(self, stage: StageModule) -> None:
+        """Called once a step, when the stage's gradients of all its micro-batches are there."""
+
+
+@dataclass
+class _MicroBatch:
+    """What a stage holds of one micro-batch between its forward and its backward."""
+
+    received_layouts: tuple[Layout, ...]
+    sent_layouts: tuple[Layout, ...]
+    received: tuple[torch.Tensor, ...] = ()
+    sent: tuple[torch.Tensor, ...] = ()
+    gradients: tuple[torch.Tensor | None, ...] = ()  # of what was sent
+    input_gradients: tuple[torch.Tensor | None, ...] = ()  # of what was received
+    weights: WeightBackward | None = None
+
+
+class ScheduledStage(_PipelineStageBase):
+    """A :class:`StageModule` between its neighbours.
+
+    Args:
+        stage: what computes.
+        group: of the pipeline's ranks.
+        device: of what is received.
+        context: of forwards, as in ``torch.autocast``; made anew for each.
+        hooks: around backwards.
+        split: whether schedules that compute gradients of inputs and of parameters apart may do so; if not, both are
+            computed when the former are due.
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[Any]],
+        hooks: StageHooks,
+        split: bool,
+    ) -> None:
+        # An empty module: torch would gather and reduce a sharded one at times of its own.
+        super().__init__(nn.Module(), stage.index, stage.cut.stages, device, group)
+        self.stage = stage
+        self._context, self._hooks = context, hooks
+        self._split = split and not stage.cut.graph.one_piece
+        self._inputs: Sequence[Any] = ()
+        self._held: dict[int, _MicroBatch] = {}
+        self._backwards = 0  # of this step that added to parameters' gradients
+
+    def begin(self, inputs: Sequence[Any]) -> None:
+        """Sets the micro-batches of the next step, and forgets what one that failed left."""
+        self._inputs = inputs
+        self._held = {}
+        self._backwards = 0
+
+    def _of(self, index: int) -> _MicroBatch:
+        if index not in self._held:
+            with self._context():
+                inputs = self._inputs[index]
+                self._held[index] = _MicroBatch(self.stage.received(inputs), self.stage.sent(inputs))
+        return self._held[index]
+
+    # -- forward --
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        held = self._of(fwd_chunk_id)
+        held.received = tuple(layout.empty(self.device) for layout in held.received_layouts)
+        return self._ops(dist.irecv, held.received_layouts, held.received, self.stage_index - 1)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        self._of(mb_index).received = tuple(tensor.detach() for tensor in prev_stage_outputs)
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        held = self._of(fwd_chunk_id)
+        for layout, tensor in zip(held.received_layouts, held.received, strict=True):
+            tensor.requires_grad_(layout.requires_grad)
+        self._hooks.before_forward(self.stage, fwd_chunk_id)
+        with self._named("forward", fwd_chunk_id), self._context():
+            output = self.stage(self._inputs[fwd_chunk_id], held.received)
+        if self.is_last:
+            return fwd_chunk_id, output  # the loss function of the schedule takes it from here
+        held.sent = output
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        held = self._of(fwd_chunk_id)
+        tensors = [layout.arranged(t.detach()) for layout, t in zip(held.sent_layouts, held.sent, strict=True)]
+        return self._ops(dist.isend, held.sent_layouts, tensors, self.stage_index + 1)
+
+    # -- backward --
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.has_backward or self.is_last:
+            return []
+        held = self._of(bwd_chunk_id)
+        held.gradients = tuple(
+            layout.empty(self.device) if layout.requires_grad else None for layout in held.sent_layouts
+        )
+        return self._ops(dist.irecv, held.sent_layouts, held.gradients, self.stage_index + 1)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        self._of(mb_index).gradients = tuple(next_stage_bwd_outputs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not self.has_backward:
+            self._held.pop(bwd_chunk_id, None)
+            return
+        held = self._of(bwd_chunk_id)
+        outputs = [loss] if self.is_last else list(held.sent)
+        gradients = [None] if self.is_last else list(held.gradients)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if output.requires_grad and (self.is_last or gradient is not None)
+        ]
+        if full_backward or not self._split:
+            self._before_gradients(bwd_chunk_id)
+            if pairs:
+                with self._named("backward", bwd_chunk_id):
+                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            held.input_gradients = tuple(t.grad for t in held.received)
+            self._hooks.after_backward(self.stage, bwd_chunk_id)
+        else:
+            with self._named("backward", bwd_chunk_id):
+                found, held.weights = backward_of_inputs(
+                    [t for t, _ in pairs], [g for _, g in pairs], held.received, self.stage.module.parameters()
+                )
+            held.input_gradients = tuple(found)
+        held.received = held.sent = held.gradients = ()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        held = self._held.get(bwd_chunk_id)
+        if held is None or held.weights is None:
+            return
+        self._before_gradients(bwd_chunk_id)
+        with self._named("backward", bwd_chunk_id):
+            held.weights.run()
+        held.weights = None
+        self._hooks.after_backward(self.stage, bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.has_backward or self.is_first:
+            return []
+        held = self._of(bwd_chunk_id)
+        tensors = [
+            self._gradient(layout, gradient) if layout.requires_grad else None
+            for layout, gradient in zip(held.received_layouts, held.input_gradients, strict=True)
+        ]
+        held.input_gradients = ()
+        return self._ops(dist.isend, held.received_layouts, tensors, self.stage_index - 1)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        if not self.has_backward:
+            return ()
+        held = self._of(mb_index)
+        gradients, held.input_gradients = held.input_gradients, ()
+        return gradients
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            self._hooks.after_last_backward(self.stage)
+
+    # -- what schedules call, and what needs nothing done here --
+
+    def clear_runtime_states(self) -> None:
+        """Nothing: :meth:`begin` does it."""
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Nothing: what backward starts from is scaled."""
+
+    def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
+        self.chunks = num_microbatches
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())  # read by a check of torch 2.13's
+        return ()
+
+    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
+        self.chunks = num_microbatches
+        return ()
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []  # the runner opens the group's connections
+
+    # -- internals --
+
+    @contextmanager
+    def _named(self, what: str, index: int) -> Iterator[None]:
+        """Says of an exception where it happened: the ranks that wait for this one raise others."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(
+                f"in the {what} of micro-batch {index} on stage {self.stage_index} of {self.num_stages} "
+                f"(pipeline rank {self.group_rank})"
+            )
+            raise
+
+    def _before_gradients(self, index: int) -> None:
+        # Counted here, because schedules do not call a backward the last whose weights they think are still to come.
+        self._backwards += 1
+        self._hooks.before_backward(self.stage, index, last=self._backwards == len(self._inputs))
+
+    def _gradient(self, layout: Layout, gradient: torch.Tensor | None) -> torch.Tensor:
+        if gradient is None:
+            return layout.empty(self.device).zero_()
+        return layout.arranged(gradient)
+
+    def _ops(
+        self, kind: Any, layouts: Sequence[Layout], tensors: Sequence[torch.Tensor | None], neighbour: int
+    ) -> list[dist.P2POp]:
+        if not tensors:
+            return []
+        group = self.group if self.group is not None else dist.group.WORLD
+        peer = dist.get_global_rank(group, self.stage_index_to_group_rank[neighbour])  # type: ignore[arg-type]
+        return [
+            dist.P2POp(kind, layout.on_the_wire(tensor), peer, self.group)
+            for layout, tensor in zip(layouts, tensors, strict=True)
+            if tensor is not None
+        ]

@@ -1,0 +1,145 @@
+"""What one run of a model showed: its unit calls in order, and what each of them needs of earlier ones."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from tensorshard.modules.values import Layout, Structure
+
+Leaf = tuple[int, int]
+"""A tensor: the index of the unit call that returned it, and its index among the tensors of that call's output."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a unit call, or the model's output, is computed from.
+
+    Args:
+        leaves: outputs of earlier unit calls.
+        parameters: by their first names, those that functional code or the call itself reads.
+        draws: random operations of functional code, by number.
+        escapes: earlier calls whose tensors it reads although they were not returned.
+    """
+
+    leaves: frozenset[Leaf] = frozenset()
+    parameters: frozenset[str] = frozenset()
+    draws: frozenset[int] = frozenset()
+    escapes: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """One call of a unit.
+
+    Args:
+        unit: the unit's name.
+        reads: what it needs.
+        gradients: of that, the outputs of earlier calls that gradients of its own outputs go to.
+        structure, layouts: its output, and the tensors in it.
+        flops: floating-point operations of its forward, those of functional code before it included.
+        written_bytes: of all that its operations return, that code included.
+        saved_bytes: of what its forward keeps for backward, parameters excluded.
+    """
+
+    unit: str
+    reads: Reads
+    gradients: frozenset[Leaf]
+    structure: Structure
+    layouts: tuple[Layout, ...]
+    flops: int
+    written_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class CallGraph:
+    """One run of a model.
+
+    Args:
+        calls: of units, in their order.
+        output: what the model's output needs.
+        output_gradients: outputs of calls that gradients of the model's output go to.
+        overwritten: outputs of calls that code outside of units changes in place.
+        changed: outputs of calls that later calls change in place.
+        overwrites_inputs: whether the model changes its inputs in place.
+        parameters: for each unit, its parameters by their first names; those of its submodules included.
+        bytes_of: bytes of each parameter.
+        stateful: units that change buffers of theirs.
+        nested: units that others call as a part of themselves.
+        hooked: units with hooks on their backward.
+        one_piece: whether gradients of inputs and of parameters must be computed together, for hooks that change them
+            on their way, or for regions that are recomputed as one autograd function.
+    """
+
+    calls: tuple[UnitCall, ...]
+    output: Reads
+    output_gradients: frozenset[Leaf]
+    overwritten: frozenset[Leaf]
+    changed: frozenset[Leaf]
+    overwrites_inputs: bool
+    parameters: dict[str, tuple[str, ...]]
+    bytes_of: dict[str, int]
+    stateful: frozenset[str]
+    nested: frozenset[str]
+    hooked: frozenset[str]
+    one_piece: bool
+
+    def reads(self, index: int) -> Reads:
+        """What call `index` needs; what the output needs for the index after the last call."""
+        return self.output if index == len(self.calls) else self.calls[index].reads
+
+    def layout(self, leaf: Leaf) -> Layout:
+        """What is known of `leaf`."""
+        return self.calls[leaf[0]].layouts[leaf[1]]
+
+    def sent_layout(self, leaf: Leaf) -> Layout:
+        """The same for a `leaf` that crosses a cut, for which no gradient comes back where there is none."""
+        layout = self.layout(leaf)
+        return replace(layout, requires_grad=layout.requires_grad and leaf in self._with_gradients)
+
+    @cached_property
+    def _with_gradients(self) -> frozenset[Leaf]:
+        # What later calls write into an output may have gradients where its first content has none.
+        found = set(self.output_gradients | self.changed)
+        with_gradients = {call for call, _ in found}
+        for index in reversed(range(len(self.calls))):
+            if index in with_gradients:
+                found |= self.calls[index].gradients
+                with_gradients |= {call for call, _ in self.calls[index].gradients}
+        return frozenset(found)
+
+    @cached_property
+    def _last_use(self) -> dict[Leaf, int]:
+        last: dict[Leaf, int] = {}
+        for index in range(len(self.calls) + 1):
+            for leaf in self.reads(index).leaves:
+                last[leaf] = index
+        return last
+
+    def crossing(self, position: int) -> tuple[Leaf, ...]:
+        """The outputs of calls before `position` that calls from there on, or the model's output, need."""
+        return tuple(sorted(leaf for leaf, last in self._last_use.items() if leaf[0] < position <= last))
+
+    def crossing_bytes(self, position: int) -> int:
+        """Bytes that a cut at `position` sends forward for one micro-batch."""
+        return sum(self.layout(leaf).nbytes for leaf in self.crossing(position))
+
+    def parameters_of(self, start: int, stop: int) -> frozenset[str]:
+        """First names of the parameters that a stage of the calls from `start` to before `stop` needs."""
+        needed: set[str] = set()
+        for index in range(start, stop):
+            needed |= set(self.parameters[self.calls[index].unit]) | self.calls[index].reads.parameters
+        if stop == len(self.calls):
+            needed |= self.output.parameters
+        return frozenset(needed)
+
+    def parameter_bytes(self, start: int, stop: int) -> int:
+        """Bytes of the parameters of such a stage."""
+        return sum(self.bytes_of[name] for name in self.parameters_of(start, stop))
+
+
+def spans(positions: Iterable[int], length: int) -> list[tuple[int, int]]:
+    """The ranges of calls between cuts at `positions`."""
+    edges = [0, *positions, length]
+    return list(pairwise(edges))

@@ -1,0 +1,35 @@
+"""Finding the shapes that a unit returns by running it, where they depend on values: a mixture of experts, say."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.modules.fake_copies import copy_with
+from tensorshard.modules.values import map_tensors
+
+
+def run_for_real(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a copy of `unit` with arbitrary weights returns for arbitrary values, on the CPU.
+
+    For as long as it takes, the memory of that one unit is held.
+
+    Args:
+        unit: on fake tensors; it is not changed.
+        args, kwargs: tensors of which the shapes, types and need of gradients count.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def values(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, generator=generator).mul_(0.02).to(tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    copied = copy_with(unit, values)
+    # Its forward is the one that notes calls on fake tensors, which ends with the unit's own; hooks are around it.
+    forward = vars(copied)["forward"].args[-1]
+    given = map_tensors(
+        lambda tensor: values("", tensor).requires_grad_(tensor.requires_grad and tensor.is_floating_point()),
+        (args, kwargs),
+    )
+    return forward(*given[0], **given[1])

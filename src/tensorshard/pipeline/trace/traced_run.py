@@ -1,0 +1,235 @@
+"""One run of a model on fake tensors: which units were called, and what each of them needed of earlier ones."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
+
+from tensorshard.modules.detached_alias import Alias
+from tensorshard.modules.tensors import storage_key
+from tensorshard.modules.values import Layout, map_tensors, take_apart, tensors_in
+from tensorshard.pipeline.trace.call_graph import Leaf, UnitCall
+from tensorshard.pipeline.trace.real_run import run_for_real
+from tensorshard.pipeline.trace.unit_sources import Labels, reads_of
+
+BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise where their values are asked for."""
+
+# Of autograd's nodes, what does more in backward than computing gradients one by one.
+_ONE_PIECE = ("BackwardHookFunctionBackward", "CheckpointFunctionBackward")
+
+
+class UncuttableError(ValueError):
+    """A model cannot be cut into stages, whatever its inputs: the message says what stands in the way."""
+
+
+class Recording:
+    """What is noted during one run.
+
+    Args:
+        twin: the model's copy on fake tensors.
+        labels: of its values.
+        fake: the mode of its tensors.
+        device: of them.
+
+    Attributes:
+        calls: of units, those that ended.
+        nested: units that others called as a part of themselves.
+        stateful: units that changed their buffers.
+        impure: modules outside of units whose own code drew random numbers or changed a buffer.
+        one_piece: as of :class:`tensorshard.pipeline.trace.call_graph.CallGraph`.
+    """
+
+    def __init__(self, twin: nn.Module, labels: Labels, fake: FakeTensorMode, device: torch.device) -> None:
+        self._twin, self.labels, self._fake, self._device = twin, labels, fake, device
+        self.calls: list[UnitCall] = []
+        self.nested: set[str] = set()
+        self.stateful: set[str] = set()
+        self.impure: set[str] = set()
+        self.one_piece = False
+        self._inside: list[str] = []  # the modules outside of units that are running
+        self._running: list[str] = []  # the units that are, and the version of the buffers of the outermost
+        self._versions: list[int] = []
+        self._leaves: dict[int, Leaf] = {}  # which output of a unit a tensor that autograd starts from stands for
+        self._saved: _SavedBytes | None = None
+        self._estimated = False  # whether the unit that is running was run for real, out of autograd's sight
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Notes what runs inside."""
+        with self.labels, _quiet():
+            yield
+
+    @property
+    def module(self) -> str:
+        """The module outside of units that is running."""
+        return self._inside[-1] if self._inside else ""
+
+    # -- units --
+
+    def begin(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        """A call of the unit `name` begins."""
+        if self._running:
+            self.nested.add(name)
+        else:
+            if not torch.is_grad_enabled() and _is_checkpointed():
+                raise UncuttableError(
+                    f"the model recomputes {name!r} by torch.utils.checkpoint with use_reentrant=True, which a "
+                    f"pipeline's stages cannot run; use use_reentrant=False, or Plan(recompute='full') instead of it"
+                )
+            self.labels.call, self._estimated = len(self.calls), False
+            # What it is given it may read by ways that are not seen.
+            passed = self.labels.of(tensors_in((args, kwargs)))
+            self.labels.read = {atom for atom in passed if atom[0] != "call"}
+            self._versions = [buffer._version for buffer in unit.buffers()]
+        self._running.append(name)
+
+    def compute(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The forward of the unit `name`."""
+        if len(self._running) > 1:
+            return forward(*args, **kwargs)
+        if not self._running:
+            raise UncuttableError(
+                f"the model calls {name}.forward(...) itself, which passes by the hooks that stages run a module with; "
+                f"call the module, as in {name}(...), or name an enclosing module as one unit (pp_units)"
+            )
+        unit = self._twin.get_submodule(name)
+        self._saved = _SavedBytes(unit)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, lambda tensor: tensor):
+                return self._forward(unit, forward, args, kwargs)
+        except BaseException:
+            self._running.clear()
+            self.labels.call = None
+            raise
+
+    def end(self, name: str, unit: nn.Module, output: Any) -> Any:
+        """The call that began last is over.
+
+        Returns:
+            What is known of `output` outside of the unit; None inside of another.
+        """
+        self._running.pop()
+        if self._running:
+            return None
+        labels = self.labels
+        call, labels.call = labels.call, None
+        assert call is not None and self._saved is not None
+        tensors, structure = take_apart(output)
+        reads = reads_of(labels.read)
+        gradients = reads.leaves if self._estimated else self.sources(tensors)
+        layouts = tuple(Layout.of(tensor) for tensor in tensors)
+        self.calls.append(
+            UnitCall(name, reads, gradients, structure, layouts, labels.flops, labels.written_bytes, self._saved.nbytes)
+        )
+        if [buffer._version for buffer in unit.buffers()] != self._versions or _keeps_statistics(unit):
+            self.stateful.add(name)
+        count = iter(range(len(tensors)))
+        fresh = map_tensors(lambda tensor: self._fresh(tensor, call, next(count)), output)
+        labels.flops = labels.written_bytes = 0
+        return fresh
+
+    def _forward(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error:
+            # Inside of a unit values may decide, and kernels may lack a fake one: shapes must be found otherwise.
+            self._estimated = True
+            try:
+                with _disable_current_modes():
+                    return run_for_real(unit, args, kwargs)
+            except Exception:
+                raise error from None
+
+    def _fresh(self, tensor: torch.Tensor, call: int, index: int) -> torch.Tensor:
+        """A tensor like one that a unit returned, of unknown value and with no other label than this."""
+        layout = Layout.of(tensor)
+        with _disable_current_modes(), self._fake:
+            fresh = layout.empty(self._device)
+        fresh.requires_grad_(layout.requires_grad)
+        self._leaves[id(fresh)] = (call, index)
+        self.labels.set_output(fresh, (call, index))
+        return Alias.apply(fresh) if layout.requires_grad else fresh  # functional code may change it in place
+
+    # -- code outside of units --
+
+    def enter(self, name: str) -> None:
+        """The forward of the module `name` begins."""
+        if self.labels.call is None:
+            self._inside.append(name)
+            self.labels.impure = False
+
+    def leave(self, may_repeat: Callable[[str], bool]) -> None:
+        """The forward that was entered last is over; `may_repeat` says of a module whether all stages may run it."""
+        if self.labels.call is not None:
+            return
+        name = self._inside.pop()
+        if self.labels.impure and not may_repeat(name):
+            self.impure.add(name)
+            self.labels.impure = False
+
+    def sources(self, tensors: Iterable[torch.Tensor]) -> frozenset[Leaf]:
+        """The outputs of earlier calls that gradients of `tensors` go to."""
+        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        seen = set(nodes)
+        found = {self._leaves[id(tensor)] for tensor in tensors if id(tensor) in self._leaves}
+        while nodes:
+            node = nodes.pop()
+            self.one_piece |= node.name() in _ONE_PIECE
+            variable = getattr(node, "variable", None)
+            if id(variable) in self._leaves:
+                found.add(self._leaves[id(variable)])
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    nodes.append(following)
+        return frozenset(found)
+
+
+class _SavedBytes:
+    """Counts what autograd keeps for backward, parameters and repetitions aside."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.nbytes = 0
+        self._seen = {storage_key(parameter) for parameter in unit.parameters()}
+        self._kept: list[torch.Tensor] = []
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = storage_key(tensor)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._kept.append(tensor)
+            self.nbytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+def _is_checkpointed() -> bool:
+    """Whether the caller is inside of a region that ``torch.utils.checkpoint`` recomputes as one autograd function."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's report of a kernel that has no fake one, after which the unit is run for real."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _keeps_statistics(unit: nn.Module) -> bool:
+    return any(isinstance(module, _NormBase) and module.track_running_stats for module in unit.modules())

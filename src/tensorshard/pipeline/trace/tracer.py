@@ -1,0 +1,224 @@
+"""Running a model on fake tensors, to learn in which order its units are called and what each needs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from tensorshard.modules.batches import call_model
+from tensorshard.modules.parameters import parameter_aliases
+from tensorshard.modules.tensors import storage_key
+from tensorshard.modules.values import tensors_in
+from tensorshard.pipeline.trace.call_graph import CallGraph
+from tensorshard.pipeline.trace.fake_model import make_twin, sample
+from tensorshard.pipeline.trace.pipeline_units import find_units
+from tensorshard.pipeline.trace.traced_run import BY_VALUE, Recording, UncuttableError
+from tensorshard.pipeline.trace.unit_sources import Labels, reads_of
+
+
+class Tracer:
+    """Runs fake copies of a model, which may be on the meta device.
+
+    Parameters take no memory; buffers keep their values where they have any, and so do inputs, so that code that looks
+    at them (a mask without padding is left out, say) does what it would do.
+
+    Args:
+        model: whole; it is not changed.
+        units: patterns of module names to be blocks, or None to find them.
+        device: of the tensors in the runs; where it is not the device of the training, types under autocast may differ.
+        prepare: what is done with the copy, as with the model, after its units were found: called with it, under the
+            mode of its fake tensors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        units: list[str] | None = None,
+        device: torch.device | str = "cpu",
+        prepare: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.unit_names = list(find_units(model, units))
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with _disable_current_modes():
+            self._twin = make_twin(model, self._fake, self.device)
+            if prepare is not None:
+                with self._fake:
+                    prepare(self._twin)
+        self._aliases = parameter_aliases(self._twin)
+        self._recording: Recording | None = None
+        self._watched: set[str] = set()
+        for name in self.unit_names:
+            self._watch(name)
+        for name, module in self._twin.named_modules():
+            module.register_forward_pre_hook(partial(self._entered, name), prepend=True)
+            module.register_forward_hook(self._left, always_call=True)
+
+    def trace(self, inputs: Any) -> CallGraph:
+        """Runs on sample `inputs`, with gradients, until every module that must not run twice is a unit.
+
+        Args:
+            inputs: as for ``Engine.step``; their values matter only to code that looks at them.
+
+        Raises:
+            UncuttableError: outside of units the model decides by the value of what a unit computed, changes a buffer
+                of its own by it, or has hooks on backward; or it calls no units.
+        """
+        self._check_backward_hooks()
+        while True:
+            with torch.enable_grad():
+                graph, impure = self._run(inputs)
+            names = [name for name in sorted(impure) if name not in self.unit_names]
+            if not names:
+                return graph
+            for name in names:
+                self.unit_names.append(name)
+                self._watch(name)
+
+    def run(self, inputs: Any) -> CallGraph:
+        """One run on `inputs`, with gradients and autocast as they are set.
+
+        Raises:
+            UncuttableError: as for :meth:`trace`.
+        """
+        return self._run(inputs)[0]
+
+    def _run(self, inputs: Any) -> tuple[CallGraph, set[str]]:
+        """The same, and the modules that must not run twice though they are no units."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        samples = tree_map_only(torch.Tensor, lambda tensor: sample(tensor, self._fake, self.device), inputs)
+        with _disable_current_modes(), torch.random.fork_rng(devices=devices), self._recorded(samples) as recording:
+            output = tensors_in(self._output(recording, samples))
+            atoms = recording.labels.of(output)
+            output_gradients = recording.sources(output)
+        labels = recording.labels
+        if not recording.calls:
+            raise UncuttableError(
+                f"{type(self._twin).__name__} called none of its {len(self.unit_names)} units as modules; a stage runs "
+                f"those that are called as module(...), not by other methods, nor by their weights alone"
+            )
+        for buffer, from_units in labels.written_buffers.items():
+            if from_units:
+                raise UncuttableError(
+                    f"buffer {buffer!r} is changed by code outside of the model's units, by what units computed; each "
+                    f"stage would change it differently. Move that code into the unit, or name the module that holds "
+                    f"it as a unit (pp_units)"
+                )
+        graph = CallGraph(
+            calls=tuple(recording.calls),
+            output=reads_of(atoms),
+            output_gradients=output_gradients,
+            overwritten=frozenset(labels.overwritten),
+            changed=frozenset(labels.changed),
+            overwrites_inputs=labels.overwrites_inputs,
+            parameters=self._unit_parameters(),
+            bytes_of={name: p.numel() * p.element_size() for name, p in self._twin.named_parameters()},
+            stateful=frozenset(recording.stateful),
+            nested=frozenset(recording.nested),
+            hooked=frozenset(n for n in self.unit_names if _has_backward_hooks(self._twin.get_submodule(n))),
+            one_piece=recording.one_piece,
+        )
+        return graph, recording.impure
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Tracer":
+        return self  # the hooks and forwards of its copy, of which parts are copied again, refer to it
+
+    def follow_modes(self, model: nn.Module) -> None:
+        """Sets the copy's modules to training or evaluation as those of `model` are."""
+        for name, module in model.named_modules():
+            self._twin.get_submodule(name).training = module.training
+
+    # -- internals --
+
+    def _unit_parameters(self) -> dict[str, tuple[str, ...]]:
+        return {
+            name: tuple(
+                dict.fromkeys(
+                    self._aliases[f"{name}.{inner}"]
+                    for inner, _ in self._twin.get_submodule(name).named_parameters(remove_duplicate=False)
+                )
+            )
+            for name in self.unit_names
+        }
+
+    @contextmanager
+    def _recorded(self, samples: Any) -> Iterator[Recording]:
+        parameters = {storage_key(p): name for name, p in self._twin.named_parameters()}
+        buffers = {storage_key(b): name for name, b in self._twin.named_buffers()}
+        labels = Labels(self._fake, parameters, buffers, set(map(storage_key, tensors_in(samples))))
+        self._recording = Recording(self._twin, labels, self._fake, self.device)
+        try:
+            with self._recording.active():
+                yield self._recording
+        finally:
+            self._recording = None
+
+    def _output(self, recording: Recording, samples: Any) -> Any:
+        try:
+            return call_model(self._twin, samples)
+        except BY_VALUE as error:
+            where = recording.module
+            owner = f"module {where!r}" if where else "the model's own forward"
+            last = recording.calls[-1].unit if recording.calls else None
+            remedy = f"Name {where!r} as one unit (pp_units)" if where else "Move that code into a module with them"
+            raise UncuttableError(
+                f"{owner} ({type(self._twin.get_submodule(where)).__name__}) decides by the value of a tensor that is "
+                f"computed by units, after the call of {last!r} ({error.func}); only the stage of that unit would "
+                f"have the value. {remedy}, so that it runs on one stage"
+            ) from error
+
+    def _watch(self, name: str) -> None:
+        # Hooks, as on the stages: what users hooked to a unit is a part of it.
+        unit = self._twin.get_submodule(name)
+        unit.forward = partial(self._computed, name, unit.forward)  # type: ignore[method-assign]
+        unit.register_forward_pre_hook(partial(self._begun, name), prepend=True, with_kwargs=True)
+        unit.register_forward_hook(partial(self._ended, name))
+        self._watched |= {f"{name}.{inner}".rstrip(".") for inner, _ in unit.named_modules()}
+
+    def _begun(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._recording is not None:
+            self._recording.begin(name, unit, args, kwargs)
+
+    def _computed(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._recording is None:
+            return forward(*args, **kwargs)
+        return self._recording.compute(name, forward, args, kwargs)
+
+    def _ended(self, name: str, unit: nn.Module, args: Any, output: Any) -> Any:
+        return None if self._recording is None else self._recording.end(name, unit, output)
+
+    def _entered(self, name: str, module: nn.Module, args: Any) -> None:
+        if self._recording is not None:
+            self._recording.enter(name)
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._recording is not None:
+            self._recording.leave(lambda name: name in self._watched or self._holds_units(name))
+
+    def _check_backward_hooks(self) -> None:
+        for name, module in self._twin.named_modules():
+            if name in self._watched or not self._holds_units(name):
+                continue
+            if _has_backward_hooks(module):
+                raise UncuttableError(
+                    f"{f'module {name!r}' if name else 'the model'} has a hook on its backward, and its modules may be "
+                    f"on several stages, of which none has the gradients of both ends; hook its modules instead, such "
+                    f"as {self._first_unit_in(name)!r}" + (f", or name {name!r} as one unit (pp_units)" if name else "")
+                )
+
+    def _first_unit_in(self, name: str) -> str:
+        return next(unit for unit in self.unit_names if not name or unit.startswith(f"{name}."))
+
+    def _holds_units(self, name: str) -> bool:
+        return any(not name or unit.startswith(f"{name}.") for unit in self.unit_names)
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -1,0 +1,172 @@
+"""What the Engine and checkpoints see of a laid-out model, whatever the plan: :class:`ShardedModel`.
+
+Its *masters* are what the optimizer updates.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.modules.parameters import parameter_aliases
+
+
+class ParameterSplit(Protocol):
+    """How tensor parallelism splits the parameters, as far as data parallelism and checkpoints have to know."""
+
+    @property
+    def size(self) -> int:
+        """Ranks that a parameter may be split over."""
+
+    @property
+    def rank(self) -> int:
+        """This one among them."""
+
+    def layout(self, name: str) -> Any:
+        """How the parameter `name` lies over the ranks."""
+
+    def num_shards(self, name: str) -> int:
+        """Into how many shards the parameter `name` is cut."""
+
+    def local(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of the parameter `name`."""
+
+    def full(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The full parameter `name` of `shape`, of which every rank gives its `local` shard. A collective."""
+
+    def keep_outputs_split(self) -> AbstractContextManager[None]:
+        """Within this, output layers leave their logits split over the ranks."""
+
+    def describe(self) -> str | None:
+        """What is split, for people; None where nothing is."""
+
+
+class ShardedModel(ABC):
+    """A model whose gradients are averaged over the data ranks, and whose states are sharded as a ZeRO level says."""
+
+    def __init__(self, model: nn.Module, split: ParameterSplit) -> None:
+        self.model = model
+        self.split = split
+        self._aliases = parameter_aliases(model)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        persistent = model.state_dict(keep_vars=True)
+        self._buffer_shapes = {name: b.shape for name, b in model.named_buffers() if name in persistent}
+
+    def full_shapes(self) -> dict[str, torch.Size]:
+        """The shapes of all of the original model's parameters, also of those that other pipeline ranks have."""
+        return self._shapes
+
+    def buffer_shapes(self) -> dict[str, torch.Size]:
+        """The same for the buffers that belong into a state dict."""
+        return self._buffer_shapes
+
+    def describe_stages(self) -> str | None:
+        """The stages of the pipeline, if there is one."""
+        return None
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the original model's parameter requires a gradient."""
+        return name in self._trained
+
+    def full_shape(self, name: str) -> torch.Size:
+        """The shape of the original model's parameter."""
+        return self._shapes[name]
+
+    def ways_split(self) -> dict[torch.Tensor, float]:
+        """Over how many ranks each master's elements are spread; the others of the world hold copies."""
+        ways: dict[torch.Tensor, float] = {}
+        for name, master in self.masters().items():
+            sharded = isinstance(master, DTensor) and any(p.is_shard() for p in master.placements)
+            over = master.device_mesh.size(-1) if isinstance(master, DTensor) and sharded else 1
+            ways[master] = over * self.split.num_shards(name)
+        return ways
+
+    def aliases(self) -> dict[str, str]:
+        """For every name of a parameter, the first one that it has in the original model; tied ones have several."""
+        return self._aliases
+
+    @abstractmethod
+    def masters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer updates, by the original model's names: DTensors where sharded, fp32 or wider."""
+
+    @abstractmethod
+    def held_numel(self) -> int:
+        """Elements of the parameters that this rank holds between steps, padding included."""
+
+    @property
+    @abstractmethod
+    def gradient_divisor(self) -> int:
+        """What the sum of the ranks' gradients is divided by within a step; outside of one, by the data ranks."""
+
+    def discard_gradients(self) -> None:
+        """Called before a step: forgets the gradients that there are, also those that a failed step left unfinished."""
+        for master in self.masters().values():
+            master.grad = None
+
+    @abstractmethod
+    def begin_micro_batch(self, last: bool) -> None:
+        """Called before each forward of a step; `last` when the step's gradients are complete after its backward."""
+
+    def interleaved(self) -> AbstractContextManager[None]:
+        """Surrounds a step in which forwards and backwards of several micro-batches take turns, as in a pipeline.
+
+        A backward may then come in parts; :meth:`begin_micro_batch` is called before each, and
+        :meth:`finish_micro_batch` after it.
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def finish_micro_batch(self) -> None:
+        """Called when a backward of an interleaved step is over."""
+
+    @abstractmethod
+    def finish_backward(self) -> None:
+        """Called after a step's last backward: every master's gradient is final when this returns."""
+
+    @abstractmethod
+    def publish_update(self) -> None:
+        """Called after the masters were changed: what forward computes with follows them."""
+
+    def publish_load(self) -> None:
+        """Called after the masters were overwritten, frozen ones included, which no update changes."""
+        self.publish_update()
+
+    @abstractmethod
+    def finish_gather(self) -> None:
+        """Waits for what :meth:`publish_update` started."""
+
+    def persistent_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that belong into a state dict, by the original model's names."""
+        state = self.model.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in state}
+
+    def owned_buffers(self) -> dict[str, torch.Tensor]:
+        """Those of :meth:`persistent_buffers` that are this rank's to save."""
+        return self.persistent_buffers()
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every master whole, one at a time, by the original model's names. A collective: all ranks iterate."""
+        for name, master in self.masters().items():
+            local = master.detach()
+            if isinstance(local, DTensor):
+                local = local.full_tensor()
+            yield name, self.split.full(name, local, self._shapes[name])
+
+    def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
+        """The original model's state dict, whole, on the CPU; {} on ranks that do not `keep` it. A collective."""
+        full: dict[str, torch.Tensor] = {}
+        for name, tensor in self.full_parameters():
+            if keep:
+                full[name] = tensor.detach().to("cpu", copy=True)
+        if not keep:
+            return {}
+        buffers = self.persistent_buffers()
+        return {
+            name: full[self._aliases[name]] if name in self._aliases else buffers[name].detach().to("cpu", copy=True)
+            for name in self.model.state_dict(keep_vars=True)
+        }

@@ -1,0 +1,1 @@
+"""A table applied to a model: forwards are replaced on the instances."""

@@ -1,0 +1,311 @@
+"""Tensor parallelism: a table's styles applied to a model (Shoeybi et al. 2019).
+
+Only forwards and attributes change, on the instances: names, classes and hooks stay as they are, so that
+neither the model nor a checkpoint knows. Parameters are left to the caller, who puts into their places what
+:func:`local_part` makes of them, as plain tensors or as DTensors.
+"""
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from tensorshard.comm import differentiable as collectives
+from tensorshard.comm.groups import Group, resolve_group
+from tensorshard.comm.sharding import to_local
+from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
+from tensorshard.layers.split_embedding import parallel_embedding
+from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.tensor_parallel.apply.divide import check_divides, divide
+from tensorshard.tensor_parallel.apply.multihead_attention import attention_layouts, keep_layers_called, split_attention
+from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
+from tensorshard.tensor_parallel.apply.shared_heads import check_shared_heads, share_heads
+from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
+from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable, is_transposed
+from tensorshard.tensor_parallel.table.layouts import WHOLE, Layout, check_can_split
+from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
+from tensorshard.tensor_parallel.table.table import TensorPlan
+
+# Which layers a style is for; linear ones where it is not said.
+_LAYER_KINDS = {"vocab": "embedding", "classes": "head"}
+_CLASS_NAMES = {
+    "linear": "an unmodified nn.Linear",
+    "embedding": "an unmodified nn.Embedding",
+    "head": "a ParallelLinearCrossEntropy",
+}
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    plan: TensorPlan,
+    group: Group,
+    *,
+    shared_inputs: Iterable[Sequence[str]] = (),
+    outputs: SplitOutputs | None = None,
+    whole: nn.Module | None = None,
+    elsewhere: Container[str] = (),
+) -> dict[str, Layout]:
+    """Makes `model` compute its part of what `plan` splits.
+
+    Args:
+        model: on any device, the meta device included. Its parameters are still whole; the caller replaces
+            them.
+        plan: the table.
+        group: the tensor-parallel ranks.
+        shared_inputs: names of column layers that are called with the same tensor, in the order of their calls, as
+            :attr:`FoundPlan.shared_inputs` has them. They communicate once for all.
+        outputs: what the output layers (``colwise_gather``) ask whether to gather; None for always.
+        whole: where `model` is a stage of a pipeline, the model as it was: by it names are matched and layouts found.
+        elsewhere: names of what other stages compute, which is left as it is.
+
+    Returns:
+        The layout of every parameter, by each of its names.
+
+    Raises:
+        ValueError: an entry that matches nothing; a style that does not suit what it names; sizes or
+            attributes that cannot be split; tied parameters that would be laid out differently. Nothing is
+            changed then.
+    """
+    process_group = resolve_group(group)
+    outputs = outputs or SplitOutputs()
+    styles = plan.resolve(whole or model)
+    layouts = find_layouts(whole or model, styles, process_group.size())
+    styles = {name: style for name, style in styles.items() if name not in elsewhere}
+    keep_layers_called(model, {name for name, layout in layouts.items() if layout.dim is not None})
+    for name, module in model.named_modules():
+        style = styles.get(name)
+        if style is not None:
+            _apply(module, style, process_group, outputs)
+        parameters = [key for key in module._parameters if (s := styles.get(_join(name, key))) and s.sums_gradients]
+        if parameters and not (style is not None and style.sums_gradients):
+            module.forward = partial(_forward_summing, module, module.forward, parameters, process_group)  # type: ignore[method-assign]
+    for names in shared_inputs:
+        layers = [
+            model.get_submodule(name) for name in names if (style := styles.get(name)) and style.kind in COLUMN_KINDS
+        ]
+        shared = SharedColumns(layers, process_group)
+        for index, layer in enumerate(layers):
+            layer.forward = partial(shared.forward, index)  # type: ignore[method-assign]
+    return layouts
+
+
+def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, Layout]:
+    """The layout of every parameter of `model`, by each of its names, on `size` ranks. Changes nothing.
+
+    Args:
+        styles: as :meth:`TensorPlan.resolve` gives them.
+
+    Raises:
+        ValueError: as :func:`apply_tensor_parallel`.
+    """
+    layouts: dict[str, Layout] = {}
+    chosen: dict[int, tuple[str, Layout]] = {}
+    unsaid: list[tuple[str, torch.Tensor]] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = _module_layouts(prefix, module, styles.get(prefix), size)
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = _join(prefix, key)
+            layout = own.get(key, WHOLE)
+            if name in styles:
+                layout = _parameter_layout(name, parameter, styles[name])
+            elif prefix not in styles and as_splittable(module) is None:
+                unsaid.append((name, parameter))  # what it is tied to, if anything, says it
+                continue
+            check_can_split(layout, size, name)
+            first, other = chosen.setdefault(id(parameter), (name, layout))
+            if other != layout:
+                raise ValueError(
+                    f"{first} and {name} are one tied parameter, and the table splits only one of them or splits them "
+                    f"differently: give 'vocab' to an embedding and 'colwise_gather' to the layer tied to it"
+                )
+            layouts[name] = layout
+    layouts.update({name: chosen.get(id(parameter), (name, WHOLE))[1] for name, parameter in unsaid})
+    return layouts
+
+
+def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int) -> dict[str, Layout]:
+    """Layouts of a module's own parameters, where they are not whole."""
+    if style is None or style.kind in ("replicate", "sum"):
+        return {}
+    if style.kind == "divide":
+        for attribute in style.names:
+            check_divides(name, module, attribute, size)
+        return {}
+    if style.kind == "heads":
+        return attention_layouts(name, module, size)
+    if style.kind == "slice":
+        return {
+            key: _parameter_layout(_join(name, key), p, style) for key, p in module._parameters.items() if p is not None
+        }
+    layer = as_splittable(module)
+    wanted = _LAYER_KINDS.get(style.kind, "linear")
+    suits = layer is not None and (layer.kind == wanted or (style.kind in COLUMN_KINDS and layer.kind != "head"))
+    if layer is None or not suits:
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, which cannot be {style.kind!r}: that is for "
+            f"{_CLASS_NAMES[wanted]}{'; it can be classes' if layer is not None and layer.kind == 'head' else ''}"
+        )
+    if style.kind == "vocab":
+        return {"weight": Layout(layer.input_dim, (layer.inputs,))}
+    if style.kind == "rowwise":
+        return {"weight": Layout(layer.input_dim, (layer.inputs,))}
+    parts = _packed_parts(name, layer, style) if style.sizes else (layer.outputs,)
+    if style.kind == "colwise_shared":
+        check_shared_heads(name, style.sizes[0], parts[-2:], size)
+    return {"weight": Layout(layer.output_dim, parts), "bias": Layout(0, parts)}
+
+
+def _packed_parts(name: str, layer: SplittableLayer, style: Style) -> tuple[int, ...]:
+    if style.kind == "colwise_shared":
+        return _fused_parts(name, layer, style)
+    if len(style.sizes) == 1:
+        (count,) = style.sizes
+        if layer.outputs % count:
+            raise ValueError(
+                f"{name} has {layer.outputs} output features, which are not {count} equal parts; give "
+                f"the parts' sizes, as in packed_colwise(64, 32, 32)"
+            )
+        return (layer.outputs // count,) * count
+    return _adding_up(name, layer, style, style.sizes)
+
+
+def _fused_parts(name: str, layer: SplittableLayer, style: Style) -> tuple[int, ...]:
+    """The parts of a layer whose heads are shared: itself, or queries, keys and values."""
+    if layer.kind != "linear":
+        raise ValueError(f"{name} is an embedding, which cannot be {str(style)!r}: that is for a linear layer")
+    parts = style.sizes[1:] or (layer.outputs,)
+    if len(parts) == 3 and parts[1] != parts[2]:
+        raise ValueError(
+            f"{name}: {style} says {parts[1]} features of keys and {parts[2]} of values; they must be equal"
+        )
+    return _adding_up(name, layer, style, parts)
+
+
+def _adding_up(name: str, layer: SplittableLayer, style: Style, parts: tuple[int, ...]) -> tuple[int, ...]:
+    if sum(parts) != layer.outputs:
+        raise ValueError(f"{name} has {layer.outputs} output features, and the parts of {style} add up to {sum(parts)}")
+    return parts
+
+
+def _parameter_layout(name: str, parameter: torch.Tensor, style: Style) -> Layout:
+    if style.kind == "replicate":
+        return WHOLE
+    if style.kind != "slice":
+        raise ValueError(f"{name} is a parameter, which can be 'slice(dim)' or 'replicate', not {style.kind!r}")
+    dim, parts = (*style.sizes, 1)[:2]
+    if dim >= parameter.ndim:
+        raise ValueError(f"{name} has {parameter.ndim} dimensions, and {style} asks for dimension {dim}")
+    if parameter.shape[dim] % parts:
+        raise ValueError(
+            f"{name} has {parameter.shape[dim]} elements along dimension {dim}, which are not {parts} equal parts"
+        )
+    return Layout(dim, (parameter.shape[dim] // parts,) * parts)
+
+
+def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: SplitOutputs) -> None:
+    if style.kind == "divide":
+        divide(module, style.names, group)
+        return
+    if style.kind == "heads":
+        split_attention(module, group)
+        return
+    if style.sums_gradients:
+        names = [key for key, p in module._parameters.items() if p is not None]
+        module.forward = partial(_forward_summing, module, module.forward, names, group)  # type: ignore[method-assign]
+        return
+    if style.kind == "sum":
+        module.forward = partial(_sum_forward, module.forward, group)  # type: ignore[method-assign]
+        return
+    layer = as_splittable(module)
+    if layer is None or style.kind in ("slice", "replicate"):
+        return
+    if style.kind == "colwise_shared":
+        share_heads(module, style.sizes[0], style.sizes[1:], group)
+    if style.kind == "classes":
+        assert isinstance(module, ParallelLinearCrossEntropy)
+        module.split_classes(group)
+        return
+    forward: Callable[..., torch.Tensor]
+    if style.kind == "vocab":
+        forward = partial(_embedding_forward, module, layer.inputs, group)
+    elif style.kind == "rowwise":
+        forward = partial(_linear_forward, module, 0, group)
+    elif layer.kind == "linear":
+        forward = partial(_linear_forward, module, 1, group)
+        if style.kind == "colwise_gather":
+            forward = partial(_output_forward, forward, layer.outputs, group, outputs)
+    else:
+        return  # an embedding's features: each rank looks up its own
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _linear_forward(module: nn.Module, dim: int, group: dist.ProcessGroup, input: torch.Tensor) -> torch.Tensor:
+    weight = module.weight.t() if is_transposed(module) else module.weight  # type: ignore[operator]
+    return parallel_linear(input, weight, module.bias, dim, group)  # type: ignore[arg-type]
+
+
+def _output_forward(
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    size: int,
+    group: dist.ProcessGroup,
+    outputs: SplitOutputs,
+    input: torch.Tensor,
+) -> torch.Tensor:
+    return outputs.finish(forward(input), size, group)
+
+
+def _sum_forward(forward: Callable[..., Any], group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    """`forward`, which is a rank's part of a sum."""
+
+    def given(tensor: torch.Tensor) -> torch.Tensor:
+        return collectives.copy(tensor, group) if tensor.requires_grad else tensor
+
+    args, kwargs = tree_map_only(torch.Tensor, given, (args, kwargs))
+    return tree_map_only(torch.Tensor, lambda part: collectives.reduce(part, group), forward(*args, **kwargs))
+
+
+def _embedding_forward(
+    module: nn.Module, num_embeddings: int, group: dist.ProcessGroup, input: torch.Tensor
+) -> torch.Tensor:
+    assert isinstance(module, nn.Embedding)
+    return parallel_embedding(
+        input,
+        module.weight,
+        module.padding_idx,
+        module.max_norm,
+        module.norm_type,
+        module.scale_grad_by_freq,
+        module.sparse,
+        num_embeddings,
+        0,
+        group,
+    )
+
+
+def _forward_summing(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    names: list[str],
+    group: dist.ProcessGroup,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`forward` on parameters whose gradients are summed over the ranks, each of which has activations of its
+    own."""
+    slots: dict[str, Any] = module._parameters
+    held = {name: slots[name] for name in names}
+    slots.update({name: collectives.copy(to_local(parameter), group) for name, parameter in held.items()})
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        slots.update(held)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

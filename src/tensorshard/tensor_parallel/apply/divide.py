@@ -1,0 +1,118 @@
+"""The ``divide`` style: what a module knows of its heads, made to fit those of this rank.
+
+Whole-number attributes are divided, and so are inputs that come with an entry for every head, as the position biases
+of ALiBi do (Press et al. 2022), which BLOOM computes once for all of its blocks.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.comm import differentiable as collectives
+from tensorshard.tensor_parallel.table.layer_kinds import signature_of
+
+_INPUT = "input."
+
+
+def check_divides(name: str, module: nn.Module, option: str, size: int) -> None:
+    """Refuses what :func:`divide` could not do with `module`, which a model calls `name`, on `size` ranks.
+
+    Args:
+        option: one of the style's: an attribute, ``attribute/2``, or ``input.argument.dim/attribute``.
+
+    Raises:
+        ValueError: there is no such whole number or argument; it cannot be divided.
+    """
+    target, _, divisor = option.partition("/")
+    if target.startswith(_INPUT):
+        argument = target.split(".")[1]
+        parameters = signature_of(module).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        if argument not in parameters and not takes_any:
+            raise ValueError(
+                f"{name} ({type(module).__name__}) has no input {argument!r}; its forward takes {', '.join(parameters)}"
+            )
+        target, ways = divisor, size
+    else:
+        ways = int(divisor) if divisor else size
+    value = _read(module, target)
+    if not isinstance(value, int) or isinstance(value, bool):
+        numbers = [k for k, v in vars(module).items() if isinstance(v, int) and not isinstance(v, bool)]
+        raise ValueError(
+            f"{name} ({type(module).__name__}) has no whole number {target!r} to divide; it has "
+            f"{', '.join(numbers) or 'none'}"
+        )
+    if value % ways:
+        over = f"over {size} ranks" if ways == size else f"by {ways}"
+        raise ValueError(f"{name}.{target} is {value}, which cannot be divided {over}")
+
+
+def divide(module: nn.Module, options: tuple[str, ...], group: dist.ProcessGroup) -> None:
+    """Divides attributes and inputs of `module`, as :func:`check_divides` describes `options`, in place."""
+    attributes: dict[str, int] = {}
+    inputs: dict[str, tuple[int, int]] = {}
+    for option in options:
+        target, _, divisor = option.partition("/")
+        if target.startswith(_INPUT):
+            _, argument, dim = target.split(".")
+            inputs[argument] = (int(dim), _read(module, divisor))
+        else:
+            attributes[target] = _read(module, target) // (int(divisor) if divisor else group.size())
+    if any(target.startswith("config.") for target in attributes):
+        module.config = copy.copy(module.config)  # type: ignore[assignment, arg-type]  # other modules read it too
+    for target, value in attributes.items():
+        owner, key = _owner(module, target)
+        setattr(owner, key, value)
+    if inputs:
+        forward = partial(_forward, module.forward, signature_of(module), type(module).__name__, inputs, group)
+        module.forward = forward  # type: ignore[method-assign]
+
+
+def _forward(
+    forward: Callable[..., Any],
+    signature: inspect.Signature,
+    name: str,
+    inputs: dict[str, tuple[int, int]],
+    group: dist.ProcessGroup,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`forward` on this rank's heads of some of its inputs."""
+    bound = signature.bind(*args, **kwargs)
+    extra = next((p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), "")
+    for argument, (dim, heads) in inputs.items():
+        # A signature files what only **kwargs takes under the name of these.
+        holder = bound.arguments if argument in signature.parameters else bound.arguments.get(extra, {})
+        if argument not in holder and argument not in signature.parameters:
+            raise ValueError(f"{name} was not given an input {argument!r}, whose heads are to be divided")
+        given = holder.get(argument)
+        if isinstance(given, torch.Tensor):
+            holder[argument] = _own_heads(given, dim, heads, group, f"{name}'s input {argument!r}")
+    return forward(*bound.args, **bound.kwargs)
+
+
+def _own_heads(given: torch.Tensor, dim: int, heads: int, group: dist.ProcessGroup, what: str) -> torch.Tensor:
+    if given.ndim <= dim or given.size(dim) % heads:
+        raise ValueError(
+            f"{what} has the shape {list(given.shape)}; along dimension {dim} it must have an entry for each of "
+            f"{heads} heads, or for each sample and head"
+        )
+    by_head = given.unflatten(dim, (-1, heads))
+    return collectives.scatter(by_head, dim + 1, group).flatten(dim, dim + 1)
+
+
+def _read(module: nn.Module, target: str) -> Any:
+    owner, key = _owner(module, target)
+    return getattr(owner, key, None)
+
+
+def _owner(module: nn.Module, target: str) -> tuple[Any, str]:
+    if target.startswith("config."):
+        return getattr(module, "config", None), target.removeprefix("config.")
+    return module, target

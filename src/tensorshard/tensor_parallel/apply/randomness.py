@@ -1,0 +1,114 @@
+"""Dropout under tensor parallelism: ranks draw alike where they hold the same values, and apart where they do not.
+
+Tensor-parallel ranks begin with equal generators, so that what is replicated is dropped alike on all of them. Where
+each has heads, features or positions of its own, the generators are seeded anew from a number that all ranks draw alike
+and from the rank, and afterwards they go on where they were. Nothing but the generators is state: recomputation, which
+restores these, draws the same again, and so does a run with the same seed. (Megatron-LM keeps a second generator.)
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
+
+
+def split_randomness(
+    model: nn.Module,
+    blocks: Iterable[str],
+    styles: Mapping[str, Style],
+    sequence: Mapping[str, SequenceSplit],
+    group: dist.ProcessGroup,
+) -> None:
+    """Makes the ranks of `group` draw apart where their activations differ, in those `blocks` that drop anything.
+
+    Args:
+        styles: of everything in the model.
+        sequence: of the blocks that compute on parts of a sequence, where everything differs.
+    """
+    for name in blocks:
+        block = model.get_submodule(name)
+        if not _drops(block):
+            continue
+        region = _Region(block, group)
+        split = sequence.get(name)
+        if split is None:
+            _between_layers(block, f"{name}." if name else "", styles, region)
+        else:
+            for key in split.whole:  # all ranks compute all of these
+                module = block.get_submodule(key)
+                module.forward = partial(_outside, module.forward, region)  # type: ignore[method-assign]
+        block.forward = partial(_around, block.forward, region, split is not None)  # type: ignore[method-assign]
+
+
+class _Region:
+    """Where each rank draws by itself."""
+
+    def __init__(self, block: nn.Module, group: dist.ProcessGroup) -> None:
+        self._block = block
+        self._group = group
+        self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def enter(self, *_: Any) -> None:
+        if self._outside is not None or not self._block.training:
+            return
+        with unset_fake_temporarily():
+            common = int(torch.randint(2**40, (), device="cpu").item())
+            cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+            self._outside = (torch.get_rng_state(), cuda)
+            torch.manual_seed(common * self._group.size() + self._group.rank())
+
+    def leave(self, *_: Any) -> None:
+        if self._outside is None:
+            return
+        with unset_fake_temporarily():
+            cpu, cuda = self._outside
+            torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)
+        self._outside = None
+
+
+def _between_layers(block: nn.Module, prefix: str, styles: Mapping[str, Style], region: _Region) -> None:
+    for key, module in block.named_modules():
+        style = styles.get(prefix + key)
+        if style is None:
+            continue
+        if style.kind in COLUMN_KINDS:
+            module.register_forward_hook(region.enter)
+        elif style.kind == "rowwise":
+            module.register_forward_pre_hook(region.leave)
+        elif style.kind == "heads":
+            module.register_forward_pre_hook(region.enter)
+
+
+def _around(forward: Callable[..., Any], region: _Region, everywhere: bool, *args: Any, **kwargs: Any) -> Any:
+    if everywhere:
+        region.enter()
+    try:
+        return forward(*args, **kwargs)
+    finally:  # recomputation leaves a forward by an exception once it has what it needs
+        region.leave()
+
+
+def _outside(forward: Callable[..., Any], region: _Region, *args: Any, **kwargs: Any) -> Any:
+    region.leave()
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        region.enter()
+
+
+def _drops(block: nn.Module) -> bool:
+    """Whether anything in `block` seems to draw: a dropout layer, or a probability of that name."""
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in key or (key == "p" and "Drop" in type(module).__name__))
+        for module in block.modules()
+        for key, value in vars(module).items()
+    )

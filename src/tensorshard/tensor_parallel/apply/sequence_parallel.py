@@ -1,0 +1,309 @@
+"""Sequence parallelism: between split layers, each tensor-parallel rank has its part of the sequence alone.
+
+Norms, dropout and residual sums are then computed once for all ranks in place of once on each, and what they keep for
+backward is divided by the number of ranks (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", 2022). As in tensor parallelism only forwards change, on the instances.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tensorshard.comm import differentiable as collectives
+from tensorshard.comm import primitives
+from tensorshard.comm.sharding import shard_range, to_local
+from tensorshard.layers.sequence_linear import gathered_columns, scattered_row
+from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
+from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
+from tensorshard.tensor_parallel.table.layer_kinds import is_transposed
+from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+
+_LENGTH = "_sequence_length"
+
+
+@dataclass
+class _Sequence:
+    """The sequence that a block, or a model's blocks one after the other, are computing on.
+
+    Args:
+        length: positions of the whole; None before the first.
+    """
+
+    dim: int
+    group: dist.ProcessGroup
+    length: int | None = None
+
+    def part(self) -> int:
+        """Positions that this rank has."""
+        assert self.length is not None
+        return shard_range(self.length, self.group.size(), self.group.rank())[1]
+
+
+def apply_sequence_parallel(
+    model: nn.Module,
+    splits: Mapping[str, SequenceSplit],
+    group: dist.ProcessGroup,
+    *,
+    shared_inputs: Iterable[Sequence[str]] = (),
+    whole_units: bool = True,
+) -> None:
+    """Makes blocks of `model` compute on their parts of a sequence.
+
+    Args:
+        model: one that :func:`tensorshard.tensor_parallel.apply.apply_table.apply_tensor_parallel` has split.
+        splits: of its blocks, by name; "" is the model itself.
+        shared_inputs: as for tensor parallelism: names of column layers that are called with the same tensor.
+        whole_units: whether all parameters of a block are there when its forward begins. Where modules inside of it are
+            gathered one by one (ZeRO 3 with units by name) they are not.
+    """
+    flows: dict[int, _Sequence] = {}
+    for name, split in splits.items():
+        flow = flows.setdefault(split.dim, _Sequence(split.dim, group))
+        prefix = f"{name}." if name else ""
+        shared = [
+            tuple(n.removeprefix(prefix) for n in names) for names in shared_inputs if names[0].startswith(prefix)
+        ]
+        _split_block(model.get_submodule(name), name, split, flow, shared, whole_units)
+
+
+def _split_block(
+    block: nn.Module,
+    name: str,
+    split: SequenceSplit,
+    flow: _Sequence,
+    shared_inputs: Iterable[Sequence[str]],
+    whole_units: bool,
+) -> None:
+    inner = _Sequence(split.dim, flow.group)  # its own, so that a repeated forward does not depend on the model's
+    for names in _read_together(split, shared_inputs):
+        layers = [block.get_submodule(key) for key in names]
+        columns = _SequenceColumns(layers, inner, gathers=split.columns[names[0]])
+        for index, layer in enumerate(layers):
+            layer.forward = partial(columns.forward, index)  # type: ignore[method-assign]
+    for key in split.rows:
+        row = block.get_submodule(key)
+        row.forward = partial(_row_forward, row, inner)  # type: ignore[method-assign]
+    for key, leaves in split.attentions.items():
+        attention = block.get_submodule(key)
+        assert isinstance(attention, nn.MultiheadAttention)
+        attention.forward = partial(_attention_forward, attention, leaves, inner)  # type: ignore[method-assign]
+    for key, leaves in split.modules.items():
+        module = block.get_submodule(key)
+        module.forward = partial(_gathering_forward, module.forward, leaves, inner)  # type: ignore[method-assign]
+    for key, (gathered, cut) in split.whole.items():
+        module = block.get_submodule(key)
+        module.forward = partial(_whole_forward, module.forward, gathered, cut, inner)  # type: ignore[method-assign]
+    for owner, places in _partial_places(block, split.partial, together=whole_units):
+        owner.forward = partial(_summing_forward, owner.forward, places, flow.group)  # type: ignore[method-assign]
+    block.forward = partial(_block_forward, block.forward, inner)  # type: ignore[method-assign]
+    # Hooks stay outside of recomputation: what a recomputed block keeps is its part of the sequence.
+    what = name or type(block).__name__
+    block.register_forward_pre_hook(partial(_enter, what, split, flow), with_kwargs=True)
+    if split.gathers:
+        block.register_forward_hook(partial(_leave, split, flow))
+
+
+def _read_together(split: SequenceSplit, shared_inputs: Iterable[Sequence[str]]) -> list[list[str]]:
+    """The column layers that read the sequence, those together that gather one tensor."""
+    rest = dict(split.columns)
+    groups = []
+    for names in shared_inputs:
+        together = [name for name in names if rest.get(name)]
+        if len(together) > 1:
+            groups.append(together)
+            for name in together:
+                del rest[name]
+    return [*groups, *([name] for name in rest)]
+
+
+# -- what becomes of the forwards --
+
+
+class _SequenceColumns(SharedColumns):
+    """Column layers whose outputs have all positions, though each rank has its part of the input alone."""
+
+    def __init__(self, layers: Sequence[nn.Module], sequence: _Sequence, *, gathers: bool) -> None:
+        super().__init__(layers, sequence.group)
+        self._sequence = sequence
+        self._gathers = gathers
+
+    def _outputs(
+        self, input: torch.Tensor, parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> Sequence[torch.Tensor]:
+        if not self._gathers:  # a module around them did
+            return [F.linear(input, weight, bias) for weight, bias in parameters]
+        assert self._sequence.length is not None
+        return gathered_columns(input, parameters, self._sequence.dim, self._sequence.length, self._sequence.group)
+
+
+def _row_forward(layer: nn.Module, sequence: _Sequence, input: torch.Tensor) -> torch.Tensor:
+    weight = to_local(layer.weight)  # type: ignore[arg-type]
+    bias = None if layer.bias is None else to_local(layer.bias)  # type: ignore[arg-type]
+    weight = weight.t() if is_transposed(layer) else weight
+    return scattered_row(input, weight, bias, sequence.dim, sequence.group)
+
+
+def _attention_forward(
+    module: nn.MultiheadAttention, leaves: tuple[int, ...], sequence: _Sequence, *args: Any, **kwargs: Any
+) -> Any:
+    """A split attention, some of whose inputs come in parts; its ``out_proj`` is a row layer, and scatters."""
+    tensors = tensor_leaves((args, kwargs))
+    parts = {id(tensors[index]) for index in leaves}
+
+    def column(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if id(input) not in parts:
+            return parallel_linear(input, weight, bias, 1, sequence.group)
+        assert sequence.length is not None
+        return gathered_columns(input, [(weight, bias)], sequence.dim, sequence.length, sequence.group)[0]
+
+    return attention_forward(module, sequence.group, column, *args, **kwargs)
+
+
+def _gathering_forward(
+    forward: Callable[..., Any], leaves: tuple[int, ...], sequence: _Sequence, *args: Any, **kwargs: Any
+) -> Any:
+    def whole(part: torch.Tensor) -> torch.Tensor:
+        return collectives.gather_for_sum(part, sequence.dim, sequence.group, size=sequence.length)
+
+    args, kwargs = _replace_leaves((args, kwargs), leaves, whole)
+    return forward(*args, **kwargs)
+
+
+def _whole_forward(
+    forward: Callable[..., Any],
+    gathered: tuple[int, ...],
+    cut: tuple[int, ...],
+    sequence: _Sequence,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    def whole(part: torch.Tensor) -> torch.Tensor:
+        return collectives.gather(part, sequence.dim, sequence.group, size=sequence.length)
+
+    args, kwargs = _replace_leaves((args, kwargs), gathered, whole)
+    output = forward(*args, **kwargs)
+    return _replace_leaves(output, cut, lambda t: collectives.scatter(t, sequence.dim, sequence.group))
+
+
+def _block_forward(forward: Callable[..., Any], sequence: _Sequence, *args: Any, **kwargs: Any) -> Any:
+    sequence.length = kwargs.pop(_LENGTH)
+    return forward(*args, **kwargs)
+
+
+# -- the ends of a block --
+
+
+def _enter(
+    name: str, split: SequenceSplit, flow: _Sequence, block: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Cuts a block's input, if it comes whole, and tells the block how long the sequence is."""
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim != split.ndim:
+            raise ValueError(
+                f"{name} was given a tensor {list(tensor.shape)}, and expected {split.ndim} dimensions, of which "
+                f"dimension {split.dim} is the sequence; give such sequences, or set sequence_parallel=False"
+            )
+        if split.scatters:
+            flow.length = tensor.size(split.dim)
+            if tensor.size(split.dim) < flow.group.size():
+                raise ValueError(
+                    f"{name} was given {tensor.size(split.dim)} positions along dimension {split.dim}, which cannot be "
+                    f"split over tp={flow.group.size()} ranks; give longer sequences, or set sequence_parallel=False"
+                )
+            return collectives.scatter(tensor, split.dim, flow.group)
+        if flow.length is None or tensor.size(split.dim) != flow.part():
+            raise RuntimeError(
+                f"{name} was given {tensor.size(split.dim)} positions along dimension {split.dim}, and expected this "
+                f"rank's part of the {flow.length} that the block before it had: the model calls its blocks in another "
+                f"way than when it was examined; set sequence_parallel=False"
+            )
+        return tensor
+
+    args, kwargs = _replace_leaves((args, kwargs), (split.input,), part)
+    return args, {**kwargs, _LENGTH: flow.length}
+
+
+def _leave(split: SequenceSplit, flow: _Sequence, block: nn.Module, args: Any, output: Any) -> Any:
+    """Puts a block's outputs together."""
+    return _replace_leaves(
+        output, split.outputs, lambda part: collectives.gather(part, split.dim, flow.group, size=flow.length)
+    )
+
+
+def _replace_leaves(tree: Any, indices: tuple[int, ...], replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`tree` with some of its tensors replaced, which are counted in order; one that is there twice, by one."""
+    leaves, structure = tree_flatten(tree)
+    positions = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    made: dict[int, torch.Tensor] = {}
+    for index in indices:
+        given = leaves[positions[index]]
+        if id(given) not in made:
+            made[id(given)] = replacement(given)
+        leaves[positions[index]] = made[id(given)]
+    return tree_unflatten(leaves, structure)
+
+
+# -- parameters that see a part of the sequence --
+
+
+class _SumGradients(Function):
+    """Tensors as they are; in backward their gradients are added over the ranks, all in one message."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        dtypes = {grad.dtype for grad in grads}
+        wide = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        message = torch.cat([grad.reshape(-1).to(wide) for grad in grads])
+        primitives.all_reduce(message, ctx.group)
+        sums = message.split([grad.numel() for grad in grads])
+        return None, *(total.view(grad.shape).to(grad.dtype) for total, grad in zip(sums, grads, strict=True))
+
+
+_Places = list[tuple[nn.Module, str]]
+
+
+def _partial_places(block: nn.Module, names: Iterable[str], *, together: bool) -> list[tuple[nn.Module, _Places]]:
+    """Where parameters of a block are, and the module around whose forward they are taken care of."""
+    places = [(block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    if together:
+        return [(block, places)] if places else []
+    owners = {id(owner): owner for owner, _ in places}
+    return [(owner, [place for place in places if place[0] is owner]) for owner in owners.values()]
+
+
+def _summing_forward(
+    forward: Callable[..., Any], places: _Places, group: dist.ProcessGroup, *args: Any, **kwargs: Any
+) -> Any:
+    """`forward` on parameters whose gradients are summed over the ranks."""
+    held = [owner._parameters[key] for owner, key in places]
+    trained = [
+        (place, tensor)
+        for place, tensor in zip(places, held, strict=True)
+        if tensor is not None and tensor.requires_grad
+    ]
+    if not torch.is_grad_enabled() or not trained:
+        return forward(*args, **kwargs)
+    summed = _SumGradients.apply(group, *(to_local(tensor) for _, tensor in trained))
+    for ((owner, key), _), alias in zip(trained, summed, strict=True):
+        owner._parameters[key] = alias
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for (owner, key), tensor in zip(places, held, strict=True):
+            owner._parameters[key] = tensor

@@ -1,0 +1,100 @@
+"""Key and value layers with fewer heads than there are ranks (grouped-query and multi-query attention).
+
+Megatron-LM gives each rank a copy of the head that it shares, and adds up the copies' gradients. Here no weight is
+there twice: every rank computes its part of a head, as of any column layer, and the ranks that use one head gather its
+features. In backward each gets the sum of the gradients of its part. So optimizers, clipping, ZeRO and checkpoints see
+nothing but a column layer, and no rank computes what another one does.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function
+
+from tensorshard.comm import primitives
+
+
+def check_shared_heads(name: str, heads: int, widths: Sequence[int], size: int) -> None:
+    """Refuses `heads` key-value heads that `size` ranks cannot share evenly.
+
+    Args:
+        widths: output features of keys and of values, as far as the layer `name` has them.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    if heads % size and size % heads:
+        raise ValueError(
+            f"{name} has {heads} key-value heads, which {size} ranks cannot share evenly: tp must be a multiple of "
+            f"{heads}, or divide it"
+        )
+    for width in widths:
+        if width % heads:
+            raise ValueError(f"{name} has {width} key or value features, which are not {heads} equal heads")
+        if heads < size and width % size:
+            raise ValueError(
+                f"{name} has {heads} key-value heads of {width // heads} features each, which the {size // heads} "
+                f"ranks that share one cannot divide; lower tp"
+            )
+
+
+def share_heads(module: nn.Module, heads: int, parts: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Makes the column layer `module` put out whole heads.
+
+    Args:
+        heads: of keys (and values); nothing is to be done where there are as many as ranks.
+        parts: output features of queries, keys and values, where the layer has them all.
+    """
+    if heads >= group.size():
+        return
+    together = group.size() // heads
+    local = [part // group.size() for part in parts]
+    # A hook, and no forward of its own: column layers that are called together, or on parts of a sequence, get theirs
+    # from elsewhere.
+    module.register_forward_hook(partial(_gather_heads, local, together, group))
+
+
+def _gather_heads(
+    local: Sequence[int], together: int, group: dist.ProcessGroup, module: nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    if not local:
+        return _GatherHeads.apply(output, 1, together, group)
+    queries, keys, values = local
+    shared = output.narrow(-1, queries, keys + values)
+    # One message for both: [*, keys or values, features].
+    whole = _GatherHeads.apply(shared, 2, together, group)
+    return torch.cat([output.narrow(-1, 0, queries), whole], -1)
+
+
+class _GatherHeads(Function):
+    """What the ranks of a head have of its features, put together; gradients are summed and cut.
+
+    The ranks of a head are neighbours. They exchange over the group of all, so that no further communicators are made.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, packed: int, together: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.packed, ctx.together, ctx.group = packed, together, group
+        held = primitives.exchange_among(part.expand(together, *part.shape), together, group)
+        return _join(held, packed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        pieces = _cut(grad, ctx.packed, ctx.together)
+        return primitives.exchange_among(pieces, ctx.together, ctx.group).sum(0), None, None, None
+
+
+def _join(held: torch.Tensor, packed: int) -> torch.Tensor:
+    """[ranks, *, packed * part] as [*, packed * ranks * part]."""
+    split = held.unflatten(-1, (packed, -1))
+    return split.movedim(0, -2).flatten(-3)
+
+
+def _cut(whole: torch.Tensor, packed: int, together: int) -> torch.Tensor:
+    """Undoes :func:`_join`."""
+    return whole.unflatten(-1, (packed, together, -1)).movedim(-2, 0).flatten(-2)

@@ -1,0 +1,36 @@
+"""What a model's output layers hand on: whole logits, or, within a step, logits that are split over the ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.comm import differentiable as collectives
+from tensorshard.layers.split_logits import split_logits
+
+
+class SplitOutputs:
+    """Whether output layers leave their outputs split.
+
+    They do within a step, where every rank does the same with what the model returns. Elsewhere, one rank alone may
+    print what it got, and for that it must have it.
+    """
+
+    def __init__(self) -> None:
+        self._kept = False
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within this, outputs stay split until somebody needs the whole."""
+        before, self._kept = self._kept, True
+        try:
+            yield
+        finally:
+            self._kept = before
+
+    def finish(self, part: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+        """The whole, or what stands for it, of which a layer computed this rank's `part` of `size` features."""
+        if self._kept:
+            return split_logits(part, -1, size, group)
+        return collectives.gather(part, -1, group, size=size)

@@ -1,0 +1,76 @@
+"""Which shard of every parameter a tensor-parallel rank holds, and putting the shards together again."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.comm.collectives import all_gather_into
+from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
+from tensorshard.tensor_parallel.table.layouts import WHOLE, Layout, join_parts, local_part
+
+
+class _Described(Protocol):
+    def describe(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """Layouts of parameters over a group of tensor-parallel ranks; of none by default, where everything is whole.
+
+    Args:
+        layouts: of every parameter, by each of its names.
+        group: the ranks; None for a single one.
+        found: the table that the layouts follow from.
+        outputs: whether the output layers hand on split logits.
+    """
+
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None
+    found: _Described | None = None
+    outputs: SplitOutputs = field(default_factory=SplitOutputs)
+
+    def describe(self) -> str | None:
+        """The table that the layouts follow from, for people; None where nothing is sharded."""
+        return None if self.found is None else self.found.describe()
+
+    def keep_outputs_split(self) -> AbstractContextManager[None]:
+        """Within this, output layers leave their logits split over the ranks."""
+        return self.outputs.kept()
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    def layout(self, name: str) -> Layout:
+        """How the parameter `name` lies."""
+        return self.layouts.get(name, WHOLE)
+
+    def num_shards(self, name: str) -> int:
+        """Into how many shards the parameter `name` is cut."""
+        return 1 if self.layout(name).dim is None else self.size
+
+    def local(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the parameter `name`."""
+        return local_part(full, self.layout(name), self.rank, self.size)
+
+    def full(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The parameter `name` of `shape`, of which every rank gives its `local` part. A collective of the group."""
+        layout = self.layout(name)
+        if layout.dim is None or self.group is None:
+            return local
+        shapes = [layout.local_shape(shape, rank, self.size) for rank in range(self.size)]
+        longest = max(part.numel() for part in shapes)
+        mine = local.new_zeros(longest)
+        mine[: local.numel()] = local.reshape(-1)
+        gathered = local.new_empty(longest * self.size)
+        all_gather_into(gathered, mine, self.group)
+        parts = [flat[: part.numel()].view(part) for flat, part in zip(gathered.chunk(self.size), shapes, strict=True)]
+        return join_parts(parts, layout)

@@ -1,0 +1,1 @@
+"""The search for a table: proposals from dataflow, each verified."""

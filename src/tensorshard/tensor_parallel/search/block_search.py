@@ -1,0 +1,166 @@
+"""The search of one block: what can be split, each way checked by numbers, and what stays whole and why."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+from torch import nn
+
+from tensorshard.modules.stacked_experts import find_experts
+from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region, follow
+from tensorshard.tensor_parallel.search.experts import expert_styles
+from tensorshard.tensor_parallel.search.head_counts import undivided_heads
+from tensorshard.tensor_parallel.search.proposals import Proposal, proposals
+from tensorshard.tensor_parallel.search.shared_head_proposals import shared_proposals
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
+from tensorshard.tensor_parallel.table.styles import SUM_GRADIENTS, Style
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError
+
+
+@dataclass
+class SplitRegion:
+    """A region that can be split, and how.
+
+    Args:
+        tries: how many ways were checked until this one agreed.
+        sharded_outputs: tensor outputs of the block that are then split too, and along which dimension.
+    """
+
+    region: Region
+    proposal: Proposal
+    tries: int
+    sharded_outputs: dict[int, int]
+
+
+@dataclass
+class BlockSearch:
+    """What the search of a block found; names are relative to the block.
+
+    Args:
+        split: what can be split.
+        whole: why the other linear layers stay whole.
+        ends: those of them whose output features no other layer takes as input.
+    """
+
+    split: list[SplitRegion] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+    ends: list[str] = field(default_factory=list)
+
+    def styles(self) -> dict[str, Style]:
+        """The styles of everything that is split, together."""
+        return merge_styles([found.proposal.styles for found in self.split])
+
+
+def search_block(
+    block: nn.Module, call: BlockCall, check: BlockCheck, published: Mapping[str, Style] | None = None
+) -> BlockSearch:
+    """Finds what of `block` can be split.
+
+    Args:
+        call: how the block is called.
+        check: what tells right from wrong, for a number of ranks.
+        published: a table from elsewhere, by names in the block; checked like every other proposal.
+    """
+    found = BlockSearch()
+    refused: set[str] = set()
+    reasons: dict[str, str] = {}
+    taken: set[str] = set()
+    while True:
+        # Where a region is refused, its layers stay whole, and may be rows' and columns' neighbours in
+        # another way.
+        flow = follow(block, call, refused)
+        done = {layer for split in found.split for layer in split.region.columns}
+        regions = [region for region in flow.regions if not done & set(region.columns)]
+        if not regions:
+            break
+        for region in regions:
+            taken.update(region.columns)
+            outcome = _split(block, call, check, region, flow, published or {})
+            if isinstance(outcome, SplitRegion):
+                found.split.append(outcome)
+            else:
+                refused.update(region.columns)
+                for layer in (*region.columns, *region.rows):
+                    reasons.setdefault(layer, f"{region}: {outcome}")
+    used = {layer for split in found.split for layer in (*split.region.columns, *split.region.rows)}
+    for name, module in block.named_modules():
+        described = as_splittable(module)
+        if name not in used and described is not None and described.kind == "linear":
+            unused = "no other layer takes its output features as input"
+            found.whole[name] = reasons.get(name, unused if name in flow.called else "it is not called as a module")
+            if name not in taken and name in flow.called:
+                found.ends.append(name)
+    for name, experts in find_experts(block).items():
+        outcome = _split_experts(name, experts, check)
+        if isinstance(outcome, str):
+            found.whole[name] = f"its experts stay whole: {outcome}"
+        else:
+            found.split.append(outcome)
+    return found
+
+
+def _split_experts(name: str, experts: nn.Module, check: BlockCheck) -> SplitRegion | str:
+    """How the MLPs of stacked experts can be split, or why they cannot."""
+    reason = "there is no way to try"
+    for tries, styles in enumerate(expert_styles(name, experts), start=1):
+        try:
+            agreement = check.check(styles)
+        except MismatchError as error:
+            if tries == 1:
+                reason = f"split over {check.size} ranks, {error}"
+            continue
+        region = Region((name,), (name,), (), ())
+        return SplitRegion(region, Proposal(styles, {}), tries, agreement.sharded_outputs)
+    return reason
+
+
+def _split(
+    block: nn.Module,
+    call: BlockCall,
+    check: BlockCheck,
+    region: Region,
+    flow: Dataflow,
+    published: Mapping[str, Style],
+) -> SplitRegion | str:
+    """How `region` can be split, or why it cannot."""
+    heads = undivided_heads(block, region.columns, check.size)
+    reason = "there is no way to try"
+    own = proposals(block, region, flow, check.inputs, check.size, provided=call.providers)
+    shared = shared_proposals(block, region, flow, check.size)
+    own = chain(shared, own) if heads is not None else chain(own, shared)
+    for tries, proposal in enumerate(_all_proposals(region, own, published), start=1):
+        try:
+            agreement = check.check(proposal.styles, proposal.sliced_inputs)
+        except MismatchError as error:
+            if tries == 1:
+                reason = f"split over {check.size} ranks, {error}"
+            continue
+        return SplitRegion(region, proposal, tries, agreement.sharded_outputs)
+    return heads or reason
+
+
+def _all_proposals(region: Region, own: Iterator[Proposal], published: Mapping[str, Style]) -> Iterator[Proposal]:
+    """What is published comes first where it splits the region outright, and last where it gathers in
+    between."""
+    layers = (*region.columns, *region.rows)
+    given = {name: published[name] for name in layers if name in published}
+    proposal = Proposal({**given, **dict.fromkeys(region.between, SUM_GRADIENTS)}, {})
+    complete = len(given) == len(layers)
+    gathers = any(style.kind == "colwise_gather" for style in given.values())
+    if complete and not gathers:
+        yield proposal
+    yield from own
+    if complete and gathers:
+        yield Proposal(given, {})
+
+
+def merge_styles(tables: list[dict[str, Style]]) -> dict[str, Style]:
+    """Several regions' styles in one table: attributes of one module that they divide are divided once."""
+    merged: dict[str, Style] = {}
+    for table in tables:
+        for name, style in table.items():
+            earlier = merged[name].names if name in merged and style.kind == "divide" else ()
+            names = tuple(dict.fromkeys((*earlier, *style.names)))
+            merged[name] = Style(style.kind, style.sizes, names)
+    return merged

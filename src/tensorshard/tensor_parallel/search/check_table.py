@@ -1,0 +1,231 @@
+"""Whether a whole table is right: every distinct block by numbers, then the model around them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tensorshard.tensor_parallel.apply.apply_table import find_layouts
+from tensorshard.tensor_parallel.search.dataflow import follow
+from tensorshard.tensor_parallel.search.head_counts import undivided_heads
+from tensorshard.tensor_parallel.search.sequence_search import SplitBlocks, find_sequence_splits, link_splits
+from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, SUM_GRADIENTS, Style
+from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
+from tensorshard.tensor_parallel.verify.block_check import Agreement, BlockCheck, MismatchError
+from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
+from tensorshard.tensor_parallel.verify.model_run import (
+    ModelRun,
+    find_units,
+    run_once,
+    structure_of,
+    without_repetition,
+)
+
+# The model around the blocks is checked up to this many parameters, repeated blocks left out.
+_LARGEST_MODEL = 1 << 27
+_Completed = tuple[dict[str, Style], list[tuple[str, ...]]]
+
+# Right wherever the layer is called as a module.
+_ALWAYS_RIGHT = ("vocab", "colwise_gather", "classes", "replicate")
+
+
+@dataclass(frozen=True)
+class CheckedPlan:
+    """A table that was checked.
+
+    Args:
+        plan: the table, with what it left out and the data tells: parameters between column and row layers, whose
+            gradients have to be summed.
+        shared_inputs: names of column layers that read the same tensor.
+        sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
+        not_in_parts: blocks that do not, as globs, and why.
+    """
+
+    plan: TensorPlan
+    shared_inputs: list[tuple[str, ...]]
+    sequence: dict[str, SequenceSplit] = field(default_factory=dict)
+    not_in_parts: dict[str, str] = field(default_factory=dict)
+
+
+class WrongTensorPlanError(ValueError):
+    """A table under which a model would not compute what it does on one device."""
+
+
+def check_tensor_plan(
+    model: nn.Module, plan: TensorPlan, size: int, *, inputs: Any = None, sequence_parallel: bool = False
+) -> CheckedPlan:
+    """Checks by numbers that `plan` splits `model` over `size` ranks, on random weights and simulated ranks.
+
+    Args:
+        inputs: as for ``Engine.step``; None to guess from the model.
+        sequence_parallel: whether to find out, too, how its blocks can compute on parts of a sequence.
+
+    Raises:
+        WrongTensorPlanError: it does not; names the block, its entries, and what was seen.
+        ValueError: an entry that matches nothing or cannot be applied; the model does not run on `inputs`.
+    """
+    find_layouts(model, plan.resolve(model), size)
+    run = run_once(model, list(find_units(model)), inputs, sequences=sequence_parallel)
+    return check_around_run(model, plan, run, BlockChecks(size), sequence_parallel=sequence_parallel)
+
+
+def check_around_run(
+    model: nn.Module, plan: TensorPlan, run: ModelRun, checks: BlockChecks, *, sequence_parallel: bool = False
+) -> CheckedPlan:
+    """As :func:`check_tensor_plan`, for a model that was run already."""
+    styles = plan.resolve(model)
+    units = find_units(model)
+    checker = _Checker(checks)
+    shared_inputs: list[tuple[str, ...]] = []
+    for name, call in run.calls.items():
+        inner = styles_inside(name, styles)
+        if inner:
+            completed, shared = checker.check(name, units[name], call, inner)
+            styles.update({_join(name, key): style for key, style in completed.items()})
+            shared_inputs += [tuple(_join(name, layer) for layer in layers) for layers in shared]
+    complete = collapse(styles, model)
+    sequence: dict[str, SequenceSplit] = {}
+    refused: dict[str, str] = {}
+    if sequence_parallel:
+        split = SplitBlocks(complete.resolve(model), shared_inputs, checker.sliced_inputs)
+        sequence, refused = find_sequence_splits(model, split, run, checks)
+    if "" in units:
+        agreement = checker.agreement_of_model
+    else:
+        agreement = _check_whole(model, complete, sequence, run, checks.size)
+    if agreement is not None and agreement.sharded_outputs:
+        raise WrongTensorPlanError(
+            f"the model's output would be split over the ranks with the table\n{plan.describe()}\nand a loss needs it "
+            f"whole: use colwise_gather for the last layer"
+        )
+    return CheckedPlan(complete, shared_inputs, sequence, refused)
+
+
+class _Checker:
+    """Checks blocks in the order in which they run; equal ones once."""
+
+    def __init__(self, checks: BlockChecks) -> None:
+        self._checks = checks
+        self._done: dict[tuple[object, ...], tuple[_Completed, Agreement]] = {}
+        self._agreements: dict[str, Agreement] = {}
+        self.sliced_inputs: dict[str, dict[int, int]] = {}
+
+    @property
+    def agreement_of_model(self) -> Agreement | None:
+        """What the check of the whole model, as a block, found; None if no such block was checked."""
+        return self._agreements.get("")
+
+    def check(self, name: str, block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _Completed:
+        """The styles of `block`, completed, and its column layers that read the same tensor.
+
+        Raises:
+            WrongTensorPlanError: they are wrong.
+        """
+        sliced = {}
+        for index, (provider, output) in call.providers.items():
+            if provider in self._agreements:
+                dim = self._agreements[provider].sharded_outputs.get(output)
+                if dim is not None:
+                    sliced[index] = dim
+        if sliced:
+            self.sliced_inputs[name] = sliced
+        structure = structure_of(block, call)
+        key = (structure, tuple(styles.items()), tuple(sliced.items()))
+        if key not in self._done:
+            completed, shared = _complete(block, call, styles)
+            try:
+                agreement = self._checks.of(block, call).check(completed, sliced, shared)
+            except MismatchError as error:
+                raise WrongTensorPlanError(_refusal(name, block, styles, self._checks.size, error)) from error
+            self._done[key] = ((completed, shared), agreement)
+        completion, self._agreements[name] = self._done[key]
+        return completion
+
+
+def _complete(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _Completed:
+    """`styles`, and that the gradients of parameters between split layers are summed, where nothing else is said."""
+    columns = {name for name, style in styles.items() if style.kind in COLUMN_KINDS}
+    flow = follow(block, call, {name for name, _ in block.named_modules()} - columns)
+    between = [name for region in flow.regions for name in region.between]
+    added = {name: SUM_GRADIENTS for name in between if name not in styles and name.rpartition(".")[0] not in styles}
+    shared = [tuple(name for name in layers if name in columns) for layers in flow.inputs]
+    return {**styles, **added}, [layers for layers in shared if len(layers) > 1]
+
+
+def _check_whole(
+    model: nn.Module, plan: TensorPlan, sequence: Mapping[str, SequenceSplit], run: ModelRun, size: int
+) -> Agreement | None:
+    """Checks the model as a whole, if it is small enough without its repeated blocks; None if not.
+
+    Raises:
+        WrongTensorPlanError: it is wrong, or too large to check although entries outside of the blocks ask
+            for it.
+    """
+    styles = plan.resolve(model)
+    outside = {
+        name: style
+        for name, style in styles.items()
+        if style.kind not in _ALWAYS_RIGHT and not any(_is_inside(name, unit) for unit in run.calls)
+    }
+    smaller = _smallest_that_runs(model, run)
+    if sum(p.numel() for p in smaller.parameters()) > _LARGEST_MODEL:
+        if outside:
+            raise WrongTensorPlanError(
+                f"{_listed(outside)} are outside of the model's blocks, which is too large to be checked as a whole; "
+                f"use {', '.join(_ALWAYS_RIGHT)} there, or turn the check off"
+            )
+        return None
+    modules = {name for name, _ in smaller.named_modules()}
+    if sequence:
+        capture = capture_calls(smaller, [name for name in sequence if name in modules], run.inputs)
+        sequence = link_splits({name: sequence[name] for name in capture.calls}, capture)
+    kept = modules | {name for name, _ in smaller.named_parameters()}
+    check = BlockCheck(smaller, _as_call(run.inputs), size)
+    try:
+        return check.check({name: style for name, style in styles.items() if name in kept}, sequence=sequence)
+    except MismatchError as error:
+        raise WrongTensorPlanError(
+            f"the model as a whole does not compute what it does on one device with the table\n{plan.describe()}\n"
+            f"although its blocks do: split over {size} ranks, {error}"
+        ) from error
+
+
+def _smallest_that_runs(model: nn.Module, run: ModelRun) -> nn.Module:
+    smaller = without_repetition(model, run.calls)
+    try:
+        capture_calls(smaller, [], run.inputs)
+    except Exception:  # some models count on all of their blocks
+        return model
+    return smaller
+
+
+def _as_call(inputs: Any) -> BlockCall:
+    if isinstance(inputs, Mapping):
+        return BlockCall((), dict(inputs))
+    return BlockCall(inputs if isinstance(inputs, tuple) else (inputs,), {})
+
+
+def _refusal(name: str, block: nn.Module, styles: dict[str, Style], size: int, error: MismatchError) -> str:
+    columns = [key for key, style in styles.items() if style.kind in COLUMN_KINDS]
+    heads = undivided_heads(block, columns, size)
+    where = f"{starred(name)} (as {name})" if name else "the model"
+    return (
+        f"the tensor-parallel table is wrong for {where}: {_listed(styles)}. Split so over {size} ranks, {error}. "
+        f"{f'Note that {heads}. ' if heads else ''}"
+        f"find_tensor_plan(model, {size}) shows what can be split; without tp_plan it is what is used"
+    )
+
+
+def _listed(styles: Mapping[str, Style]) -> str:
+    return ", ".join(f"{name} {style}" for name, style in styles.items())
+
+
+def _is_inside(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -1,0 +1,43 @@
+"""Mixtures of experts whose weights are stacked into parameters [experts, ...]: how their MLPs could be split."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch import nn
+
+from tensorshard.tensor_parallel.table.styles import SUM, Style
+
+_MOST_TRIES = 64
+
+
+def expert_styles(name: str, module: nn.Module) -> Iterator[dict[str, Style]]:
+    """Ways to split the experts of `module`, by names that begin with its own: every expert's hidden features are cut.
+
+    The way into these features (gate and up, perhaps packed) is cut along the same number as the way out of them.
+    """
+    own = {key: p.shape for key, p in module._parameters.items() if p is not None}
+    stacked = [shape for shape in own.values() if len(shape) == 3]
+    widths = sorted({size for shape in stacked for size in shape[1:]}, reverse=True)
+    tries = 0
+    for width in widths:
+        options = [list(_cuts(shape, width)) for shape in own.values()]
+        for styles in product(*options):
+            cut = [style for style in styles if style is not None]
+            if len(cut) >= len(stacked):
+                tries += 1
+                if tries > _MOST_TRIES:
+                    return
+                named = zip(own, styles, strict=True)
+                yield {name: SUM, **{f"{name}.{key}" if name else key: s for key, s in named if s is not None}}
+
+
+def _cuts(shape: torch.Size, width: int) -> Iterator[Style | None]:
+    for dim, size in list(enumerate(shape))[1:]:
+        if size == width:
+            yield Style("slice", (dim,))
+        elif size == 2 * width:
+            yield Style("slice", (dim, 2))
+            yield Style("slice", (dim,))
+    if len(shape) < 3:
+        yield None

@@ -1,0 +1,173 @@
+"""The search for a tensor-parallel table of any model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tensorshard.tensor_parallel.apply.apply_table import find_layouts
+from tensorshard.tensor_parallel.search.block_search import BlockSearch, SplitRegion, search_block
+from tensorshard.tensor_parallel.search.check_table import check_around_run
+from tensorshard.tensor_parallel.search.outer_layers import split_outer_layers
+from tensorshard.tensor_parallel.search.published_tables import published_plan
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
+from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall
+from tensorshard.tensor_parallel.verify.block_checks import BlockChecks
+from tensorshard.tensor_parallel.verify.model_run import find_units, run_once, structure_of
+
+
+class NoTensorPlanError(ValueError):
+    """Nothing of a model can be split; the message has a table to start from."""
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """What the search found.
+
+    Args:
+        plan: the table; ``plan.to_yaml(path)`` saves it, ``Plan(tp_plan=plan.to_dict())`` uses it.
+        whole: layers that stay whole, as globs, and why.
+        split_share: share of the model's parameters that is split, 0 to 1.
+        size: number of ranks that it is for.
+        shared_inputs: names of column layers that read the same tensor, which can communicate once for all.
+        checked: whether it was checked by numbers.
+        sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
+    """
+
+    plan: TensorPlan
+    whole: dict[str, str]
+    split_share: float
+    size: int
+    shared_inputs: list[tuple[str, ...]]
+    checked: bool = True
+    sequence: dict[str, SequenceSplit] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """The table, what stays whole and why, and how much is split."""
+        how = f"checked by numbers on {self.size} simulated ranks" if self.checked else "given, and not checked"
+        lines = [f"tensor-parallel table, {how}:", self.plan.describe()]
+        if self.whole:
+            width = max(map(len, self.whole))
+            lines += ["stays whole:", *(f"{name:<{width}}  {reason}" for name, reason in self.whole.items())]
+        lines.append(f"{self.split_share:.0%} of the parameters are split")
+        if self.sequence:
+            shown = {starred(name): split.describe() for name, split in self.sequence.items()}
+            width = max(map(len, shown))
+            lines += ["in parts of a sequence:", *(f"{name:<{width}}  {how}" for name, how in shown.items())]
+        return "\n".join(lines)
+
+
+def find_tensor_plan(
+    model: nn.Module, size: int = 2, *, inputs: Any = None, sequence_parallel: bool = False
+) -> FoundPlan:
+    """Finds a table that splits `model` over `size` ranks, and checks it by numbers.
+
+    Per distinct block: layers that could be split together are proposed from the flow of the data, and each
+    proposal is run on `size` simulated ranks, forward and backward, on random weights. The model itself is
+    run on fake tensors only, and is left as it is; it may be on the meta device.
+
+    Args:
+        model: any module.
+        size: number of tensor-parallel ranks.
+        inputs: as for ``Engine.step``, of any values; None to guess from the model.
+        sequence_parallel: whether to find out, too, how its blocks can compute on parts of a sequence.
+
+    Raises:
+        NoTensorPlanError: nothing can be split; names the reasons.
+        WrongTensorPlanError: blocks that can be split one by one cannot be split together.
+        ValueError: the model does not run on `inputs`, or none were given and none could be guessed.
+    """
+    units = find_units(model)
+    run = run_once(model, list(units), inputs, sequences=sequence_parallel)
+    checks = BlockChecks(size)
+    published = published_plan(model)
+    searches = _search_all(units, run.calls, checks, published.plan)
+    whole = {name: "its block was not called" for name in units if name not in run.calls}
+    whole.update({p: f"published as {s!r}, a style that is not known here" for p, s in published.unknown.items()})
+    _drop_inconsistent(searches, run.calls)
+    styles: dict[str, Style] = {}
+    for name, search in searches.items():
+        styles.update({_join(name, key): style for key, style in search.styles().items()})
+        whole.update({_join(name, key): reason for key, reason in search.whole.items()})
+    ends = {_join(name, layer) for name, search in searches.items() for layer in search.ends}
+    outer, outer_whole = split_outer_layers(model, list(units), size, run.capture.used_outside, styles, ends)
+    styles.update(outer)
+    whole = {name: reason for name, reason in (whole | outer_whole).items() if name not in styles}
+    reasons = {starred(name): reason for name, reason in whole.items()}
+    if not styles:
+        told = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
+        linear = [starred(n) for n, m in model.named_modules() if (s := as_splittable(m)) and s.kind == "linear"]
+        start = dict.fromkeys(dict.fromkeys(linear), "colwise or rowwise")
+        raise NoTensorPlanError(
+            f"nothing of this {type(model).__name__} can be split over {size} ranks:\n{told}\n"
+            f"if you know better, give a table as Plan(tp_plan=...), starting from {start}"
+        )
+    found = check_around_run(model, collapse(styles, model), run, checks, sequence_parallel=sequence_parallel)
+    share = split_share(model, found.plan, size)
+    return FoundPlan(found.plan, reasons | found.not_in_parts, share, size, found.shared_inputs, True, found.sequence)
+
+
+def split_share(model: nn.Module, plan: TensorPlan, size: int) -> float:
+    """Share of `model`'s parameters, by number of elements, that `plan` splits."""
+    layouts = find_layouts(model, plan.resolve(model), size)
+    total = sum(p.numel() for p in model.parameters())
+    split = sum(p.numel() for name, p in model.named_parameters() if layouts[name].dim is not None)
+    return split / max(total, 1)
+
+
+def _search_all(
+    units: Mapping[str, nn.Module], calls: Mapping[str, BlockCall], checks: BlockChecks, published: TensorPlan
+) -> dict[str, BlockSearch]:
+    """One search per distinct structure."""
+    known: dict[tuple[object, ...], BlockSearch] = {}
+    searches: dict[str, BlockSearch] = {}
+    for name, call in calls.items():
+        structure = structure_of(units[name], call)
+        if structure not in known:
+            given = published.restricted_to(name, units[name])
+            known[structure] = search_block(units[name], call, checks.of(units[name], call), given)
+        search = known[structure]
+        searches[name] = BlockSearch(list(search.split), dict(search.whole), list(search.ends))
+    return searches
+
+
+def _drop_inconsistent(searches: Mapping[str, BlockSearch], calls: Mapping[str, BlockCall]) -> None:
+    """Takes back regions between which something per head is handed on split that another expects whole, or
+    the reverse, until all agree."""
+    while mistaken := _mistaken_regions(searches, calls):
+        for search, split in mistaken:
+            search.split.remove(split)
+            reason = f"{split.region}: it shares something per head with another block that does not split it alike"
+            search.whole.update(dict.fromkeys((*split.region.columns, *split.region.rows), reason))
+
+
+def _mistaken_regions(
+    searches: Mapping[str, BlockSearch], calls: Mapping[str, BlockCall]
+) -> list[tuple[BlockSearch, SplitRegion]]:
+    found: dict[int, tuple[BlockSearch, SplitRegion]] = {}
+    for name, search in searches.items():
+        providers = calls[name].providers
+        wanted = {index: dim for split in search.split for index, dim in split.proposal.sliced_inputs.items()}
+        for split in search.split:
+            for index, dim in split.proposal.sliced_inputs.items():
+                given = _sharded_outputs(searches[providers[index][0]]) if index in providers else {}
+                if index not in providers or given.get(providers[index][1]) != dim:
+                    found[id(split)] = (search, split)
+        for index, (provider, output) in providers.items():
+            if index not in wanted:
+                for split in searches[provider].split:
+                    if output in split.sharded_outputs:
+                        found[id(split)] = (searches[provider], split)
+    return list(found.values())
+
+
+def _sharded_outputs(search: BlockSearch) -> dict[int, int]:
+    return {index: dim for split in search.split for index, dim in split.sharded_outputs.items()}
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -1,0 +1,65 @@
+"""What is split outside of the blocks: the vocabulary's embedding and the output layer."""
+
+from collections.abc import Container, Mapping
+
+from torch import nn
+
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
+from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, VOCAB, Style
+
+# Tables that are much smaller than the largest (positions, segments) are not worth their communication.
+_WORTHWHILE_SHARE = 0.5
+
+
+def split_outer_layers(
+    model: nn.Module,
+    units: list[str],
+    size: int,
+    used_outside: Container[str],
+    inner: Mapping[str, Style],
+    ends: Container[str] = (),
+) -> tuple[dict[str, Style], dict[str, str]]:
+    """Styles of embeddings and output layers outside of `units`, and why others stay whole.
+
+    Splitting an embedding's rows, a head's classes, or a linear layer whose output is gathered, is right wherever the
+    layer is called as a module; it needs no check by numbers.
+
+    Args:
+        used_outside: parameters that something reads past their modules' forwards.
+        inner: styles found so far, which are kept.
+        ends: of a model without blocks, the linear layers whose output no other layer takes: only these, and its
+            embeddings, are outside of what its search could split.
+    """
+    styles: dict[str, Style] = {}
+    whole: dict[str, str] = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if as_splittable(module) and name not in inner and not any(name.startswith(f"{unit}.") for unit in units)
+    }
+    if units == [""]:
+        layers = {n: m for n, m in layers.items() if (s := as_splittable(m)) and (s.kind != "linear" or n in ends)}
+    tables = [m.weight.numel() for m in layers.values() if isinstance(m, nn.Embedding)]
+    embedded = {id(m.weight) for m in layers.values() if isinstance(m, nn.Embedding)}
+    for name, module in layers.items():
+        layer = as_splittable(module)
+        assert layer is not None
+        weight = module.weight
+        if layer.kind == "head":
+            worthwhile, reason = True, ""
+        elif layer.kind == "embedding":
+            worthwhile, reason = weight.numel() >= _WORTHWHILE_SHARE * max(tables), "a small table"  # type: ignore[operator]
+        else:
+            worthwhile = id(weight) in embedded or layer.outputs > layer.inputs
+            reason = "outside of the blocks, and not an output layer larger than its input"
+        rows = layer.inputs if layer.kind == "embedding" else layer.outputs
+        if any(names[id(p)] in used_outside for p in module.parameters()):
+            whole[name] = "its parameters are read by other code than its own forward"
+        elif not worthwhile:
+            whole[name] = reason
+        elif (size - 1) * -(-rows // size) >= rows:
+            whole[name] = f"{rows} rows cannot be split over {size} ranks"
+        else:
+            styles[name] = {"embedding": VOCAB, "head": CLASSES}.get(layer.kind, COLWISE_GATHER)
+    return styles, whole

@@ -1,0 +1,78 @@
+"""The tensor-parallel plans that Hugging Face publishes with its models, as one proposal among others.
+
+They are read as plain data: ``base_model_tp_plan`` of a config, with names relative to the base model, and
+``_tp_plan`` of a class with a head, with names of its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from tensorshard.tensor_parallel.table.styles import COLWISE, COLWISE_GATHER, ROWWISE, SUM_GRADIENTS, VOCAB, Style
+from tensorshard.tensor_parallel.table.table import TensorPlan
+
+# The names that styles have had from transformers 4.56 on.
+_STYLES: dict[str, Style] = {
+    "colwise": COLWISE,
+    "local_colwise": COLWISE,
+    "rowwise": ROWWISE,
+    "local_rowwise": ROWWISE,
+    "rowwise_rep": ROWWISE,
+    "rowwise_split_input": ROWWISE,
+    "colwise_rep": COLWISE_GATHER,
+    "colwise_gather_output": COLWISE_GATHER,
+    "embedding_rowwise": VOCAB,
+    "replicated_with_grad_allreduce": SUM_GRADIENTS,
+    "replicate": Style("replicate"),
+}
+# Those of mixtures of experts, and of what is done to activations alone. What they name is left to the search.
+_NO_EQUIVALENT = frozenset(
+    {
+        "all_reduce",
+        "embedding_colwise",
+        "ep_dispatch_experts",
+        "ep_router",
+        "free_full_weight",
+        "gather",
+        "grouped_gemm",
+        "isolated_from_parallel",
+        "local",
+        "local_packed_rowwise",
+        "local_params",
+        "mla_kv_a_proj",
+        "moe_identity_expert",
+        "moe_tp_experts",
+        "packed_colwise",
+        "packed_rowwise",
+        "sequence_parallel",
+    }
+)
+
+
+@dataclass(frozen=True)
+class PublishedPlan:
+    """What is published for a model.
+
+    Args:
+        plan: the table, in this package's styles; empty if none is published.
+        unknown: entries whose style this version has never heard of.
+    """
+
+    plan: TensorPlan
+    unknown: dict[str, str]
+
+
+def published_plan(model: nn.Module) -> PublishedPlan:
+    """The table published with `model`, if any."""
+    table: dict[str, str] = {}
+    prefix = getattr(model, "base_model_prefix", "")
+    within = f"{prefix}." if prefix and getattr(model, "base_model", model) is not model else ""
+    published = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    table.update({within + pattern: style for pattern, style in (published or {}).items()})
+    own = vars(type(model)).get("_tp_plan")
+    if isinstance(own, Mapping):
+        table.update(own)
+    entries = {pattern: style for pattern, name in table.items() if (style := _STYLES.get(name)) is not None}
+    unknown = {p: name for p, name in table.items() if name not in _STYLES and name not in _NO_EQUIVALENT}
+    return PublishedPlan(TensorPlan(entries), unknown)

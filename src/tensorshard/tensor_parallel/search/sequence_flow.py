@@ -1,0 +1,236 @@
+"""Where a block's stream of positions goes, found by running a fake copy of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from tensorshard.modules.fake_copies import blank, copy_with
+from tensorshard.modules.stacked_experts import stand_in
+from tensorshard.modules.tensors import storage_key, tensor_leaves
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention, named_arguments
+from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall
+
+
+@dataclass
+class StreamFlow:
+    """Where a block's stream of positions goes.
+
+    Args:
+        columns: column layers that read it. rows: row layers, whose outputs belong to it.
+        attentions: split ``nn.MultiheadAttention`` modules that read it, and the shapes of those of their inputs that
+            are of the stream, by their indices.
+        direct: for each module around column layers, its tensor inputs that these read as they are, by their indices.
+        unsplit: other linear layers that read it, whose outputs are whole.
+        entries, exits: for each module, the shapes of its tensor inputs and outputs that are of the stream, by their
+            indices.
+        partial: parameters that are applied to it.
+        outputs: the shapes of the block's tensor outputs that are of the stream, by their indices.
+    """
+
+    columns: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    attentions: dict[str, dict[int, torch.Size]] = field(default_factory=dict)
+    direct: dict[str, dict[int, None]] = field(default_factory=dict)
+    unsplit: list[str] = field(default_factory=list)
+    entries: dict[str, dict[int, torch.Size]] = field(default_factory=dict)
+    exits: dict[str, dict[int, torch.Size]] = field(default_factory=dict)
+    partial: dict[str, None] = field(default_factory=dict)
+    outputs: dict[int, torch.Size] = field(default_factory=dict)
+
+    def outputs_of(self, dim: int, length: int) -> tuple[int, ...]:
+        """The outputs that are as long as the sequence."""
+        return leaves_as_long(self.outputs, dim, length)
+
+
+def leaves_as_long(shapes: Mapping[int, torch.Size], dim: int, length: int) -> tuple[int, ...]:
+    """Which of `shapes` have `length` elements along `dim`."""
+    return tuple(leaf for leaf, shape in shapes.items() if len(shape) > dim and shape[dim] == length)
+
+
+def projection_of(attention: str) -> str:
+    """The name of an ``nn.MultiheadAttention``'s output layer."""
+    return f"{attention}.out_proj" if attention else "out_proj"
+
+
+def follow_stream(block: nn.Module, call: BlockCall, styles: Mapping[str, Style], index: int) -> StreamFlow:
+    """Runs a fake copy of `block` and notes where its input `index` goes, column layers apart."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        twin = copy_with(block, blank).eval()
+        stand_in(twin)
+        for parameter in twin.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        args, kwargs = tree_map_only(torch.Tensor, _Once(), (call.args, call.kwargs))
+        stream = _Stream(twin, styles, tensor_leaves((args, kwargs))[index])
+        with stream:
+            outputs = tensor_leaves(twin(*args, **kwargs))
+    stream.flow.outputs = {leaf: output.shape for leaf, output in enumerate(outputs) if stream.holds(output)}
+    return stream.flow
+
+
+class _Once:
+    """Fake tensors for meta ones, one for a repeated one."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = blank("", tensor)
+        return self._made[id(tensor)]
+
+
+class _Stream(TorchDispatchMode):
+    """Labels what is computed from a stream; a row layer's output belongs to it, a column layer's does not."""
+
+    def __init__(self, block: nn.Module, styles: Mapping[str, Style], start: torch.Tensor) -> None:
+        super().__init__()
+        self.flow = StreamFlow()
+        self._styles = styles
+        self._kept: list[torch.Tensor] = [start]  # so that storages are not used again
+        self._stream = {storage_key(start)}
+        # What was made of parameters alone, by storage: scaled or shifted weights of norms.
+        self._made_of = {storage_key(p): frozenset([name]) for name, p in block.named_parameters()}
+        self._inside_column = 0
+        self._given: dict[str, dict[int, int]] = {}  # what modules are called with, by storage
+        for name, module in block.named_modules():
+            style = styles.get(name)
+            kind = style.kind if style is not None else ""
+            if kind in COLUMN_KINDS:
+                module.register_forward_pre_hook(self._column_called(name))
+                module.register_forward_hook(self._column_returned)
+            elif kind == "rowwise":
+                module.register_forward_hook(self._row_returned(name))
+            elif kind == "heads":
+                module.register_forward_pre_hook(self._attention_called(name), with_kwargs=True)
+                module.register_forward_hook(self._attention_returned(name, bool(module.out_proj.bias is not None)))
+            elif is_multihead_attention(module):  # it reads its weights past its layers
+                module.register_forward_pre_hook(self._unsplit_attention_called(name), with_kwargs=True)
+            elif kind == "sum" or (kind in ("", "colwise_gather") and _is_linear(module)):
+                module.register_forward_pre_hook(self._unsplit_called(name))
+            module.register_forward_pre_hook(self._entered(name), with_kwargs=True)
+            module.register_forward_hook(self._returned(name))
+
+    def _column_called(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._inside_column += 1
+            if self.holds(args[0]) and name not in self.flow.columns:
+                self.flow.columns.append(name)
+            owner = name.rpartition(".")[0]
+            for index, key in self._given.get(owner, {}).items():
+                if key == storage_key(args[0]):
+                    self.flow.direct.setdefault(owner, {})[index] = None
+                    break
+
+        return hook
+
+    def _attention_called(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._inside_column += 1
+            named = named_arguments(module, args, kwargs)
+            sequences = {id(named[key]) for key in ("query", "key", "value")}
+            found = {
+                index: leaf.shape
+                for index, leaf in enumerate(tensor_leaves((args, kwargs)))
+                if id(leaf) in sequences and self.holds(leaf)
+            }
+            if found:
+                self.flow.attentions.setdefault(name, found)
+
+        return hook
+
+    def _attention_returned(self, name: str, biased: bool) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._inside_column -= 1
+            for tensor in tensor_leaves(output)[1:]:  # the weights of the heads
+                self._kept.append(tensor)
+                self._stream.discard(storage_key(tensor))
+            if name in self.flow.attentions:
+                self._row_put_out(projection_of(name), tensor_leaves(output)[0], biased)
+
+        return hook
+
+    def _unsplit_called(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if self.holds(args[0]) and name not in self.flow.unsplit:
+                self.flow.unsplit.append(name)
+
+        return hook
+
+    def _unsplit_attention_called(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            layer = projection_of(name)
+            if any(map(self.holds, named_arguments(module, args, kwargs).values())) and layer not in self.flow.unsplit:
+                self.flow.unsplit.append(layer)
+
+        return hook
+
+    def _column_returned(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        self._inside_column -= 1
+        self._kept.append(output)
+        self._stream.discard(storage_key(output))
+
+    def _row_returned(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+            self._row_put_out(name, output, module.bias is not None)
+
+        return hook
+
+    def _row_put_out(self, name: str, output: torch.Tensor, biased: bool) -> None:
+        self._kept.append(output)
+        self._stream.add(storage_key(output))
+        self._made_of.pop(storage_key(output), None)
+        if name not in self.flow.rows:
+            self.flow.rows.append(name)
+            if biased:
+                self.flow.partial[f"{name}.bias"] = None
+
+    def _entered(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            leaves = tensor_leaves((args, kwargs))
+            self._given[name] = {index: storage_key(leaf) for index, leaf in enumerate(leaves)}
+            found = {index: leaf.shape for index, leaf in enumerate(leaves) if self.holds(leaf)}
+            self.flow.entries.setdefault(name, found)
+
+        return hook
+
+    def _returned(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            found = {index: leaf.shape for index, leaf in enumerate(tensor_leaves(output)) if self.holds(leaf)}
+            self.flow.exits.setdefault(name, found)
+
+        return hook
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether `tensor` was computed from the stream."""
+        return isinstance(tensor, torch.Tensor) and storage_key(tensor) in self._stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self._inside_column:
+            return output
+        inputs = tensor_leaves((args, kwargs))
+        made_of = frozenset().union(*(self._made_of.get(storage_key(t), frozenset()) for t in inputs))
+        outputs = tensor_leaves(output)
+        self._kept += outputs
+        if any(map(self.holds, inputs)):
+            self._stream.update(storage_key(t) for t in outputs)
+            for name in made_of:
+                style = self._styles.get(name) or self._styles.get(name.rpartition(".")[0])
+                if style is None or not style.sums_gradients:
+                    self.flow.partial[name] = None
+        elif made_of:
+            for tensor in outputs:
+                self._made_of[storage_key(tensor)] = made_of
+        return output
+
+
+def _is_linear(module: nn.Module) -> bool:
+    layer = as_splittable(module)
+    return layer is not None and layer.kind == "linear"

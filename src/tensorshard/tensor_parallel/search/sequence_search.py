@@ -1,0 +1,220 @@
+"""The search for sequence parallelism: what of a split model's blocks can compute on parts of a sequence.
+
+As for the table itself, ways are proposed from the flow of the data, and a way counts when the block computes the same
+numbers on simulated ranks, forward and backward, as on one device.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import nn
+
+from tensorshard.tensor_parallel.search.sequence_flow import StreamFlow, follow_stream, leaves_as_long, projection_of
+from tensorshard.tensor_parallel.table.layer_kinds import is_multihead_attention
+from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.table import starred
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture
+from tensorshard.tensor_parallel.verify.block_check import MismatchError
+from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
+from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units, structure_of
+
+_MOST_TRIES = 32
+
+
+class NoSequenceParallelError(ValueError):
+    """No block of a model can compute on parts of a sequence."""
+
+
+@dataclass(frozen=True)
+class SplitBlocks:
+    """What is known of a model's blocks once its table was blocks.
+
+    Args:
+        styles: of everything in the model.
+        shared_inputs: names of column layers that read the same tensor.
+        sliced_inputs: for blocks that are handed something split by another (a bias per head, say), which of their
+            tensor inputs, by their indices, and along which dimension.
+    """
+
+    styles: Mapping[str, Style]
+    shared_inputs: Sequence[Sequence[str]]
+    sliced_inputs: Mapping[str, Mapping[int, int]]
+
+
+def find_sequence_splits(
+    model: nn.Module, blocks: SplitBlocks, run: ModelRun, checks: BlockChecks
+) -> tuple[dict[str, SequenceSplit], dict[str, str]]:
+    """How the blocks of `model`, split already, can compute on parts of a sequence.
+
+    Args:
+        run: how the model calls its blocks.
+        checks: the checks of its blocks, for a number of ranks.
+
+    Returns:
+        The split of each block that can, by name, and why others cannot.
+
+    Raises:
+        NoSequenceParallelError: none can; names the reasons.
+    """
+    units = find_units(model)
+    known: dict[tuple[object, ...], SequenceSplit | str] = {}
+    splits: dict[str, SequenceSplit] = {}
+    refused: dict[str, str] = {}
+    for name, call in run.calls.items():
+        inside = styles_inside(name, blocks.styles)
+        sliced = blocks.sliced_inputs.get(name, {})
+        structure = (structure_of(units[name], call), tuple(inside.items()), tuple(sliced.items()))
+        if structure not in known:
+            prefix = f"{name}." if name else ""
+            shared = [tuple(n.removeprefix(prefix) for n in s) for s in blocks.shared_inputs if s[0].startswith(prefix)]
+            known[structure] = _search_block(units[name], call, inside, sliced, checks, shared)
+        found = known[structure]
+        if isinstance(found, SequenceSplit):
+            splits[name] = found
+        else:
+            refused[name] = found
+    reasons = {starred(name): reason for name, reason in refused.items()}
+    if not splits:
+        told = "\n".join(f"  {name or type(model).__name__}: {reason}" for name, reason in reasons.items())
+        raise NoSequenceParallelError(
+            f"sequence_parallel=True: no block of this {type(model).__name__} can be split along a sequence:\n{told}\n"
+            f"set sequence_parallel=False"
+        )
+    return link_splits(splits, run.capture), reasons
+
+
+def link_splits(splits: Mapping[str, SequenceSplit], capture: Capture) -> dict[str, SequenceSplit]:
+    """`splits` with what happens between the blocks: a part is handed on where the next block takes it as it is."""
+    whole = {name for name, split in splits.items() if any((name, i) in capture.escaped for i in split.outputs)}
+    whole |= capture.repeated & set(splits)
+    for name, call in capture.calls.items():
+        for index, (provider, output) in call.providers.items():
+            if provider not in splits or output not in splits[provider].outputs:
+                continue
+            takes = name in splits and splits[name].input == index and splits[name].dim == splits[provider].dim
+            if not takes or name in capture.repeated:
+                whole.add(provider)
+    linked = {}
+    for name, split in splits.items():
+        provider, output = capture.calls[name].providers.get(split.input, ("", -1))
+        handed = provider in splits and output in splits[provider].outputs and provider not in whole
+        linked[name] = split.linked(scatters=not handed, gathers=name in whole)
+    return linked
+
+
+def _search_block(
+    block: nn.Module,
+    call: BlockCall,
+    styles: dict[str, Style],
+    sliced_inputs: Mapping[int, int],
+    checks: BlockChecks,
+    shared_inputs: Sequence[Sequence[str]],
+) -> SequenceSplit | str:
+    rows = [name for name, style in styles.items() if style.kind == "rowwise"]
+    if not rows:
+        return "it has no row layer, whose output could be scattered"
+    check = checks.of(block, call)
+    reason = "none of its inputs looks like a sequence"
+    tries = 0
+    candidates = list(_candidates(block, check.inputs, checks.size))
+    for index, dim in candidates:
+        length = check.inputs[index].shape[dim]
+        flow = follow_stream(block, call, styles, index)
+        if not (flow.columns or flow.attentions) or not flow.outputs_of(dim, length):
+            continue
+        for split in _ways(flow, index, dim, check.inputs[index].shape):
+            tries += 1
+            if tries > _MOST_TRIES:
+                return reason
+            try:
+                check.check(
+                    styles, sliced_inputs, shared_inputs, sequence={"": split.linked(scatters=True, gathers=True)}
+                )
+            except MismatchError as error:
+                if (index, dim) == candidates[0]:
+                    reason = f"split along dimension {dim}, {error}"
+                continue
+            return split
+    return reason
+
+
+def _candidates(block: nn.Module, inputs: Sequence[torch.Tensor], size: int) -> Iterator[tuple[int, int]]:
+    """The inputs that may be a stream of positions with features, and the dimension of the positions.
+
+    Splitting samples in place of positions is right too, but there may be fewer of them than ranks.
+    """
+    samples_second = any(is_multihead_attention(m) and not m.batch_first for m in block.modules())
+    for index, tensor in sorted(enumerate(inputs), key=lambda entry: not entry[1].requires_grad):
+        if tensor.is_floating_point() and tensor.ndim >= 3:
+            dims = range(tensor.ndim - 1)
+            for dim in dims if samples_second else (*dims[1:], 0):
+                if tensor.shape[dim] >= size:
+                    yield index, dim
+
+
+def _ways(flow: StreamFlow, index: int, dim: int, shape: torch.Size) -> Iterator[SequenceSplit]:
+    """Where the sequence may be put together: by each column layer, or by the module around several.
+
+    First with all layers that are not split applied to parts of the sequence, then with the modules around these run on
+    the whole of it, and last with split ``nn.MultiheadAttention`` modules run on the whole of it too.
+    """
+    length = shape[dim]
+    for around in _distinct([], flow.unsplit, [*flow.unsplit, *map(projection_of, flow.attentions)]):
+        whole = {}
+        for owner in _owners(around):
+            ends = (
+                leaves_as_long(flow.entries[owner], dim, length),
+                leaves_as_long(flow.exits.get(owner, {}), dim, length),
+            )
+            if all(ends):
+                whole[owner] = ends
+        if around and not whole:
+            continue
+        attentions = {
+            name: leaves_as_long(shapes, dim, length)
+            for name, shapes in flow.attentions.items()
+            if not _is_inside_any(name, whole)
+        }
+        if not all(attentions.values()):
+            continue
+        owners = {o: names for o, names in _owners(flow.columns).items() if not _is_inside_any(o, whole)}
+        choices = []
+        for owner in owners:
+            leaves = leaves_as_long(flow.entries.get(owner, {}), dim, length)
+            direct = tuple(leaf for leaf in leaves if leaf in flow.direct.get(owner, {}))
+            choices.append(list(dict.fromkeys([(), direct, leaves])) if owner else [()])
+        ways = sorted(product(*choices), key=lambda way: sum(bool(leaves) for leaves in way))
+        ways.sort(key=lambda way: len({bool(leaves) for leaves in way}) > 1)  # all alike first
+        for way in ways:
+            gathered = dict(zip(owners, way, strict=True))
+            yield SequenceSplit(
+                len(shape),
+                dim,
+                index,
+                flow.outputs_of(dim, length),
+                {name: not gathered[owner] for owner, names in owners.items() for name in names},
+                {owner: leaves for owner, leaves in gathered.items() if leaves},
+                whole,
+                tuple(name for name in flow.rows if not _is_inside_any(name, whole)),
+                tuple(name for name in flow.partial if not _is_inside_any(name, whole)),
+                attentions=attentions,
+            )
+
+
+def _distinct(*lists: Sequence[str]) -> list[Sequence[str]]:
+    return [names for index, names in enumerate(lists) if names not in lists[:index]]
+
+
+def _owners(layers: Sequence[str]) -> dict[str, list[str]]:
+    """Layers by the module that they are in."""
+    owners: dict[str, list[str]] = {}
+    for name in layers:
+        owners.setdefault(name.rpartition(".")[0], []).append(name)
+    return owners
+
+
+def _is_inside_any(name: str, modules: Mapping[str, object]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)

@@ -1,0 +1,1 @@
+"""The tensor-parallel table as data: styles, layouts, the layers they are for."""

@@ -1,0 +1,77 @@
+"""How a parameter lies over the tensor-parallel ranks: whole on each, or cut along one dimension."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tensorshard.comm.sharding import shard_range, shard_sizes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the elements of one parameter are.
+
+    Args:
+        dim: the dimension that is cut; None for a parameter that every rank holds whole.
+        parts: sizes, along `dim`, of what is packed into the parameter one after the other (a fused
+            query-key-value weight has three). Each of them is cut over the ranks, and a rank holds its pieces
+            in the same order. Most parameters are one part.
+    """
+
+    dim: int | None = None
+    parts: tuple[int, ...] = ()
+
+    def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
+        """The (start, length) along `dim` that rank `rank` of `size` holds, in its order."""
+        starts = [sum(self.parts[:index]) for index in range(len(self.parts))]
+        held = [shard_range(part, size, rank) for part in self.parts]
+        return [(start + offset, length) for start, (offset, length) in zip(starts, held, strict=True)]
+
+    def local_shape(self, shape: Sequence[int], rank: int, size: int) -> torch.Size:
+        """The shape of what rank `rank` of `size` holds of a parameter of `shape`."""
+        local = list(shape)
+        if self.dim is not None:
+            local[self.dim] = sum(length for _, length in self.ranges(rank, size))
+        return torch.Size(local)
+
+
+WHOLE = Layout()
+"""Every rank holds all of it."""
+
+
+def local_part(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
+    """What rank `rank` of `size` holds of `full`: a copy of its own, or `full` itself if that is all of
+    it."""
+    if layout.dim is None:
+        return full
+    pieces = [full.narrow(layout.dim, start, length) for start, length in layout.ranges(rank, size)]
+    return pieces[0].clone(memory_format=torch.contiguous_format) if len(pieces) == 1 else torch.cat(pieces, layout.dim)
+
+
+def join_parts(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+    """The whole of a parameter, of which ``held[rank]`` is what each rank holds: undoes
+    :func:`local_part`."""
+    if layout.dim is None:
+        return held[0]
+    size = len(held)
+    pieces: list[list[torch.Tensor]] = [
+        list(local.split([length for _, length in layout.ranges(rank, size)], layout.dim))
+        for rank, local in enumerate(held)
+    ]
+    return torch.cat([pieces[rank][part] for part in range(len(layout.parts)) for rank in range(size)], layout.dim)
+
+
+def check_can_split(layout: Layout, size: int, what: str) -> None:
+    """Refuses a layout that would leave a rank without a part.
+
+    Raises:
+        ValueError: a part has fewer elements than there are ranks, or too few for the last rank to get one.
+    """
+    for part in layout.parts:
+        if 0 in shard_sizes(part, size):
+            packed = "" if len(layout.parts) == 1 else f" (one of the parts {', '.join(map(str, layout.parts))})"
+            raise ValueError(
+                f"{what} has {part} elements along dimension {layout.dim}{packed}, which cannot be split over {size} "
+                f"ranks: each needs one at least; leave it whole, or lower tp"
+            )

@@ -1,0 +1,172 @@
+"""The table: globs of names, and the style of what they match."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from torch import nn
+
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
+from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, HEADS, ROWWISE, VOCAB, Style, parse_style
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A tensor-parallel table, read like one: ``{"layers.*.q_proj": colwise, "layers.*.o_proj": rowwise,
+    ...}``.
+
+    Names are those of modules, or of parameters that belong to a module which is not split itself. ``*``
+    matches any characters, dots included; an entry without wildcards goes before one that has some. What no
+    entry names is replicated. A layer whose weight is tied to a split one is split with it.
+
+    Args:
+        entries: glob to style.
+    """
+
+    entries: dict[str, Style]
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, str]) -> "TensorPlan":
+        """The table of plain strings, as ``Plan(tp_plan=...)`` takes it.
+
+        Raises:
+            ValueError: a style that does not exist or is misspelt; names the entry.
+            TypeError: a style that is no string.
+        """
+        entries = {}
+        for pattern, text in table.items():
+            if not isinstance(text, str):
+                raise TypeError(f"tp_plan[{pattern!r}] is {text!r}; it must be a style's name, such as 'colwise'")
+            try:
+                entries[pattern] = parse_style(text)
+            except ValueError as error:
+                raise ValueError(f"tp_plan[{pattern!r}]: {error}") from None
+        return cls(entries)
+
+    def to_dict(self) -> dict[str, str]:
+        """The table as plain strings: what :meth:`from_dict` reads."""
+        return {pattern: str(style) for pattern, style in self.entries.items()}
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "TensorPlan":
+        """Reads what :meth:`to_yaml` wrote.
+
+        Raises:
+            ValueError: the file holds no mapping, or one that :meth:`from_dict` refuses.
+        """
+        import yaml
+
+        table = yaml.safe_load(Path(path).read_text())
+        if not isinstance(table, dict):
+            raise ValueError(f"{path} holds a {type(table).__name__}, but a tensor plan maps names to styles")
+        return cls.from_dict(table)
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Writes the table to `path` as YAML, to be read and edited."""
+        import yaml
+
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+    def describe(self) -> str:
+        """One line an entry."""
+        width = max((len(pattern) for pattern in self.entries), default=0)
+        return "\n".join(f"{pattern:<{width}}  {style}" for pattern, style in self.entries.items())
+
+    def resolve(self, model: nn.Module) -> dict[str, Style]:
+        """The style of every module and parameter of `model` that has one, layers with tied weights included.
+
+        Raises:
+            ValueError: an entry matches nothing, names the nearest; two globs disagree on a name.
+        """
+        names = [name for name, _ in model.named_modules() if name or "" in self.entries]  # itself: of a block alone
+        names += [name for name, _ in model.named_parameters()]
+        for pattern in self.entries:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(_nothing_matches(pattern, names))
+        found: dict[str, Style] = {}
+        for name in names:
+            if name in self.entries:
+                found[name] = self.entries[name]
+                continue
+            matching = [pattern for pattern in self.entries if fnmatchcase(name, pattern)]
+            if len({self.entries[pattern] for pattern in matching}) > 1:
+                said = " and ".join(f"{pattern!r} ({self.entries[pattern]})" for pattern in matching)
+                raise ValueError(f"{name} is matched by {said}, which disagree: make one of them more specific")
+            if matching:
+                found[name] = self.entries[matching[0]]
+        return found | _tied_layers(model, found) | _output_projections(model, found)
+
+    def restricted_to(self, name: str, module: nn.Module) -> dict[str, Style]:
+        """The styles of what is inside `module`, which a model calls `name`, by the names in `module`."""
+        prefix = f"{name}." if name else ""
+        found = {}
+        inner = [key for key, _ in module.named_modules() if key] + [key for key, _ in module.named_parameters()]
+        for key in inner:
+            matching = [p for p in self.entries if fnmatchcase(prefix + key, p)]
+            if matching:
+                found[key] = self.entries[prefix + key if prefix + key in matching else matching[0]]
+        return found
+
+
+def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorPlan:
+    """The shortest table of globs over list indices that gives exactly `styles`."""
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    members: dict[str, list[str]] = {}
+    for name in names:
+        members.setdefault(starred(name), []).append(name)
+    entries: dict[str, Style] = {}
+    for name, style in styles.items():
+        pattern = starred(name)
+        uniform = len(members[pattern]) > 1 and all(styles.get(other) == style for other in members[pattern])
+        # `*` also matches dots: a glob may not reach names of another depth that are styled otherwise.
+        exact = all(styles.get(other) == style for other in names if fnmatchcase(other, pattern))
+        entries[pattern if uniform and exact else name] = style
+    return TensorPlan(entries)
+
+
+def starred(name: str) -> str:
+    """`name` with every index into a list replaced by ``*``."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _tied_layers(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Styles of the layers that share a weight with one that is split by vocabulary."""
+    split = {
+        id(module.weight)
+        for name, module in model.named_modules()
+        if name in styles and styles[name] in (VOCAB, COLWISE_GATHER, CLASSES)
+    }
+    tied = {}
+    for name, module in model.named_modules():
+        layer = as_splittable(module)
+        if layer is not None and name not in styles and id(module.weight) in split:
+            tied[name] = {"embedding": VOCAB, "head": CLASSES}.get(layer.kind, COLWISE_GATHER)
+    return tied
+
+
+def _output_projections(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Styles of the ``out_proj`` of attentions whose heads are split.
+
+    Raises:
+        ValueError: the table says something else of one.
+    """
+    implied = {}
+    for name, module in model.named_modules():
+        if styles.get(name) == HEADS and is_multihead_attention(module):
+            projection = f"{name}.out_proj" if name else "out_proj"
+            if styles.get(projection, ROWWISE) != ROWWISE:
+                raise ValueError(
+                    f"{projection} is {str(styles[projection])!r}, but the heads of {name} are split ('heads'), so "
+                    f"that each rank has a part of its input: leave it out, or give it 'rowwise'"
+                )
+            implied[projection] = ROWWISE
+    return implied
+
+
+def _nothing_matches(pattern: str, names: Iterable[str]) -> str:
+    known = list(dict.fromkeys(starred(name) for name in names))
+    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
+    hint = f"the nearest are {', '.join(near)}" if near else f"its names are such as {', '.join(known[:4])}"
+    return f"tp_plan[{pattern!r}] matches no module or parameter of the model; {hint}"

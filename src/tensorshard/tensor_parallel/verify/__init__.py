@@ -1,0 +1,1 @@
+"""Verification by numbers: whether a split block computes what the unsplit one does."""

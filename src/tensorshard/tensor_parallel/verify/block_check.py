@@ -1,0 +1,260 @@
+"""Whether a block, split as a table says, still computes what it did: by numbers, forward and backward.
+
+The split block runs on as many simulated ranks as there will be, through the same code as in training, on
+random weights. A right table agrees to rounding; a wrong one is off by as much as the values themselves.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tensorshard.modules.fake_copies import copy_with, mixed_mask, random_values
+from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
+from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
+from tensorshard.tensor_parallel.table.layouts import Layout, join_parts, local_part
+from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall
+from tensorshard.tensor_parallel.verify.thread_ranks import ThreadGroup, run_as_ranks
+
+TOLERANCE = 1e-3
+"""Largest difference that passes, in units of the largest value: well above fp32's rounding, well below a
+mistake."""
+
+# Gradients are compared for parameters up to this many elements: those of large matrices follow from the
+# activations'.
+_LARGEST_GRADIENT = 1 << 18
+# A gradient that is zero but for rounding (that of an attention's key bias) is measured by this share of the
+# largest.
+_LEAST_SCALE = 1e-2
+
+
+class MismatchError(ValueError):
+    """A split block does not compute what the whole one does, or cannot run."""
+
+
+@dataclass
+class Agreement:
+    """What a successful check found.
+
+    Args:
+        sharded_outputs: tensor leaves of the block's output that are this rank's part alone, and along which
+            dimension.
+    """
+
+    sharded_outputs: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Split:
+    styles: Mapping[str, Style]
+    shared_inputs: Sequence[Sequence[str]]
+    sequence: Mapping[str, SequenceSplit]
+
+
+@dataclass
+class _Run:
+    outputs: list[torch.Tensor]
+    input_gradients: list[torch.Tensor | None]
+    gradients: dict[str, torch.Tensor]
+
+
+class BlockCheck:
+    """One block with random weights and inputs, and what it computes on one device.
+
+    Args:
+        block: the block; only shapes, types and the values of its buffers are used.
+        call: how it is called.
+        size: number of ranks to split it over.
+    """
+
+    def __init__(self, block: nn.Module, call: BlockCall, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        values = random_values(generator)
+        self.size = size
+        self._block = copy_with(block, values).eval()
+        for parameter in self._block.parameters():
+            parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() <= _LARGEST_GRADIENT)
+        leaves, self._tree = tree_flatten((call.args, call.kwargs))
+        made: dict[int, torch.Tensor] = {}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
+                made[id(leaf)] = _random_input(leaf, generator).requires_grad_(leaf.requires_grad)
+        self._leaves = [made.get(id(leaf), leaf) for leaf in leaves]
+        self._cotangents: list[torch.Tensor] = []
+        self._generator = generator
+        self.expected = self._run(self._block, self._leaves, None)
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors among the block's inputs, in order."""
+        return tensor_leaves(self._leaves)
+
+    def check(
+        self,
+        styles: Mapping[str, Style],
+        sliced_inputs: Mapping[int, int] | None = None,
+        shared_inputs: Iterable[Sequence[str]] = (),
+        sequence: Mapping[str, SequenceSplit] | None = None,
+    ) -> Agreement:
+        """Compares the block, split as `styles` say, with the whole one.
+
+        Args:
+            styles: of modules and parameters of the block, by their names in it.
+            sliced_inputs: tensor inputs of which each rank gets its part alone, and along which dimension.
+            shared_inputs: as for :func:`apply_tensor_parallel`.
+            sequence: as for :func:`apply_sequence_parallel`; "" is the block itself.
+
+        Raises:
+            MismatchError: they differ, or the split block does not run; says what was seen.
+        """
+        sliced = {index: Layout(dim, (self.inputs[index].shape[dim],)) for index, dim in (sliced_inputs or {}).items()}
+        try:
+            split = _Split(styles, list(shared_inputs), sequence or {})
+            layouts = find_layouts(self._block, styles, self.size)
+            runs = run_as_ranks(self.size, lambda group: self._split_run(group, split, layouts, sliced))
+        except MismatchError:
+            raise
+        except Exception as error:  # whatever a model's forward makes of parts that do not fit
+            raise MismatchError(f"it does not run: {type(error).__name__}: {_first_line(error)}") from error
+        agreement = self._compare_outputs(runs)
+        self._compare_gradients(runs, layouts, sliced)
+        return agreement
+
+    def _split_run(
+        self,
+        group: ThreadGroup,
+        split: _Split,
+        layouts: Mapping[str, Layout],
+        sliced: Mapping[int, Layout],
+    ) -> _Run:
+        rank, size = group.rank(), group.size()
+        part = copy_with(self._block, lambda name, t: t.detach())
+        apply_tensor_parallel(part, TensorPlan(dict(split.styles)), group, shared_inputs=split.shared_inputs)
+        apply_sequence_parallel(part, split.sequence, group, shared_inputs=split.shared_inputs)
+        with torch.no_grad():
+            for name, parameter in part.named_parameters():
+                parameter.data = local_part(parameter.data, layouts[name], rank, size)
+        tensors = iter(range(len(self.inputs)))
+        leaves = [
+            local_part(leaf.detach(), sliced[index], rank, size).requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor) and (index := next(tensors)) in sliced
+            else leaf
+            for leaf in self._leaves
+        ]
+        return self._run(part, leaves, group)
+
+    def _run(self, block: nn.Module, leaves: list[Any], group: ThreadGroup | None) -> _Run:
+        own: dict[int, torch.Tensor] = {}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in own:
+                own[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        tensors = [own[id(leaf)] for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # A block may write into its inputs, which autograd does not allow for leaves.
+        given = {key: tensor.clone() for key, tensor in own.items()}
+        args, kwargs = tree_unflatten([given.get(id(leaf), leaf) for leaf in leaves], self._tree)
+        outputs = tensor_leaves(block(*args, **kwargs))
+        if group is None:
+            self._cotangents = [torch.randn(o.shape, generator=self._generator) for o in outputs]
+        total = torch.zeros(())
+        for output, cotangent in zip(outputs, self._cotangents, strict=True):
+            if output.requires_grad:
+                total = total + (output * _part_like(cotangent, output, group)).sum()
+        if total.requires_grad:
+            total.backward()
+        return _Run(
+            [output.detach() for output in outputs],
+            [tensor.grad for tensor in tensors],
+            {name: p.grad for name, p in block.named_parameters() if p.grad is not None},
+        )
+
+    def _compare_outputs(self, runs: list[_Run]) -> Agreement:
+        agreement = Agreement()
+        for index, expected in enumerate(self.expected.outputs):
+            found = [run.outputs[index] for run in runs]
+            dim = _differing_dim(found[0].shape, expected.shape)
+            what = f"its output {index}" if len(self.expected.outputs) > 1 else "its output"
+            if dim is None:
+                for value in found:
+                    _compare(what, value, expected)
+            else:
+                agreement.sharded_outputs[index] = dim
+                _compare(what, join_parts(found, Layout(dim, (expected.shape[dim],))), expected)
+        return agreement
+
+    def _compare_gradients(self, runs: list[_Run], layouts: Mapping[str, Layout], sliced: Mapping[int, Layout]) -> None:
+        gradients = [
+            *self.expected.gradients.values(),
+            *(g for g in self.expected.input_gradients if g is not None),
+        ]
+        least = _LEAST_SCALE * max((g.abs().max().item() for g in gradients if g.numel()), default=0.0)
+        for index, gradient in enumerate(self.expected.input_gradients):
+            if gradient is None:
+                continue
+            found = [run.input_gradients[index] for run in runs]
+            if index in sliced:
+                found = [join_parts([_present(f, "an input's gradient") for f in found], sliced[index])]
+            for value in found:
+                _compare("the gradient of its input", _present(value, "the gradient of its input"), gradient, least)
+        for name, gradient in self.expected.gradients.items():
+            what = f"the gradient of {name}"
+            parts = [_present(run.gradients.get(name), what) for run in runs]
+            for value in parts if layouts[name].dim is None else [join_parts(parts, layouts[name])]:
+                _compare(what, value, gradient, least)
+
+
+def _random_input(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, generator=generator)
+    if leaf.dtype == torch.bool:
+        return mixed_mask(leaf.shape) if leaf.ndim > 1 else torch.ones(leaf.shape, dtype=torch.bool)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
+
+
+def _part_like(whole: torch.Tensor, part: torch.Tensor, group: ThreadGroup | None) -> torch.Tensor:
+    """What goes with this rank's `part` of an output, of which `whole` has the shape."""
+    dim = _differing_dim(part.shape, whole.shape)
+    if dim is None or group is None:
+        return whole
+    return local_part(whole, Layout(dim, (whole.shape[dim],)), group.rank(), group.size())
+
+
+def _differing_dim(found: torch.Size, expected: torch.Size) -> int | None:
+    """The one dimension in which a rank's part is smaller; None if the shapes are equal."""
+    if found == expected:
+        return None
+    dims = [dim for dim, (f, e) in enumerate(zip(found, expected, strict=False)) if f != e]
+    if len(found) != len(expected) or len(dims) != 1 or found[dims[0]] > expected[dims[0]]:
+        raise MismatchError(f"an output has the shape {list(found)} where {list(expected)} is expected")
+    return dims[0]
+
+
+def _present(gradient: torch.Tensor | None, what: str) -> torch.Tensor:
+    if gradient is None:
+        raise MismatchError(f"{what} is missing on a rank")
+    return gradient
+
+
+def _compare(what: str, found: torch.Tensor, expected: torch.Tensor, least_scale: float = 1e-6) -> None:
+    if found.shape != expected.shape:
+        raise MismatchError(f"{what} has the shape {list(found.shape)} where {list(expected.shape)} is expected")
+    if expected.numel() == 0:
+        return
+    if not expected.is_floating_point():
+        if not torch.equal(found, expected):
+            raise MismatchError(f"{what} differs")
+        return
+    scale = expected.abs().max().clamp(min=max(least_scale, 1e-30))  # all may be exactly zero
+    error = ((found - expected).abs().max() / scale).item()
+    if not error <= TOLERANCE:
+        raise MismatchError(f"{what} differs by {error:.0%} of its largest value")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -1,0 +1,123 @@
+"""What of a model is searched and checked on its own, and how one of it may stand for others."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.modules.blocks import find_blocks
+from tensorshard.modules.sample_inputs import example_inputs
+from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
+
+# Of blocks that are alike, a shrunken model keeps this many, so that what one hands to the next is there.
+_KEPT_ALIKE = 2
+
+
+def find_units(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that are searched and checked one by one: blocks with layers to split, else the whole
+    model."""
+    units = {
+        name: block
+        for name, block in find_blocks(model).items()
+        if sum(as_splittable(m) is not None or is_multihead_attention(m) for m in block.modules()) > 1
+    }
+    return units or {"": model}
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """One run of a model on fake tensors.
+
+    Args:
+        capture: what it showed of the units.
+        inputs: what the model was run on.
+    """
+
+    capture: Capture
+    inputs: Any
+
+    @property
+    def calls(self) -> dict[str, BlockCall]:
+        """The first call of each unit, in the order of the run."""
+        return self.capture.calls
+
+
+def run_once(model: nn.Module, units: list[str], inputs: Any, *, sequences: bool = False) -> ModelRun:
+    """Runs `model` on fake tensors, on guessed inputs if `inputs` is None; on `sequences` if it takes any.
+
+    Raises:
+        ValueError: it does not run.
+    """
+    candidates = example_inputs(model) if inputs is None else [inputs]
+    if sequences:
+        candidates.sort(key=_is_flat)
+    error: Exception | None = None
+    for candidate in candidates:
+        try:
+            return ModelRun(capture_calls(model, units, candidate), candidate)
+        except Exception as caught:  # whatever a model makes of inputs that are not its own
+            error = error or caught
+    remedy = (
+        "give parallelize(sample_inputs=...), or find_tensor_plan(inputs=...), inputs as for Engine.step, of any "
+        "values and any sizes that the model takes"
+    )
+    if error is None:
+        raise ValueError(f"no inputs could be guessed to run {type(model).__name__} with; {remedy}")
+    what = "the guessed inputs" if inputs is None else "the given inputs"
+    raise ValueError(
+        f"{type(model).__name__} does not run on {what}, {type(error).__name__}: {error}"
+        + (f"; {remedy}" if inputs is None else "")
+    ) from error
+
+
+def _is_flat(inputs: Any) -> bool:
+    return all(tensor.is_floating_point() and tensor.ndim < 3 for tensor in tensor_leaves(inputs))
+
+
+def structure_of(block: nn.Module, call: BlockCall) -> tuple[object, ...]:
+    """Equal for blocks of which one may stand for the others: classes, shapes, switches, and inputs are the
+    same."""
+    modules = tuple(
+        (
+            name,
+            type(module),
+            tuple((key, tuple(p.shape)) for key, p in module._parameters.items() if p is not None),
+            tuple((key, value) for key, value in vars(module).items() if _matters(key, value)),
+        )
+        for name, module in block.named_modules()
+    )
+    leaves = tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensor_leaves((call.args, call.kwargs)))
+    return (modules, leaves)
+
+
+def _matters(attribute: str, value: object) -> bool:
+    """Whether blocks that differ in this attribute may compute differently; which of the layers it is does not."""
+    return isinstance(value, int) and not attribute.endswith(("idx", "index", "_id", "number"))
+
+
+def without_repetition(model: nn.Module, calls: Mapping[str, BlockCall]) -> nn.Module:
+    """A copy of `model` on the meta device that keeps two of each run of blocks that are alike, under their
+    names."""
+    parameters = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
+    smaller = copy.deepcopy(model, parameters)
+    alike: dict[tuple[object, ...], int] = {}
+    for name, call in calls.items():
+        if not name:
+            continue
+        owner, _, key = name.rpartition(".")
+        structure = (owner, structure_of(model.get_submodule(name), call))
+        alike[structure] = alike.get(structure, 0) + 1
+        if alike[structure] > _KEPT_ALIKE:
+            del smaller.get_submodule(owner)._modules[key]
+    return smaller
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+    return tensor  # what a buffer holds may matter, and it is small

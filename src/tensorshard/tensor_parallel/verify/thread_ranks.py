@@ -1,0 +1,104 @@
+"""Ranks as threads of one process: what verifies a table without starting anything.
+
+The code that runs is the code that trains; only the group under it differs. (torch's own tests have a
+threaded process group, which installs itself for the whole process; this one is an object like any other.)
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.tensor_parallel.verify.local_group import Done, LocalGroup
+
+_TIMEOUT_SECONDS = 120.0
+_Result = TypeVar("_Result")
+
+
+class _Board:
+    """Where the ranks put what they send."""
+
+    def __init__(self, size: int) -> None:
+        self.slots: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
+
+
+class ThreadGroup(LocalGroup):
+    """A process group whose ranks are threads: sums and gathers, which is all that tensor parallelism
+    needs."""
+
+    backend = "threads"
+
+    def __init__(self, board: _Board, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._board = board
+        self._rank = rank
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        (tensor,) = tensors
+        total = torch.stack(self._exchange(tensor)).sum(0)
+        self._board.barrier.wait()  # all have read before anybody writes
+        tensor.copy_(total)
+        return Done()
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        output.copy_(torch.cat([part.flatten() for part in self._exchange(input)]).view_as(output))
+        self._board.barrier.wait()
+        return Done()
+
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        total = torch.stack([part.flatten() for part in self._exchange(input)]).sum(0)
+        output.copy_(total.chunk(self.size())[self._rank].view_as(output))
+        self._board.barrier.wait()
+        return Done()
+
+    def alltoall_base(  # type: ignore[override]
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        sent = self._exchange(input.detach().split(input_splits))
+        output.copy_(torch.cat([parts[self._rank] for parts in sent]))
+        self._board.barrier.wait()
+        return Done()
+
+    def _exchange(self, sent: Any) -> list[Any]:
+        self._board.slots[self._rank] = sent.detach() if isinstance(sent, torch.Tensor) else sent
+        self._board.barrier.wait()
+        return list(self._board.slots)
+
+
+def run_as_ranks(size: int, function: Callable[[ThreadGroup], _Result]) -> list[_Result]:
+    """What `function(group)` returns on each of `size` simulated ranks.
+
+    Raises:
+        Whatever the first rank to fail raised; the others are released.
+    """
+    board = _Board(size)
+    results: dict[int, _Result] = {}
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadGroup(board, rank, size))
+        except threading.BrokenBarrierError:
+            pass  # another rank failed, and its reason is the one to tell
+        except BaseException as error:
+            failures.append(error)
+            board.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    if len(results) < size:
+        raise RuntimeError(f"the ranks waited for each other longer than {_TIMEOUT_SECONDS:.0f} s")
+    return [results[rank] for rank in range(size)]

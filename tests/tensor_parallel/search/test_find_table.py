@@ -1,0 +1,194 @@
+"""The search for a table: known architectures, home-made ones, and what cannot be split."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from table_models import build
+from tensorshard.tensor_parallel.search.find_table import NoTensorPlanError, find_tensor_plan
+from tensorshard.tensor_parallel.search.published_tables import published_plan
+
+
+def find(model: nn.Module, size: int = 2, inputs: torch.Tensor | None = None) -> dict[str, str]:
+    return find_tensor_plan(model, size, inputs=inputs).plan.to_dict()
+
+
+def test_gpt():
+    found = find_tensor_plan(build("gpt"))
+    assert found.plan.to_dict() == {
+        "embedding": "vocab",
+        "blocks.*.attention.query": "colwise",
+        "blocks.*.attention.key": "colwise",
+        "blocks.*.attention.value": "colwise",
+        "blocks.*.attention.output": "rowwise",
+        "blocks.*.mlp.up": "colwise",
+        "blocks.*.mlp.down": "rowwise",
+        "head": "colwise_gather",
+    }
+    assert found.whole == {"positions": "a small table"}
+    assert 0.9 < found.split_share < 1.0
+    assert "positions  a small table" in found.describe()
+
+
+def test_a_model_on_the_meta_device():
+    with torch.device("meta"):
+        model = build("gpt_neox")
+    assert find(model) == find(build("gpt_neox"))
+
+
+def test_packed_and_divided():
+    found = find(build("gpt2"))
+    assert found["transformer.h.*.attn.c_attn"] == "packed_colwise(3)"
+    assert found["transformer.h.*.attn"] == "divide(split_size)"
+
+
+def test_query_key_and_value_packed_by_their_heads():
+    found = find(build("phi3"))
+    assert found["model.layers.*.self_attn.qkv_proj"] == "packed_colwise(32, 16, 16)"
+    assert found["model.layers.*.self_attn"] == "divide(config.num_attention_heads, num_key_value_heads)"
+
+
+def test_tables_of_biases_per_head():
+    found = find(build("t5"))
+    assert found["encoder.block.0.layer.0.SelfAttention.relative_attention_bias"] == "colwise"
+    assert found["decoder.block.*.layer.*.EncDecAttention.o"] == "rowwise"
+
+
+def test_norms_of_single_heads_sum_their_gradients():
+    assert find(build("qwen3"))["model.layers.*.self_attn.q_norm.weight"] == "replicate(sum_grad)"
+
+
+class Attention(nn.Module):
+    """Its heads reshape to the full width, which only fits where no feature is elsewhere."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, time, width = x.shape
+        q, k, v = (
+            part.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.qkv(x).split(width, 2)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads)
+        self.up = nn.Linear(width, 4 * width)
+        self.slopes = nn.PReLU(4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        hidden = self.slopes(self.up(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.down(hidden)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_reshapes_to_the_full_width_stays_whole_and_says_why():
+    found = find_tensor_plan(Net(), 2, inputs=torch.zeros(2, 3, 16))
+    assert found.plan.to_dict() == {
+        "blocks.*.up": "colwise",
+        "blocks.*.slopes.weight": "slice(0)",
+        "blocks.*.down": "rowwise",
+    }
+    assert set(found.whole) == {"blocks.*.attention.qkv", "blocks.*.attention.out"}
+    assert "split over 2 ranks, it does not run" in found.whole["blocks.*.attention.qkv"]
+
+
+def test_attention_of_plain_pytorch():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    found = find_tensor_plan(nn.TransformerEncoder(layer, 2), 2, inputs=torch.zeros(2, 3, 16))
+    assert found.plan.to_dict() == {
+        "layers.*.self_attn": "heads",
+        "layers.*.self_attn.out_proj": "rowwise",
+        "layers.*.linear1": "colwise",
+        "layers.*.linear2": "rowwise",
+    }
+    assert found.whole == {}
+
+
+class Masked(nn.Module):
+    """Blocks that are handed a mask of booleans, which says what to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(16, 4, batch_first=True) for _ in range(2))
+        self.register_buffer("mask", torch.ones(5, 5, dtype=torch.bool).triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x, x, x, attn_mask=self.mask)[0]
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_masks_that_tell_what_to_ignore(device):
+    with torch.device(device):
+        model = Masked()
+    assert find(model, inputs=torch.zeros(2, 5, 16))["blocks.1"] == "heads"
+
+
+def test_layers_whose_weights_other_code_reads_stay_whole():
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.out = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.down(torch.relu(self.up(x))), self.out.weight)
+
+    found = find_tensor_plan(nn.Sequential(Reader(), Reader()), 2, inputs=torch.zeros(2, 3, 8))
+    assert found.plan.to_dict() == {"*.up": "colwise", "*.down": "rowwise"}
+    assert found.whole == {"*.out": "it is not called as a module"}
+
+
+def test_a_plain_sequential():
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+    assert find(model) == {"0": "colwise", "2": "rowwise"}
+    assert find(model, 3) == {"0": "colwise", "2": "rowwise"}
+
+
+def test_uneven_features():
+    model = nn.Sequential(nn.Linear(8, 13), nn.ReLU(), nn.Linear(13, 8))
+    assert find(model, 2) == {"0": "colwise", "2": "rowwise"}
+
+
+def test_nothing_to_split():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8))
+    with pytest.raises(NoTensorPlanError, match=r"nothing of this Sequential .* over 2 ranks:(.|\n)*starting from"):
+        find_tensor_plan(model)
+
+
+def test_published_plans_are_normalised():
+    published = published_plan(build("llama"))
+    table = published.plan.to_dict()
+    assert table["model.layers.*.self_attn.q_proj"] == "colwise"
+    assert table["lm_head"] == "colwise_gather"
+    assert not published.unknown
+
+
+def test_a_published_style_of_another_age_is_told():
+    model = build("llama")
+    model.config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "sideways", "layers.*.mlp.up_proj": "rowwise"}
+    found = find_tensor_plan(model)
+    assert "published as 'sideways'" in found.whole["model.layers.*.self_attn.q_proj"]
+    assert found.plan.to_dict()["model.layers.*.mlp.up_proj"] == "colwise"

@@ -1,0 +1,254 @@
+"""Whole runs, through the real engine, on CPU ranks."""
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import Dataset
+
+from rank_pool import RankError, RankPool
+from tensorshard import Plan, parallelize
+from tensorshard.config import load_config
+from tensorshard.data import write_token_file
+from tensorshard.engine.engine import Engine
+from tensorshard.trainer import LossEvaluator
+from tensorshard.trainer.loaders import evaluation_loader
+from tensorshard.trainer.loggers import read_metrics
+from tensorshard.trainer.run import run
+
+CONFIG = """
+from torch.nn.functional import mse_loss
+from torch.optim import AdamW
+from torchmetrics import MeanSquaredError
+
+from tensorshard.config import LazyCall, get_config
+from tensorshard.trainer.schedulers import warmup_cosine
+from test_trainer_run import Sums, SmallNet
+
+train = get_config("common/train.py").train
+train.steps = 10
+train.global_batch_size = 8
+train.eval_every = 4
+train.save_every = 4
+train.keep_checkpoints = 0
+train.log_every = 1
+model = LazyCall(SmallNet)(dropout=0.0)
+optimizer = LazyCall(AdamW, partial=True)(lr=0.05)
+scheduler = LazyCall(warmup_cosine, partial=True)(warmup_steps=3, total_steps="${train.steps}")
+loss = LazyCall(mse_loss, partial=True)()
+metrics = {"val_error": LazyCall(MeanSquaredError)()}
+data = {"train": LazyCall(Sums)(count=100, seed=0), "validation": LazyCall(Sums)(count=21, seed=1)}
+"""
+
+
+class SmallNet(nn.Module):
+    """Blocks, and layers outside of them, which belong to the root's unit."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.dropout = nn.Dropout(dropout)
+        self.outlet = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = x + self.dropout(torch.relu(block(x)))
+        return self.outlet(x)
+
+
+class Sums(Dataset[tuple[Tensor, Tensor]]):
+    """Four numbers and their sum. One sample may be NaN; loading another may press Ctrl-C."""
+
+    def __init__(self, count: int, seed: int, nan_index: int = -1, interrupt_index: int = -1) -> None:
+        self.inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+        self.interrupt_index = interrupt_index
+        if nan_index >= 0:
+            self.inputs[nan_index] = float("nan")
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == self.interrupt_index:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.inputs[index], self.inputs[index].sum(dim=0, keepdim=True)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "small.py"
+    path.write_text(CONFIG)
+    return path
+
+
+def _run(config: Path | str, *overrides: str, output: Path, resume: str | Path | None = None) -> None:
+    run(load_config(config, overrides), resume=None if resume is None else str(resume), output=str(output))
+
+
+def _losses(directory: Path) -> dict[int, float]:
+    return {int(line["step"]): line["loss"] for line in read_metrics(directory / "metrics.jsonl")}
+
+
+def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, config: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    ranks(2, _run, config, "train.keep_checkpoints=2", output=output)
+    lines = read_metrics(output / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    always = {"loss", "lr", "grad_norm", "step_seconds", "samples_per_second", "peak_memory_bytes", "samples"}
+    assert all(always <= line.keys() for line in lines)
+    assert [line["step"] for line in lines if "val_loss" in line] == [4, 8, 10]
+    assert lines[-1]["loss"] < lines[0]["loss"] / 4
+    assert lines[-1]["val_error"] == pytest.approx(lines[-1]["val_loss"], rel=1e-5)
+    assert [line["samples"] for line in lines] == [8 * step for step in range(1, 11)]
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-10", "step-8"]
+    for name in ("config.yaml", "asked.yaml", "rank0.log", "rank1.log"):
+        assert (output / name).stat().st_size > 0
+    assert "saved checkpoint" in (output / "rank1.log").read_text()
+
+
+def test_a_resumed_run_continues_on_another_number_of_ranks_and_zero_level(
+    ranks: RankPool, config: Path, tmp_path: Path
+) -> None:
+    ranks(2, _run, config, output=tmp_path / "whole")
+    undisturbed = _losses(tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-4"
+    for world_size, zero in ((1, 3), (2, 1), (4, 2)):
+        output = tmp_path / f"on-{world_size}"
+        ranks(world_size, _run, config, f"train.plan.zero={zero}", output=output, resume=checkpoint)
+        resumed = _losses(output)
+        assert list(resumed) == [5, 6, 7, 8, 9, 10]
+        assert resumed == pytest.approx({step: undisturbed[step] for step in resumed}, rel=1e-5)
+
+
+def test_a_resumed_run_may_change_its_optimizer(ranks: RankPool, config: Path, tmp_path: Path) -> None:
+    ranks(1, _run, config, output=tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-4"
+    ranks(1, _run, config, "optimizer.lr=0.1", output=tmp_path / "resumed", resume=checkpoint)
+    rates = {line["step"]: line["lr"] for line in read_metrics(tmp_path / "whole" / "metrics.jsonl")}
+    for line in read_metrics(tmp_path / "resumed" / "metrics.jsonl"):
+        assert line["lr"] == pytest.approx(2 * rates[line["step"]])
+
+
+def test_dropout_continues_where_it_was(ranks: RankPool, config: Path, tmp_path: Path) -> None:
+    ranks(2, _run, config, "model.dropout=0.5", output=tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-4"
+    ranks(2, _run, config, "model.dropout=0.5", output=tmp_path / "resumed", resume=checkpoint)
+    resumed = _losses(tmp_path / "resumed")
+    undisturbed = _losses(tmp_path / "whole")
+    assert resumed == pytest.approx({step: undisturbed[step] for step in range(5, 11)}, rel=1e-6)
+
+
+def test_ctrl_c_on_one_rank_saves_and_the_resumed_run_is_the_undisturbed_one(
+    ranks: RankPool, config: Path, tmp_path: Path
+) -> None:
+    ranks(2, _run, config, output=tmp_path / "whole")
+    output = tmp_path / "stopped"
+    ranks(2, _run, config, "data.train.interrupt_index=43", output=output)
+    stopped = list(_losses(output))
+    assert 1 <= len(stopped) < 10
+    assert (output / "checkpoints" / f"step-{len(stopped)}").is_dir()
+    said = (output / "rank0.log").read_text()
+    assert f"stopped early, after step {len(stopped)} of 10" in said
+    assert f"tensorshard train {output / 'config.yaml'} --resume" in said
+    ranks(2, _run, output / "config.yaml", output=output, resume="latest")
+    assert _losses(output) == pytest.approx(_losses(tmp_path / "whole"), rel=1e-6)
+    assert len(read_metrics(output / "metrics.jsonl")) == 10
+
+
+def test_a_nan_loss_stops_the_run_and_names_the_last_good_checkpoint(
+    ranks: RankPool, config: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    with pytest.raises(RankError, match="NonFiniteLossError") as caught:
+        ranks(2, _run, config, "data.train.nan_index=43", output=output)
+    good = max((output / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
+    steps = list(_losses(output))
+    assert good.name == f"step-{len(steps)}"
+    assert f"of step {len(steps) + 1} is nan" in str(caught.value)
+    assert f"The last good checkpoint is {good}" in str(caught.value)
+
+
+def test_a_run_does_not_begin_where_another_is(ranks: RankPool, config: Path, tmp_path: Path) -> None:
+    ranks(1, _run, config, "train.steps=1", output=tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(RankError, match="holds a run already") as caught:
+        ranks(2, _run, config, output=tmp_path / "run")
+    assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_finished_run_has_nothing_left_to_train(ranks: RankPool, config: Path, tmp_path: Path) -> None:
+    ranks(1, _run, config, "train.steps=2", output=tmp_path / "run")
+    ranks(1, _run, config, "train.steps=2", output=tmp_path / "run", resume="latest")
+    assert "step-2 has all 2 steps; raise train.steps" in (tmp_path / "run" / "rank0.log").read_text()
+    assert len(_losses(tmp_path / "run")) == 2
+
+
+def _engine(zero: int = 3) -> Engine:
+    return parallelize(
+        SmallNet, Plan(zero=zero), optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=mse_loss, device="cpu"
+    )
+
+
+def _validation_loss(count: int, batch: int) -> tuple[float, float]:
+    engine = _engine()
+    dataset = Sums(count, seed=3)
+    loader = evaluation_loader(dataset, engine.mesh, global_batch_size=batch, shuffle=False)
+    measured = LossEvaluator(loader).evaluate(engine)["val_loss"]
+    single = SmallNet()
+    state = [engine.full_state_dict()]
+    dist.broadcast_object_list(state, src=0)
+    single.load_state_dict(state[0])
+    outputs = single(dataset.inputs)
+    return measured, mse_loss(outputs, dataset.inputs.sum(dim=1, keepdim=True)).item()
+
+
+@pytest.mark.parametrize(("count", "batch"), [(21, 8), (17, 8), (16, 8), (3, 2)])
+def test_the_validation_loss_is_the_mean_over_every_sample_whatever_the_ranks(
+    ranks: RankPool, count: int, batch: int
+) -> None:
+    for measured, expected in ranks(2, _validation_loss, count, batch):
+        assert measured == pytest.approx(expected, rel=1e-5)
+
+
+SMALL = (
+    "train.steps=2",
+    "train.global_batch_size=4",
+    "train.eval_batches=1",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.width=8",
+)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt", "quickstart", "vit"])
+def test_every_shipped_config_runs(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    overrides = list(SMALL)
+    if name != "vit":
+        overrides.append("model.context_length=16")
+    if name == "gpt":
+        tokens = tmp_path / "some.tokens"
+        write_token_file(tokens, [np.arange(500) % 50], vocab_size=50)
+        overrides += [
+            f"data.train.source={tokens}",
+            f"data.validation.source={tokens}",
+            "model.vocab_size=50",
+        ]
+        overrides.append("train.plan.micro_batches=2")
+    ranks(1, _run, name, *overrides, output=tmp_path / "run")
+    last: dict[str, Any] = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == 2 and last["val_loss"] > 0
+    assert ("val_accuracy" in last) == (name == "vit")
+    assert ("tokens_per_second" in last) == (name != "vit")
+    json.dumps(last)
