@@ -187,7 +187,7 @@ def _most_whole_tensors() -> int:
     tsd.init_process_group(2)
     model = nn.Sequential(*(ParallelLinear(8, 8, dim=1) for _ in range(4)))
     seen, most = [], 0
-    gather = state_module.gather_whole
+    gather = state_module.gather_full
 
     def watched(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         nonlocal most
@@ -199,7 +199,7 @@ def _most_whole_tensors() -> int:
         most = max(most, sum(not storage.expired() for storage in seen))
         return whole
 
-    with mock.patch.object(state_module, "gather_whole", watched):
+    with mock.patch.object(state_module, "gather_full", watched):
         collected = collect_state_dict(model)
     assert len(collected) == (8 if tsd.get_rank() == 0 else 0)
     return most

@@ -95,7 +95,7 @@ def group_sharded_parallel(
     for group_options in optimizer.param_groups:
         group_options["params"] = [masters[names[p]] for p in group_options["params"]]
     optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
-    optimizer.register_step_post_hook(lambda *_: sharded.publish_update())
+    optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters())
     if scaler is not None:
         scaler._unscale_grads_ = MethodType(_unscaler(mesh), scaler)
     return model, optimizer, scaler

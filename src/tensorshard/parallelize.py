@@ -14,8 +14,8 @@ from tensorshard.heads.under_plan.head_updates import (
     HeadUpdate,
     check_updates,
     find_updates,
+    log_updates,
     take_updates,
-    tell_updates,
 )
 from tensorshard.lay_out.lay_out import apply_plan
 from tensorshard.lay_out.model_checks import check_model
@@ -77,7 +77,7 @@ def parallelize(
     # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
     torch.manual_seed(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank)
     if mesh.rank == 0:
-        tell_updates(updates)
+        log_updates(updates)
     groups = [update.group() for update in updates]
     return Engine(sharded, plan, mesh, optimizer=optimizer, loss_fn=loss_fn, device=device, head_groups=groups)
 

@@ -77,7 +77,7 @@ class ShardedModel(ABC):
         """The shape of the original model's parameter."""
         return self._shapes[name]
 
-    def ways_split(self) -> dict[torch.Tensor, float]:
+    def num_shards(self) -> dict[torch.Tensor, float]:
         """Over how many ranks each master's elements are spread; the others of the world hold copies."""
         ways: dict[torch.Tensor, float] = {}
         for name, master in self.masters().items():
@@ -129,16 +129,16 @@ class ShardedModel(ABC):
         """Called after a step's last backward: every master's gradient is final when this returns."""
 
     @abstractmethod
-    def publish_update(self) -> None:
+    def all_gather_parameters(self) -> None:
         """Called after the masters were changed: what forward computes with follows them."""
 
-    def publish_load(self) -> None:
+    def all_gather_loaded(self) -> None:
         """Called after the masters were overwritten, frozen ones included, which no update changes."""
-        self.publish_update()
+        self.all_gather_parameters()
 
     @abstractmethod
     def finish_gather(self) -> None:
-        """Waits for what :meth:`publish_update` started."""
+        """Waits for what :meth:`all_gather_parameters` started."""
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that belong into a state dict, by the original model's names."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm import groups, primitives
 from tensorshard.comm.marks import get_mark, get_parallel_dim, register_parallel_dim
-from tensorshard.comm.sharded_tensors import gather_whole, own_part
+from tensorshard.comm.sharded_tensors import gather_full, own_shard
 from tensorshard.comm.sharding import distribute_like, normalize_dim, shard_sizes
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
 from tensorshard.heads.update.row_states import MOMENTUM_SCALES
@@ -95,7 +95,7 @@ def collect_state_dict(
     def collect(path: _Path, tensor: torch.Tensor) -> torch.Tensor | None:
         original = (originals.get(path[0], path[0]), *path[1:])
         if original not in done:
-            whole = gather_whole(tensor, marked.get(path[0], tensor))
+            whole = gather_full(tensor, marked.get(path[0], tensor))
             done[original] = whole.detach().to(device) if keep else None
         return done[original]
 
@@ -139,7 +139,7 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
     def relocate(path: _Path, tensor: Any) -> torch.Tensor:
         whole = fetch(tensor)
         if path[0] in marked:
-            return own_part(whole, marked[path[0]])
+            return own_shard(whole, marked[path[0]])
         reference = references.get(path if path in references else path[:-1])
         # What is not like the parameter: a step count, or the scales of 8-bit rows, which their optimizer cuts itself.
         other = len(path) > 1 and (whole.numel() == 1 or path[-1] == MOMENTUM_SCALES)

@@ -28,7 +28,7 @@ def engine_of(model: Any, optimizer: Any = ADAMW, loss_fn: Any = squares, seed: 
     return ts.parallelize(model, ts.Plan(**fields), optimizer=optimizer, loss_fn=loss_fn, seed=seed)
 
 
-def own_part(engine: ts.Engine, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def own_shard(engine: ts.Engine, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.chunk(engine.mesh.dp_size)[engine.mesh.dp_rank] for tensor in tensors]
 
 
@@ -44,7 +44,7 @@ def assert_same_state(
 
 def _train_odd(model: type[nn.Module], fields: dict[str, Any], sometimes: int | None) -> tuple:
     engine = engine_of(model(), **fields)
-    losses = [engine.step(*own_part(engine, *data(step, sometimes=sometimes))).item() for step in range(4)]
+    losses = [engine.step(*own_shard(engine, *data(step, sometimes=sometimes))).item() for step in range(4)]
     return losses, engine.full_state_dict()
 
 
@@ -119,7 +119,7 @@ def _unsharded_reduction() -> dict[str, torch.dtype]:
     for name in ("fp32", "bf16"):
         engine = engine_of(Regular(), zero=1, reduce_dtype=name)
         with _Operations() as operations:
-            engine.step(*own_part(engine, *data(0)))
+            engine.step(*own_shard(engine, *data(0)))
         sums[name] = torch.bfloat16 in operations.dtypes
     return sums
 
@@ -196,7 +196,7 @@ def test_running_statistics_are_the_same_on_every_rank(ranks):
     assert_same_state(first, second, 0.0)
 
 
-class Passes(nn.Module):
+class StepRunner(nn.Module):
     """Never calls the blocks themselves, but what is in them."""
 
     def __init__(self) -> None:
@@ -212,10 +212,10 @@ class Passes(nn.Module):
 
 
 def _step_twice(fields: dict[str, Any]) -> str:
-    engine = engine_of(Passes(), **fields)
+    engine = engine_of(StepRunner(), **fields)
     try:
         for step in range(2):
-            engine.step(*own_part(engine, *data(step)))
+            engine.step(*own_shard(engine, *data(step)))
     except RuntimeError as error:
         return str(error)
     return ""
@@ -234,7 +234,7 @@ def _raw_loop(fields: dict[str, Any]) -> dict[str, torch.Tensor]:
     engine = engine_of(Regular(), **fields)
     for step in range(3):
         for inputs, targets in zip(*(t.chunk(2) for t in data(step)), strict=True):
-            squares(engine.model(*own_part(engine, inputs)), *own_part(engine, targets)).backward()
+            squares(engine.model(*own_shard(engine, inputs)), *own_shard(engine, targets)).backward()
         torch.nn.utils.clip_grad_norm_(engine.model.parameters(), 0.7)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
@@ -271,7 +271,7 @@ def test_a_raw_loop_with_accumulation_and_clipping(ranks, world_size, fields):
 def _raw_and_step(fields: dict[str, Any]) -> tuple:
     raw, stepped = engine_of(Regular(), **fields), engine_of(Regular(), **fields)
     for step in range(3):
-        inputs, targets = own_part(raw, *data(step))
+        inputs, targets = own_shard(raw, *data(step))
         squares(raw.model(inputs).float(), targets).backward()
         raw.optimizer.step()
         raw.optimizer.zero_grad()
@@ -317,11 +317,11 @@ def _after_failures(fields: dict[str, Any], places: list[str]) -> list[tuple[flo
     undisturbed = engine_of(Regular(), micro_batches=2, **fields)
     losses = []
     for step, where in enumerate(places):
-        inputs, targets = own_part(interrupted, *data(step))
+        inputs, targets = own_shard(interrupted, *data(step))
         squares(interrupted.model(inputs), targets).backward()  # as a loop of one's own would leave behind
         loss_fn.where, loss_fn.calls = where, 0
         with pytest.raises(MemoryError, match=where):
-            interrupted.step(*own_part(interrupted, *data(7)))
+            interrupted.step(*own_shard(interrupted, *data(7)))
         loss_fn.where = ""
         losses.append((interrupted.step(inputs, targets).item(), undisturbed.step(inputs, targets).item()))
     return losses
@@ -357,7 +357,7 @@ def _with_schedule(factory: Any, level: int) -> tuple:
     engine = engine_of(Regular(), factory, zero=level)
     scheduler = LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
     for step in range(4):
-        engine.step(*own_part(engine, *data(step)))
+        engine.step(*own_shard(engine, *data(step)))
         scheduler.step()
     return engine.full_state_dict(), [group["lr"] for group in engine.optimizer.param_groups]
 
@@ -381,7 +381,7 @@ def _kernels() -> list[Any]:
     choices = [{}, {"foreach": False}, {"fused": False}, {"foreach": True}, {"fused": True}]
     engines = [engine_of(Regular(), partial(torch.optim.AdamW, **choice)) for choice in choices]
     for engine in engines:
-        engine.step(*own_part(engine, *data(0)))
+        engine.step(*own_shard(engine, *data(0)))
     return [(group["fused"], group["foreach"]) for engine in engines for group in engine.optimizer.param_groups]
 
 
@@ -426,8 +426,8 @@ def _two_losses(output: dict[str, torch.Tensor], targets: dict[str, torch.Tensor
 
 def _forms() -> list[float]:
     engine = engine_of(TwoInputs(), partial(torch.optim.SGD, lr=0.0), _two_losses, micro_batches=2)
-    x, a = own_part(engine, *data(0))
-    y, b = own_part(engine, *data(1))
+    x, a = own_shard(engine, *data(0))
+    y, b = own_shard(engine, *data(1))
     targets = {"a": a, "b": b}
     return [engine.step(inputs, targets).item() for inputs in ((x, y), [x, y], {"y": y, "x": x})]
 
@@ -501,11 +501,11 @@ def _evaluate(level: int) -> tuple:
     engine = engine_of(Noisy(), zero=level, clip_grad_norm=1.0)
     engine.model.fixed.eval()
     inputs, targets = data(0)
-    squares(engine.model(*own_part(engine, inputs)), *own_part(engine, targets)).backward()
+    squares(engine.model(*own_shard(engine, inputs)), *own_shard(engine, targets)).backward()
     before = engine.full_state_dict()
     gradients = [_local(p.grad).clone() for p in engine.sharded.masters().values()]
     random = torch.get_rng_state()
-    found = engine.evaluate(*own_part(engine, *data(1)))
+    found = engine.evaluate(*own_shard(engine, *data(1)))
     assert not found.requires_grad
     assert torch.equal(random, torch.get_rng_state())
     assert engine.step_count == 0 and engine.grad_norm is None
@@ -534,7 +534,7 @@ def _noise(seed: int) -> list[float]:
     engine = engine_of(Noisy(), zero=3, seed=seed)
     inputs, targets = data(0)
     outputs = [engine.model(inputs).sum().item()]  # the same samples on both ranks
-    return [*outputs, engine.step(*own_part(engine, inputs, targets)).item()]
+    return [*outputs, engine.step(*own_shard(engine, inputs, targets)).item()]
 
 
 def test_dropout_differs_between_data_ranks_and_repeats_with_the_seed(ranks):
@@ -565,7 +565,7 @@ def _overflow(level: int) -> tuple:
     engine = engine_of(Block(6), loss_fn=_of_rank_1, zero=level, precision="fp16")
     assert engine.scaler is not None
     scales, changed = [], []
-    inputs, targets = own_part(engine, data(0)[0], torch.zeros(8, 6))
+    inputs, targets = own_shard(engine, data(0)[0], torch.zeros(8, 6))
     for _ in range(12):
         before = [_local(p).clone() for p in engine.sharded.masters().values()]
         engine.step(inputs, targets)
@@ -611,7 +611,7 @@ def _compiled(fields: dict[str, Any]) -> tuple:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(6, 4), nn.Sequential(Block(4), Block(4)), nn.Linear(4, 3))
             engine = engine_of(model, compile=chosen, **fields)
-            losses.append([engine.step(*own_part(engine, *data(step))).item() for step in range(3)])
+            losses.append([engine.step(*own_shard(engine, *data(step))).item() for step in range(3)])
     return *losses, compiled
 
 
@@ -681,7 +681,7 @@ def _held(level: int) -> dict[str, int]:
 
 
 WIDTH = 128
-WHOLE = 4 * WIDTH * WIDTH * 4
+REPLICATED = 4 * WIDTH * WIDTH * 4
 
 
 @pytest.mark.parametrize(
@@ -691,10 +691,10 @@ WHOLE = 4 * WIDTH * WIDTH * 4
 def test_what_a_level_shards_is_sharded(ranks, level, parameters, states, accumulated, gradients):
     for found in ranks(4, _held, level):
         assert found == {
-            "parameters": WHOLE // parameters,
-            "states": 2 * WHOLE // states,
-            "accumulated": WHOLE // accumulated,
-            "gradients": WHOLE // gradients,
+            "parameters": REPLICATED // parameters,
+            "states": 2 * REPLICATED // states,
+            "accumulated": REPLICATED // accumulated,
+            "gradients": REPLICATED // gradients,
         }
 
 
@@ -728,7 +728,7 @@ def test_a_callables_weights_are_made_one_unit_at_a_time(ranks, level):
 
 def _freed(fields: dict[str, Any]) -> list[bool]:
     engine = engine_of(Regular(), **fields)
-    engine.step(*own_part(engine, *data(0)))
+    engine.step(*own_shard(engine, *data(0)))
     things = [weakref.ref(thing) for thing in (engine, engine.model, *engine.sharded.masters().values())]
     del engine
     gc.collect()

@@ -170,8 +170,8 @@ def _exchange_states() -> None:
 def _step_after_states() -> None:
     tsd.init_process_group(2)
     linear, optimizer, head = _pair(bias=True)
-    twin = copy.deepcopy(head)
-    assert twin.optimizer.holds(twin.weight)
+    fake_copy = copy.deepcopy(head)
+    assert fake_copy.optimizer.holds(fake_copy.weight)
     for index in range(3):
         x, targets = torch.randn(6, 5, dtype=torch.float64), torch.randint(37, (6,))
         optimizer.zero_grad()
@@ -183,7 +183,7 @@ def _step_after_states() -> None:
         if index == 1:  # a new head from whole and from sharded states
             head.to(torch.float64)
             assert head.optimizer.holds(head.weight)
-    assert not torch.equal(_whole(twin.weight), _whole(head.weight))
+    assert not torch.equal(_whole(fake_copy.weight), _whole(head.weight))
 
 
 def test_states_are_those_of_sgd(ranks):

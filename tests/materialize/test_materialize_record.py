@@ -72,10 +72,10 @@ def test_module_is_on_the_meta_device_and_otherwise_as_built() -> None:
     found = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
     assert list(found) == [name for name, _ in expected]
     for name, tensor in expected:
-        twin = found[name]
-        assert twin.is_meta and type(twin) is type(tensor)
-        assert (twin.shape, twin.stride(), twin.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
-        assert twin.requires_grad == tensor.requires_grad
+        fake_copy = found[name]
+        assert fake_copy.is_meta and type(fake_copy) is type(tensor)
+        assert (fake_copy.shape, fake_copy.stride(), fake_copy.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+        assert fake_copy.requires_grad == tensor.requires_grad
     assert model.head.weight is model.embedding.weight
     assert vars(model.head.bias) == {"no_decay": True}
     assert model.state_dict().keys() == built.state_dict().keys()  # so the mask is still not persistent

@@ -98,15 +98,19 @@ def test_replay_equals_construction(build: Callable[[], nn.Module], monkeypatch:
     assert isinstance(source, Recording)
     with seeded_like_a_recording(monkeypatch):
         built = tensors(build())
-    twins = tensors(source.module)
-    assert source.names() == list(twins) == list(built)
-    assert ties(twins) == ties(built)
+    fake_copies = tensors(source.module)
+    assert source.names() == list(fake_copies) == list(built)
+    assert ties(fake_copies) == ties(built)
     for name, expected in built.items():
         assert torch.equal(source.tensor(name), expected), name
         assert source.tensor(name).dtype == expected.dtype
-        twin = twins[name]
-        assert twin.is_meta and twin.requires_grad == expected.requires_grad
-        assert (twin.shape, twin.dtype, twin.stride()) == (expected.shape, expected.dtype, expected.stride())
+        fake_copy = fake_copies[name]
+        assert fake_copy.is_meta and fake_copy.requires_grad == expected.requires_grad
+        assert (fake_copy.shape, fake_copy.dtype, fake_copy.stride()) == (
+            expected.shape,
+            expected.dtype,
+            expected.stride(),
+        )
 
 
 @MODELS

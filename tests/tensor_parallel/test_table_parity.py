@@ -12,7 +12,7 @@ from tensorshard.comm import primitives
 from tensorshard.modules.blocks import find_blocks
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
-from tensorshard.tensor_parallel.table.layouts import Layout, join_parts, local_part
+from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
 from tensorshard.tensor_parallel.table.table import TensorPlan
 from tensorshard.tensor_parallel.verify.block_calls import call_model
 from tensorshard.transforms.recompute import apply_recompute
@@ -31,7 +31,7 @@ def split(model: nn.Module, plan: TensorPlan, shared_inputs: list[tuple[str, ...
     """Applies `plan` over the world and gives every parameter its local part."""
     layouts = apply_tensor_parallel(model, plan, dist.group.WORLD, shared_inputs=shared_inputs)
     for name, parameter in model.named_parameters():
-        parameter.data = local_part(parameter.data, layouts[name], dist.get_rank(), dist.get_world_size())
+        parameter.data = local_shard(parameter.data, layouts[name], dist.get_rank(), dist.get_world_size())
     return layouts
 
 
@@ -41,7 +41,7 @@ def gathered(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     if layout.dim is None:
         for part in parts:
             torch.testing.assert_close(part, parts[0], rtol=1e-5, atol=1e-5)
-    return join_parts(parts, layout)
+    return join_shards(parts, layout)
 
 
 def split_run(

@@ -84,7 +84,7 @@ def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
     tensors.update(generators)
     dcp.load(tensors, storage_reader=SafeReader(source), planner=PiecesLoadPlanner())
     _restore_optimizer(engine, states, document)
-    engine.sharded.publish_load()
+    engine.sharded.all_gather_loaded()
     engine.step_count = document["step_count"]
     if engine.scaler is not None and document["scaler"] is not None:
         engine.scaler.load_state_dict(document["scaler"])

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tensorshard.comm.sharded_tensors import is_split
 
 
-def ranks_to_add_up(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> int:
+def ranks_averaged_by_ddp(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> int:
     """How many ranks of `group` have gradients that are to be added and that ``DistributedDataParallel`` averages.
 
     That is so inside its forward, where dimension 0 is that of samples and the ranks have different ones: what is

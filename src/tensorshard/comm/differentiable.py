@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm import primitives
 from tensorshard.comm.agreement import held_sizes
-from tensorshard.comm.ddp_averaging import ranks_to_add_up
+from tensorshard.comm.ddp_averaging import ranks_averaged_by_ddp
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharded_tensors import local_of, refuse_dtensor
@@ -186,7 +186,7 @@ def scatter(
     Raises:
         IndexError: the tensor has no dimension `dim`.
         TypeError: a DTensor.
-        RuntimeError: see :func:`tensorshard.comm.ddp_averaging.ranks_to_add_up`.
+        RuntimeError: see :func:`tensorshard.comm.ddp_averaging.ranks_averaged_by_ddp`.
     """
     refuse_dtensor(tensor, "scatter")
     process_group = resolve_group(group)
@@ -195,7 +195,7 @@ def scatter(
     if process_group.size() == 1:
         part = tensor.view_as(tensor)
     else:
-        scale = 1 / ranks_to_add_up(tensor, dim, process_group) if grad_scale is None else grad_scale
+        scale = 1 / ranks_averaged_by_ddp(tensor, dim, process_group) if grad_scale is None else grad_scale
         part = _Scatter.apply(tensor, axis, shard_sizes(size, process_group.size()), process_group, scale)
     return set_mark(part, ParallelMark(dim, size, process_group))
 
@@ -224,7 +224,7 @@ def gather(
         IndexError: the tensor has no dimension `dim`.
         ValueError: `size` is given and this rank does not hold its part of it; the ranks' tensors differ in more
             than their size along `dim`; a DTensor that is not split along `dim`, or over another group.
-        RuntimeError: see :func:`tensorshard.comm.ddp_averaging.ranks_to_add_up`.
+        RuntimeError: see :func:`tensorshard.comm.ddp_averaging.ranks_averaged_by_ddp`.
     """
     if isinstance(tensor, DTensor):
         tensor, group, size = local_of(tensor, dim, group)
@@ -233,7 +233,7 @@ def gather(
     axis = normalize_dim(dim, tensor.ndim)
     if process_group.size() == 1:
         return tensor
-    scale = ranks_to_add_up(tensor, dim, process_group) if grad_scale is None else grad_scale
+    scale = ranks_averaged_by_ddp(tensor, dim, process_group) if grad_scale is None else grad_scale
     sizes = held_sizes(tensor, axis, size, process_group, "gather")
     return _Gather.apply(tensor, axis, sizes, process_group, float(scale))
 

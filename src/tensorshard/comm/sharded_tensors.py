@@ -34,7 +34,7 @@ def own_group(parameter: torch.Tensor) -> dist.ProcessGroup:
     return groups.get_group() if mark is None or mark.group is None else mark.group
 
 
-def gather_whole(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def gather_full(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that is cut as `parameter` is. Every rank of its group calls this."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
@@ -46,7 +46,7 @@ def gather_whole(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return primitives.gather_dim(tensor, dim, primitives.exchange_sizes(tensor.size(dim), group, tensor.device), group)
 
 
-def own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def own_shard(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """What this rank holds of `whole` if that is cut as `parameter` is: a DTensor if `parameter` is one.
 
     Raises:

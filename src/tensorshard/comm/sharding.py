@@ -42,7 +42,7 @@ def normalize_dim(dim: int, ndim: int) -> int:
     return dim % ndim
 
 
-def local_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+def local_shard(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
     """This rank's part of a tensor that every rank holds whole, in memory of its own. No communication."""
     coordinate = mesh.get_coordinate()
     if coordinate is None or not all(type(p) in (Shard, Replicate) for p in placements):
@@ -63,7 +63,7 @@ def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
         placements: one per axis of `mesh`.
     """
     return DTensor.from_local(
-        local_part(whole, mesh, placements),
+        local_shard(whole, mesh, placements),
         mesh,
         placements,
         run_check=False,
@@ -80,7 +80,7 @@ def distribute_like(whole: torch.Tensor, like: DTensor) -> DTensor:
     """
     if whole.shape != like.shape:
         raise ValueError(f"a tensor of shape {list(whole.shape)} was given where {list(like.shape)} is held")
-    part = local_part(whole, like.device_mesh, like.placements).to(like.to_local().device)
+    part = local_shard(whole, like.device_mesh, like.placements).to(like.to_local().device)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -109,7 +109,7 @@ class FullyShardedModel(ShardedModel):
     def finish_backward(self) -> None:
         """FSDP finishes by itself at the end of backward."""
 
-    def publish_update(self) -> None:
+    def all_gather_parameters(self) -> None:
         """FSDP gathers the masters themselves."""
 
     def finish_gather(self) -> None:

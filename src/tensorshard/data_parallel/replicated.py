@@ -136,12 +136,12 @@ class ReplicatedModel(ShardedModel):
             self._finish()
         self._in_step = False
 
-    def publish_update(self) -> None:
+    def all_gather_parameters(self) -> None:
         for bucket in self._buckets:
             self._publish(bucket)
 
-    def publish_load(self) -> None:
-        self.publish_update()
+    def all_gather_loaded(self) -> None:
+        self.all_gather_parameters()
         self._publish(self._frozen)
 
     # -- parameters --

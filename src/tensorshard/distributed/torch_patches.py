@@ -29,7 +29,7 @@ def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
     # Imported when needed: torch's optimizers for distributed training take a while to import.
     from tensorshard.distributed.ddp import leaving_split_parameters_alone
     from tensorshard.distributed.optimizer_state import refusing_foreign_parts
-    from tensorshard.distributed.zero_redundancy import ZeroRedundancyOptimizer, aware_of_split_parameters
+    from tensorshard.distributed.zero_redundancy import ZeroRedundancyOptimizer, with_split_parameters
 
     handlers = DTensor._op_dispatcher._custom_op_handlers
     unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -43,7 +43,7 @@ def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
 
         replace(DistributedDataParallel, "__init__", leaving_split_parameters_alone)
         replace(Optimizer, "load_state_dict", refusing_foreign_parts)
-        replace(ZeroRedundancyOptimizer, "__init__", aware_of_split_parameters)
+        replace(ZeroRedundancyOptimizer, "__init__", with_split_parameters)
         # clip_grad_norm_ looks these up when it is called, so that it does not matter when a script imported that.
         replace(clip_grad, "_get_total_norm", total_norm_of_mixture)
         replace(clip_grad, "_clip_grads_with_norm_", clipping_of_mixture)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from tensorshard.comm.sharded_tensors import gather_whole, is_split, own_part
+from tensorshard.comm.sharded_tensors import gather_full, is_split, own_shard
 
 
 class SplitParameters:
@@ -92,7 +92,7 @@ class SplitParameters:
         self._sync_param_groups(self.param_groups, self.split_optim.param_groups)
 
 
-def aware_of_split_parameters(original: Callable[..., None]) -> Callable[..., None]:
+def with_split_parameters(original: Callable[..., None]) -> Callable[..., None]:
     """The constructor of ``ZeroRedundancyOptimizer``, which adds :class:`SplitParameters` where they are needed.
 
     Optimizers of models without split parameters are exactly torch's.
@@ -152,7 +152,7 @@ def _collect(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     laid_out_alike = value.shape == parameter.shape
-    return (gather_whole(value, parameter) if laid_out_alike else value).detach().cpu().clone()
+    return (gather_full(value, parameter) if laid_out_alike else value).detach().cpu().clone()
 
 
 def _relocate(value: Any, parameter: torch.Tensor, what: str) -> Any:
@@ -160,9 +160,9 @@ def _relocate(value: Any, parameter: torch.Tensor, what: str) -> Any:
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value.cpu() if isinstance(value, torch.Tensor) else value  # step counts stay there, as torch has it
     try:
-        return own_part(value, parameter).to(parameter.device)
+        return own_shard(value, parameter).to(parameter.device)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
 
 
-__all__ = ["SplitParameters", "ZeroRedundancyOptimizer", "aware_of_split_parameters"]
+__all__ = ["SplitParameters", "ZeroRedundancyOptimizer", "with_split_parameters"]

@@ -14,7 +14,7 @@ from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradien
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
-from tensorshard.engine.step_runner import Passes, WholeModelPasses
+from tensorshard.engine.step_runner import StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.mesh import Mesh
@@ -67,13 +67,13 @@ class Engine:
         self.grad_norm: torch.Tensor | None = None
         self.scaler = LossScaler() if plan.precision == "fp16" else None
         self._trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
-        self._ways_split = sharded.ways_split()
+        self._num_shards = sharded.num_shards()
         objective = Objective(loss_fn, plan.precision, device)
-        self._passes = _passes_for(sharded, plan, mesh, objective, device)
+        self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
         self._running_statistics = running_statistics(sharded.model)
         self.optimizer = build_optimizer(optimizer, self._trained, head_groups)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
-        self.optimizer.register_step_post_hook(lambda *_: sharded.publish_update())
+        self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters())
 
     # -- one step --
 
@@ -102,7 +102,7 @@ class Engine:
             raise
 
     def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
-        loss = self._passes.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
+        loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
         self._check_finite(loss.mean, "loss")
         if self._rescale_gradients(loss.correction):
             self.optimizer.step()
@@ -114,7 +114,7 @@ class Engine:
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
         with self._evaluation_mode():
-            return self._passes.evaluate(inputs, targets)
+            return self._step_runner.evaluate(inputs, targets)
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
@@ -127,7 +127,7 @@ class Engine:
             ValueError: outputs of micro-batches that cannot be put together.
         """
         with self._evaluation_mode():
-            return self._passes.predict(inputs)
+            return self._step_runner.predict(inputs)
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class Engine:
         if clip is not None or self.scaler is not None or self.measure_grad_norm:
             norm = global_norm(
                 self._trained.values(),
-                self._ways_split,
+                self._num_shards,
                 self.mesh.world_group,
                 device=self.device,
                 always_sum=self.mesh.degrees["pp"] > 1,
@@ -241,14 +241,16 @@ class Engine:
         return summarize(self.plan, self.sharded, self.optimizer)
 
 
-def _passes_for(sharded: ShardedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device) -> Passes:
+def _step_runner_for(
+    sharded: ShardedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device
+) -> StepRunner:
     if plan.pp == 1:
-        return WholeModelPasses(sharded, plan, mesh, objective, device)
-    from tensorshard.engine.pipeline_step_runner import PipelinePasses
+        return WholeModelStepRunner(sharded, plan, mesh, objective, device)
+    from tensorshard.engine.pipeline_step_runner import PipelineStepRunner
     from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 
     assert isinstance(sharded, PipelinedModel)
-    return PipelinePasses(sharded, plan, mesh, objective, device)
+    return PipelineStepRunner(sharded, plan, mesh, objective, device)
 
 
 def _is_finite(value: torch.Tensor) -> bool:

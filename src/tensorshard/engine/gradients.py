@@ -16,7 +16,7 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def global_norm(
     parameters: Iterable[torch.Tensor],
-    ways_split: Mapping[torch.Tensor, float],
+    num_shards: Mapping[torch.Tensor, float],
     group: dist.ProcessGroup,
     *,
     device: torch.device | None = None,
@@ -28,7 +28,7 @@ def global_norm(
     number of copies, and one sum over `group`, the world, does the rest.
 
     Args:
-        ways_split: over how many ranks each parameter's elements are spread; the others hold copies.
+        num_shards: over how many ranks each parameter's elements are spread; the others hold copies.
         device: where the sum travels.
         always_sum: whether ranks have different parameters, as in a pipeline, so that each takes part in the sum
             whatever its own are like.
@@ -41,10 +41,10 @@ def global_norm(
             all_reduce_(total, group)
         return total.sqrt()
     norms = torch._foreach_norm(local_gradients(with_gradient), 2.0)
-    copies = [world_size / ways_split[p] for p in with_gradient]
+    copies = [world_size / num_shards[p] for p in with_gradient]
     squares = torch.stack([n.double() for n in norms]).square()
     total = (squares / torch.tensor(copies, dtype=torch.float64, device=squares.device)).sum()
-    if always_sum or any(ways_split[p] > 1 for p in with_gradient):
+    if always_sum or any(num_shards[p] > 1 for p in with_gradient):
         all_reduce_(total, group)
     else:
         total = total * world_size  # every rank holds everything

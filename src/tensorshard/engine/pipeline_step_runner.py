@@ -9,7 +9,7 @@ from torch._guards import detect_fake_mode
 
 from tensorshard.engine.loss import LossTally, Objective
 from tensorshard.engine.same_batch import check_same_batch
-from tensorshard.engine.step_runner import Passes, StepLoss
+from tensorshard.engine.step_runner import StepLoss, StepRunner
 from tensorshard.mesh import Mesh
 from tensorshard.modules.batches import batch_size, split_batch, split_unevenly, to_device
 from tensorshard.modules.values import Structure, map_tensors, take_apart
@@ -29,7 +29,7 @@ _FORWARD_SCHEDULES = {
 }
 
 
-class PipelinePasses(Passes):
+class PipelineStepRunner(StepRunner):
     """This rank runs some stages of the model's forward, together with the other ranks of its pipeline."""
 
     _sharded: PipelinedModel

@@ -27,7 +27,7 @@ class StepLoss:
     correction: torch.Tensor | None
 
 
-class Passes(ABC):
+class StepRunner(ABC):
     """How batches go through a laid-out model. All calls are collectives of the mesh."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Passes(ABC):
         """The model's output for this data rank's batch. Modules are in evaluation mode already."""
 
 
-class WholeModelPasses(Passes):
+class WholeModelStepRunner(StepRunner):
     """This rank runs all of the model's forward."""
 
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:

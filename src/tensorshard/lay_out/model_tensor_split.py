@@ -11,10 +11,10 @@ from tensorshard.plan import Plan
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
-from tensorshard.tensor_parallel.search.find_table import FoundPlan
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 
 
-def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh, inputs: Any = None) -> FoundPlan | None:
+def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh, inputs: Any = None) -> VerifiedTable | None:
     """The table for `model` under `plan`, found or checked by numbers; None where nothing is to be split.
 
     The first rank works it out and tells the others. A collective of the mesh.
@@ -28,7 +28,7 @@ def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh, inputs: Any = 
     if mesh.degrees["tp"] == 1:
         return None
 
-    def choose() -> FoundPlan:
+    def choose() -> VerifiedTable:
         return choose_tensor_plan(
             model,
             mesh.degrees["tp"],
@@ -42,7 +42,7 @@ def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh, inputs: Any = 
         return decide_once(choose, mesh.world_group)
 
 
-def split_over_tensor_ranks(model: nn.Module, found: FoundPlan | None, plan: Plan, mesh: Mesh) -> TensorSplit:
+def split_over_tensor_ranks(model: nn.Module, found: VerifiedTable | None, plan: Plan, mesh: Mesh) -> TensorSplit:
     """Makes `model` compute this rank's part of what the table `found` splits."""
     if found is None:
         return TensorSplit()

@@ -9,7 +9,7 @@ from torch import nn
 from tensorshard.comm.decisions import decide_once
 from tensorshard.data_parallel.shard_units import stage_shard_units
 from tensorshard.lay_out.lay_out import Part, from_first_rank, lay_out
-from tensorshard.lay_out.stage_tensor_split import rehearse_tensor_split, split_stage
+from tensorshard.lay_out.stage_tensor_split import fake_tensor_split, split_stage
 from tensorshard.materialize import TensorSource
 from tensorshard.mesh import Mesh
 from tensorshard.modules.blocks import find_blocks, select_modules
@@ -26,7 +26,7 @@ from tensorshard.pipeline.trace.tracer import Tracer
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
-from tensorshard.tensor_parallel.search.find_table import FoundPlan
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.transforms.precision import autocast, compute_dtype, keep_norms_fp32, master_dtype
 
 _REMEDY = (
@@ -36,7 +36,7 @@ _REMEDY = (
 
 def apply_pipeline(
     source: TensorSource,
-    found: FoundPlan | None,
+    found: VerifiedTable | None,
     plan: Plan,
     mesh: Mesh,
     device: torch.device,
@@ -72,7 +72,7 @@ def _lay_out_stage(
     stage: StageModule,
     model: nn.Module,
     value_of: Callable[[str], torch.Tensor],
-    found: FoundPlan | None,
+    found: VerifiedTable | None,
     plan: Plan,
     mesh: Mesh,
     device: torch.device,
@@ -95,19 +95,19 @@ def _lay_out_stage(
     return lay_out(part, value_of, split, plan, mesh, device)
 
 
-def _tracer(source: TensorSource, found: FoundPlan | None, plan: Plan, mesh: Mesh, device: torch.device) -> Tracer:
+def _tracer(source: TensorSource, found: VerifiedTable | None, plan: Plan, mesh: Mesh, device: torch.device) -> Tracer:
     """Runs the model on fake tensors as this rank will: in its precision, with its part of split layers."""
 
-    def prepare(twin: nn.Module) -> None:
-        places = ParameterPlaces(twin)
-        for parameter in list(twin.parameters()):
+    def prepare(fake_copy: nn.Module) -> None:
+        places = ParameterPlaces(fake_copy)
+        for parameter in list(fake_copy.parameters()):
             dtype = compute_dtype(master_dtype(parameter.dtype), plan.precision)
             if dtype != parameter.dtype:
                 places.replace(parameter, like(parameter, parameter.detach().to(dtype)))
         if plan.precision != "fp32":
-            keep_norms_fp32(twin)
+            keep_norms_fp32(fake_copy)
         if found is not None:
-            rehearse_tensor_split(twin, found, mesh.group("tp"))
+            fake_tensor_split(fake_copy, found, mesh.group("tp"))
 
     # What buffers hold may decide what the model does; parameters do not.
     with_buffers = copy_with(

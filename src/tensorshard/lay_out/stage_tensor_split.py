@@ -14,21 +14,21 @@ from tensorshard.tensor_parallel.apply.randomness import split_randomness
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
-from tensorshard.tensor_parallel.search.find_table import FoundPlan
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.verify.fake_process_group import SilentGroup
+from tensorshard.tensor_parallel.verify.fake_process_group import FakeProcessGroup
 from tensorshard.tensor_parallel.verify.model_run import find_units
 
 
-def rehearse_tensor_split(twin: nn.Module, found: FoundPlan, group: dist.ProcessGroup) -> None:
-    """Makes `twin`, a copy on fake tensors, have the shapes that this rank of `group` will see between its modules.
+def fake_tensor_split(fake_copy: nn.Module, found: VerifiedTable, group: dist.ProcessGroup) -> None:
+    """Gives `fake_copy`, a copy on fake tensors, the shapes that this rank of `group` will see between modules.
 
     Without sequence parallelism: sequences are put together where stages end.
     """
-    silent = SilentGroup(group.rank(), group.size())
-    layouts = apply_tensor_parallel(twin, found.plan, silent, shared_inputs=found.shared_inputs)
-    places = ParameterPlaces(twin)
-    for name, parameter in list(twin.named_parameters()):
+    silent = FakeProcessGroup(group.rank(), group.size())
+    layouts = apply_tensor_parallel(fake_copy, found.plan, silent, shared_inputs=found.shared_inputs)
+    places = ParameterPlaces(fake_copy)
+    for name, parameter in list(fake_copy.named_parameters()):
         shape = layouts[name].local_shape(parameter.shape, group.rank(), group.size())
         if shape != parameter.shape:
             local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
@@ -36,7 +36,7 @@ def rehearse_tensor_split(twin: nn.Module, found: FoundPlan, group: dist.Process
 
 
 def split_stage(
-    stage: StageModule, whole: nn.Module, found: FoundPlan, plan: Plan, group: dist.ProcessGroup
+    stage: StageModule, whole: nn.Module, found: VerifiedTable, plan: Plan, group: dist.ProcessGroup
 ) -> TensorSplit:
     """Makes `stage` compute this rank's part of what the table `found` splits.
 

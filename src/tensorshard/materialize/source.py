@@ -129,34 +129,36 @@ def move_to_meta(
             raise ValueError(f"{name!r} is a {tensor.layout} tensor; only dense (torch.strided) ones can be laid out")
     storages: dict[int, torch.UntypedStorage] = {}
     with unset_fake_temporarily():
-        twins = {id(tensor): _on_meta(tensor, storages, hidden) for tensor in originals.values()}
+        fake_copies = {id(tensor): _on_meta(tensor, storages, hidden) for tensor in originals.values()}
     for owner in module.modules():
         tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
         for slots in tables:
-            slots.update({name: twins[id(tensor)] for name, tensor in slots.items() if tensor is not None})
+            slots.update({name: fake_copies[id(tensor)] for name, tensor in slots.items() if tensor is not None})
         _replace_attributes(
             owner,
             lambda tensor: (
-                twins[id(tensor)] if isinstance(tensor, nn.Parameter) and id(tensor) in twins else attribute(tensor)
+                fake_copies[id(tensor)]
+                if isinstance(tensor, nn.Parameter) and id(tensor) in fake_copies
+                else attribute(tensor)
             ),
         )
 
 
 def _on_meta(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage], hidden: Container[str]) -> torch.Tensor:
-    """`tensor` without its values; `storages` maps the storages of originals to those of their twins."""
+    """`tensor` without its values; `storages` maps the storages of originals to those of their fake_copies."""
     original = tensor.untyped_storage()
     if original._cdata not in storages:
         blank = torch.empty(original.nbytes(), dtype=torch.uint8, device="meta")
         storages[original._cdata] = blank.untyped_storage()
-    twin = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
+    fake_copy = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
         storages[original._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
     )
     if isinstance(tensor, nn.Parameter):
-        twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        fake_copy = nn.Parameter(fake_copy, requires_grad=tensor.requires_grad)
     elif tensor.requires_grad:
-        twin.requires_grad_()
-    twin.__dict__.update({key: value for key, value in vars(tensor).items() if key not in hidden})
-    return twin
+        fake_copy.requires_grad_()
+    fake_copy.__dict__.update({key: value for key, value in vars(tensor).items() if key not in hidden})
+    return fake_copy
 
 
 def _replace_attributes(owner: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:

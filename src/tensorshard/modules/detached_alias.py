@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 
-class Alias(torch.autograd.Function):
+class DetachedAlias(torch.autograd.Function):
     """The identity. Unlike a view, its result may be detached and be changed in place whatever it came from."""
 
     @staticmethod

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tensorshard.comm.sharding import local_part
+from tensorshard.comm.sharding import local_shard
 
 
 @torch.no_grad()
@@ -36,5 +36,5 @@ def shard_init_helper_(
     if type(local) is torch.Tensor and not local.is_meta:
         for axis in range(tensor.device_mesh.ndim):
             dist.broadcast(whole, group_src=0, group=tensor.device_mesh.get_group(axis))
-    local.copy_(local_part(whole, tensor.device_mesh, tensor.placements))
+    local.copy_(local_shard(whole, tensor.device_mesh, tensor.placements))
     return tensor

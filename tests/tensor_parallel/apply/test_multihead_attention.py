@@ -11,7 +11,7 @@ from torch import nn
 import tensorshard as ts
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
-from tensorshard.tensor_parallel.table.layouts import join_parts, local_part
+from tensorshard.tensor_parallel.table.layouts import join_shards, local_shard
 from tensorshard.tensor_parallel.table.table import TensorPlan
 from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
 
@@ -109,7 +109,7 @@ def test_computes_what_the_original_does(case, size):
         model.zero_grad()
         apply_tensor_parallel(model, plan, group)
         for name, parameter in model.named_parameters():
-            parameter.data = local_part(parameter.data, layouts[name], group.rank(), size)
+            parameter.data = local_shard(parameter.data, layouts[name], group.rank(), size)
         return run(model, given, call)
 
     ranks = run_as_ranks(size, on_rank)
@@ -117,7 +117,7 @@ def test_computes_what_the_original_does(case, size):
         torch.testing.assert_close(found_outputs, outputs)
         torch.testing.assert_close(found_input_gradients, input_gradients)
     for name, gradient in gradients.items():
-        joined = join_parts([rank[2][name] for rank in ranks], layouts[name])
+        joined = join_shards([rank[2][name] for rank in ranks], layouts[name])
         torch.testing.assert_close(joined, gradient)
     split = {name.rpartition(".")[2] for name, layout in layouts.items() if layout.dim is not None}
     assert not split & {"bias"} and "weight" in split  # the bias of out_proj is whole, its weight is not

@@ -6,7 +6,7 @@ from torch import nn
 
 from table_models import build
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
-from tensorshard.tensor_parallel.table.layouts import Layout, join_parts, local_part
+from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
 from tensorshard.tensor_parallel.table.styles import Style, parse_style
 from tensorshard.tensor_parallel.table.table import TensorPlan, collapse
 
@@ -118,13 +118,13 @@ def test_collapsing_gives_back_the_same_styles():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_parts_join_to_the_whole(layout, shape, size):
     full = torch.randn(shape)
-    parts = [local_part(full, layout, rank, size) for rank in range(size)]
-    assert torch.equal(join_parts(parts, layout), full)
+    parts = [local_shard(full, layout, rank, size) for rank in range(size)]
+    assert torch.equal(join_shards(parts, layout), full)
     assert [part.shape for part in parts] == [layout.local_shape(shape, rank, size) for rank in range(size)]
 
 
 def test_packed_parts_are_cut_one_by_one():
-    assert local_part(torch.arange(8), Layout(0, (4, 2, 2)), 1, 2).tolist() == [2, 3, 5, 7]
+    assert local_shard(torch.arange(8), Layout(0, (4, 2, 2)), 1, 2).tolist() == [2, 3, 5, 7]
 
 
 def layouts(table: dict[str, str], kind: str = "gpt", size: int = 2) -> dict[str, Layout]:

@@ -84,7 +84,7 @@ def check_updates(model: nn.Module, updates: Sequence[HeadUpdate]) -> None:
             )
 
 
-def tell_updates(updates: Sequence[HeadUpdate]) -> None:
+def log_updates(updates: Sequence[HeadUpdate]) -> None:
     """Says in the log what has become of them."""
     for update in updates:
         steps = update.options["step"]

@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from tensorshard.comm.sharding import local_part
+from tensorshard.comm.sharding import local_shard
 
 MOMENTUM_SCALES = "momentum_scales"
 """Scales of 8-bit momenta: a row of them for each row of a parameter, so that they are not of its shape."""
@@ -36,7 +36,7 @@ def rows_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         same = isinstance(parameter, DTensor) and value.device_mesh == parameter.device_mesh
         value = value._local_tensor if same else value.full_tensor()
     if len(value) != len(local) and isinstance(parameter, DTensor) and len(value) == parameter.size(0):
-        value = local_part(value, parameter.device_mesh, parameter.placements)
+        value = local_shard(value, parameter.device_mesh, parameter.placements)
     if len(value) != len(local):
         raise ValueError(
             f"a momentum of {len(value)} rows was given for a parameter of {list(parameter.shape)}, of which this "

@@ -36,7 +36,7 @@ def obstacle(graph: CallGraph, position: int, limits: Limits) -> str | None:
                 f"stages would change apart; all calls of it must be on one stage"
             )
     for index in range(position, len(graph.calls) + 1):
-        for call in graph.reads(index).escapes:
+        for call in graph.reads(index).side_outputs:
             if call < position:
                 return (
                     f"{graph.calls[call].unit!r} hands {_name(graph, index)} a tensor by another way than its return "

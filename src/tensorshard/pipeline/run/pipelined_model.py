@@ -95,10 +95,10 @@ class PipelinedModel(ShardedModel):
     def masters(self) -> dict[str, nn.Parameter]:
         return self._masters
 
-    def ways_split(self) -> dict[torch.Tensor, float]:
+    def num_shards(self) -> dict[torch.Tensor, float]:
         ways: dict[torch.Tensor, float] = {}
         for part in self.parts:
-            ways.update(part.ways_split())
+            ways.update(part.num_shards())
         return {
             master: ways[master] * self._group.size() / len(self._ranks_with(name))
             for name, master in self._masters.items()
@@ -150,19 +150,19 @@ class PipelinedModel(ShardedModel):
                     local_of(first.grad).add_(local_of(copy.grad))
                 copy.grad = None
 
-    def publish_update(self) -> None:
+    def all_gather_parameters(self) -> None:
         self._update_copies()
         for part in self.parts:
-            part.publish_update()
+            part.all_gather_parameters()
 
-    def publish_load(self) -> None:
+    def all_gather_loaded(self) -> None:
         self._update_copies()
         buffers = self.persistent_buffers()
         for part in self.parts:
             for name, buffer in part.persistent_buffers().items():
                 if buffer is not buffers[name]:
                     buffer.copy_(buffers[name])
-            part.publish_load()
+            part.all_gather_loaded()
 
     @torch.no_grad()
     def _update_copies(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.modules.detached_alias import Alias
+from tensorshard.modules.detached_alias import DetachedAlias
 from tensorshard.modules.values import Layout, take_apart
 from tensorshard.pipeline.cut.cut import Cut
 from tensorshard.pipeline.trace.call_graph import CallGraph, Leaf
@@ -33,7 +33,7 @@ class StageRun:
                 )
         self._sends: tuple[Leaf, ...] = () if self._last else graph.crossing(self._stop)
         self._values: dict[Leaf, torch.Tensor] = {
-            leaf: Alias.apply(tensor) if tensor.requires_grad else tensor
+            leaf: DetachedAlias.apply(tensor) if tensor.requires_grad else tensor
             for leaf, tensor in zip(expected, received, strict=True)
         }
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
@@ -106,7 +106,7 @@ class StageRun:
 
     def _sent(self, leaf: Leaf) -> torch.Tensor:
         tensor = self._values[leaf]
-        return Alias.apply(tensor) if self._graph.sent_layout(leaf).requires_grad else tensor.detach()
+        return DetachedAlias.apply(tensor) if self._graph.sent_layout(leaf).requires_grad else tensor.detach()
 
     def check_ended(self) -> None:
         """The model returned."""

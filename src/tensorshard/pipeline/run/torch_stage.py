@@ -76,7 +76,7 @@ class ScheduledStage(_PipelineStageBase):
         super().__init__(nn.Module(), stage.index, stage.cut.stages, device, group)
         self.stage = stage
         self._context, self._hooks = context, hooks
-        self._split = split and not stage.cut.graph.one_piece
+        self._split = split and not stage.cut.graph.unsplittable_backward
         self._inputs: Sequence[Any] = ()
         self._held: dict[int, _MicroBatch] = {}
         self._backwards = 0  # of this step that added to parameters' gradients

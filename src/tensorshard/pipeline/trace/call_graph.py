@@ -19,13 +19,13 @@ class Reads:
         leaves: outputs of earlier unit calls.
         parameters: by their first names, those that functional code or the call itself reads.
         draws: random operations of functional code, by number.
-        escapes: earlier calls whose tensors it reads although they were not returned.
+        side_outputs: earlier calls whose tensors it reads although they were not returned.
     """
 
     leaves: frozenset[Leaf] = frozenset()
     parameters: frozenset[str] = frozenset()
     draws: frozenset[int] = frozenset()
-    escapes: frozenset[int] = frozenset()
+    side_outputs: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class CallGraph:
         stateful: units that change buffers of theirs.
         nested: units that others call as a part of themselves.
         hooked: units with hooks on their backward.
-        one_piece: whether gradients of inputs and of parameters must be computed together, for hooks that change them
-            on their way, or for regions that are recomputed as one autograd function.
+        unsplittable_backward: whether gradients of inputs and of parameters must be computed together, for hooks that
+            change them on their way, or for regions that are recomputed as one autograd function.
     """
 
     calls: tuple[UnitCall, ...]
@@ -83,7 +83,7 @@ class CallGraph:
     stateful: frozenset[str]
     nested: frozenset[str]
     hooked: frozenset[str]
-    one_piece: bool
+    unsplittable_backward: bool
 
     def reads(self, index: int) -> Reads:
         """What call `index` needs; what the output needs for the index after the last call."""

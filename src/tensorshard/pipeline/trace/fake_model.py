@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tensorshard.modules.fake_copies import copy_with, keep_padding
 
 
-def make_twin(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> nn.Module:
+def make_fake_copy(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> nn.Module:
     """A copy whose parameters take no memory; buffers keep their values where they have any."""
     copied = copy_with(
         model, lambda _, tensor: (_fake if isinstance(tensor, nn.Parameter) else sample)(tensor, fake, device)

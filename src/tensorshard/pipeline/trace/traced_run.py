@@ -13,12 +13,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
-from tensorshard.modules.detached_alias import Alias
+from tensorshard.modules.detached_alias import DetachedAlias
 from tensorshard.modules.tensors import storage_key
 from tensorshard.modules.values import Layout, map_tensors, take_apart, tensors_in
 from tensorshard.pipeline.trace.call_graph import Leaf, UnitCall
 from tensorshard.pipeline.trace.real_run import run_for_real
-from tensorshard.pipeline.trace.unit_sources import Labels, reads_of
+from tensorshard.pipeline.trace.unit_sources import Provenance, reads_of
 
 BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise where their values are asked for."""
@@ -35,7 +35,7 @@ class Recording:
     """What is noted during one run.
 
     Args:
-        twin: the model's copy on fake tensors.
+        fake_copy: the model's copy on fake tensors.
         labels: of its values.
         fake: the mode of its tensors.
         device: of them.
@@ -45,16 +45,16 @@ class Recording:
         nested: units that others called as a part of themselves.
         stateful: units that changed their buffers.
         impure: modules outside of units whose own code drew random numbers or changed a buffer.
-        one_piece: as of :class:`tensorshard.pipeline.trace.call_graph.CallGraph`.
+        unsplittable_backward: as of :class:`tensorshard.pipeline.trace.call_graph.CallGraph`.
     """
 
-    def __init__(self, twin: nn.Module, labels: Labels, fake: FakeTensorMode, device: torch.device) -> None:
-        self._twin, self.labels, self._fake, self._device = twin, labels, fake, device
+    def __init__(self, fake_copy: nn.Module, labels: Provenance, fake: FakeTensorMode, device: torch.device) -> None:
+        self._copy, self.labels, self._fake, self._device = fake_copy, labels, fake, device
         self.calls: list[UnitCall] = []
         self.nested: set[str] = set()
         self.stateful: set[str] = set()
         self.impure: set[str] = set()
-        self.one_piece = False
+        self.unsplittable_backward = False
         self._inside: list[str] = []  # the modules outside of units that are running
         self._running: list[str] = []  # the units that are, and the version of the buffers of the outermost
         self._versions: list[int] = []
@@ -101,7 +101,7 @@ class Recording:
                 f"the model calls {name}.forward(...) itself, which passes by the hooks that stages run a module with; "
                 f"call the module, as in {name}(...), or name an enclosing module as one unit (pp_units)"
             )
-        unit = self._twin.get_submodule(name)
+        unit = self._copy.get_submodule(name)
         self._saved = _SavedBytes(unit)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, lambda tensor: tensor):
@@ -157,7 +157,7 @@ class Recording:
         fresh.requires_grad_(layout.requires_grad)
         self._leaves[id(fresh)] = (call, index)
         self.labels.set_output(fresh, (call, index))
-        return Alias.apply(fresh) if layout.requires_grad else fresh  # functional code may change it in place
+        return DetachedAlias.apply(fresh) if layout.requires_grad else fresh  # functional code may change it in place
 
     # -- code outside of units --
 
@@ -183,7 +183,7 @@ class Recording:
         found = {self._leaves[id(tensor)] for tensor in tensors if id(tensor) in self._leaves}
         while nodes:
             node = nodes.pop()
-            self.one_piece |= node.name() in _ONE_PIECE
+            self.unsplittable_backward |= node.name() in _ONE_PIECE
             variable = getattr(node, "variable", None)
             if id(variable) in self._leaves:
                 found.add(self._leaves[id(variable)])

@@ -16,10 +16,10 @@ from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.modules.tensors import storage_key
 from tensorshard.modules.values import tensors_in
 from tensorshard.pipeline.trace.call_graph import CallGraph
-from tensorshard.pipeline.trace.fake_model import make_twin, sample
+from tensorshard.pipeline.trace.fake_model import make_fake_copy, sample
 from tensorshard.pipeline.trace.pipeline_units import find_units
 from tensorshard.pipeline.trace.traced_run import BY_VALUE, Recording, UncuttableError
-from tensorshard.pipeline.trace.unit_sources import Labels, reads_of
+from tensorshard.pipeline.trace.unit_sources import Provenance, reads_of
 
 
 class Tracer:
@@ -48,16 +48,16 @@ class Tracer:
         self.unit_names = list(find_units(model, units))
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with _disable_current_modes():
-            self._twin = make_twin(model, self._fake, self.device)
+            self._copy = make_fake_copy(model, self._fake, self.device)
             if prepare is not None:
                 with self._fake:
-                    prepare(self._twin)
-        self._aliases = parameter_aliases(self._twin)
+                    prepare(self._copy)
+        self._aliases = parameter_aliases(self._copy)
         self._recording: Recording | None = None
         self._watched: set[str] = set()
         for name in self.unit_names:
             self._watch(name)
-        for name, module in self._twin.named_modules():
+        for name, module in self._copy.named_modules():
             module.register_forward_pre_hook(partial(self._entered, name), prepend=True)
             module.register_forward_hook(self._left, always_call=True)
 
@@ -96,12 +96,12 @@ class Tracer:
         samples = tree_map_only(torch.Tensor, lambda tensor: sample(tensor, self._fake, self.device), inputs)
         with _disable_current_modes(), torch.random.fork_rng(devices=devices), self._recorded(samples) as recording:
             output = tensors_in(self._output(recording, samples))
-            atoms = recording.labels.of(output)
+            sources = recording.labels.of(output)
             output_gradients = recording.sources(output)
         labels = recording.labels
         if not recording.calls:
             raise UncuttableError(
-                f"{type(self._twin).__name__} called none of its {len(self.unit_names)} units as modules; a stage runs "
+                f"{type(self._copy).__name__} called none of its {len(self.unit_names)} units as modules; a stage runs "
                 f"those that are called as module(...), not by other methods, nor by their weights alone"
             )
         for buffer, from_units in labels.written_buffers.items():
@@ -113,17 +113,17 @@ class Tracer:
                 )
         graph = CallGraph(
             calls=tuple(recording.calls),
-            output=reads_of(atoms),
+            output=reads_of(sources),
             output_gradients=output_gradients,
             overwritten=frozenset(labels.overwritten),
             changed=frozenset(labels.changed),
             overwrites_inputs=labels.overwrites_inputs,
             parameters=self._unit_parameters(),
-            bytes_of={name: p.numel() * p.element_size() for name, p in self._twin.named_parameters()},
+            bytes_of={name: p.numel() * p.element_size() for name, p in self._copy.named_parameters()},
             stateful=frozenset(recording.stateful),
             nested=frozenset(recording.nested),
-            hooked=frozenset(n for n in self.unit_names if _has_backward_hooks(self._twin.get_submodule(n))),
-            one_piece=recording.one_piece,
+            hooked=frozenset(n for n in self.unit_names if _has_backward_hooks(self._copy.get_submodule(n))),
+            unsplittable_backward=recording.unsplittable_backward,
         )
         return graph, recording.impure
 
@@ -133,7 +133,7 @@ class Tracer:
     def follow_modes(self, model: nn.Module) -> None:
         """Sets the copy's modules to training or evaluation as those of `model` are."""
         for name, module in model.named_modules():
-            self._twin.get_submodule(name).training = module.training
+            self._copy.get_submodule(name).training = module.training
 
     # -- internals --
 
@@ -142,7 +142,7 @@ class Tracer:
             name: tuple(
                 dict.fromkeys(
                     self._aliases[f"{name}.{inner}"]
-                    for inner, _ in self._twin.get_submodule(name).named_parameters(remove_duplicate=False)
+                    for inner, _ in self._copy.get_submodule(name).named_parameters(remove_duplicate=False)
                 )
             )
             for name in self.unit_names
@@ -150,10 +150,10 @@ class Tracer:
 
     @contextmanager
     def _recorded(self, samples: Any) -> Iterator[Recording]:
-        parameters = {storage_key(p): name for name, p in self._twin.named_parameters()}
-        buffers = {storage_key(b): name for name, b in self._twin.named_buffers()}
-        labels = Labels(self._fake, parameters, buffers, set(map(storage_key, tensors_in(samples))))
-        self._recording = Recording(self._twin, labels, self._fake, self.device)
+        parameters = {storage_key(p): name for name, p in self._copy.named_parameters()}
+        buffers = {storage_key(b): name for name, b in self._copy.named_buffers()}
+        labels = Provenance(self._fake, parameters, buffers, set(map(storage_key, tensors_in(samples))))
+        self._recording = Recording(self._copy, labels, self._fake, self.device)
         try:
             with self._recording.active():
                 yield self._recording
@@ -162,21 +162,21 @@ class Tracer:
 
     def _output(self, recording: Recording, samples: Any) -> Any:
         try:
-            return call_model(self._twin, samples)
+            return call_model(self._copy, samples)
         except BY_VALUE as error:
             where = recording.module
             owner = f"module {where!r}" if where else "the model's own forward"
             last = recording.calls[-1].unit if recording.calls else None
             remedy = f"Name {where!r} as one unit (pp_units)" if where else "Move that code into a module with them"
             raise UncuttableError(
-                f"{owner} ({type(self._twin.get_submodule(where)).__name__}) decides by the value of a tensor that is "
+                f"{owner} ({type(self._copy.get_submodule(where)).__name__}) decides by the value of a tensor that is "
                 f"computed by units, after the call of {last!r} ({error.func}); only the stage of that unit would "
                 f"have the value. {remedy}, so that it runs on one stage"
             ) from error
 
     def _watch(self, name: str) -> None:
         # Hooks, as on the stages: what users hooked to a unit is a part of it.
-        unit = self._twin.get_submodule(name)
+        unit = self._copy.get_submodule(name)
         unit.forward = partial(self._computed, name, unit.forward)  # type: ignore[method-assign]
         unit.register_forward_pre_hook(partial(self._begun, name), prepend=True, with_kwargs=True)
         unit.register_forward_hook(partial(self._ended, name))
@@ -203,7 +203,7 @@ class Tracer:
             self._recording.leave(lambda name: name in self._watched or self._holds_units(name))
 
     def _check_backward_hooks(self) -> None:
-        for name, module in self._twin.named_modules():
+        for name, module in self._copy.named_modules():
             if name in self._watched or not self._holds_units(name):
                 continue
             if _has_backward_hooks(module):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from tensorshard.modules.tensors import storage_key
 from tensorshard.pipeline.trace.call_graph import Leaf, Reads
 
-Atom = tuple[str, Any]
+Source = tuple[str, Any]
 """Where a value comes from: ("leaf", (call, tensor)), ("parameter", name), ("draw", number) or ("call", call)."""
 
 # What these return depends on the shape of what they are given alone.
@@ -23,7 +23,7 @@ _SHAPE_ONLY = frozenset({"empty_like", "zeros_like", "ones_like", "full_like", "
 _NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 
 
-class Labels(TorchDispatchMode):
+class Provenance(TorchDispatchMode):
     """Carries labels from the tensors that operations read to those that they make.
 
     Operations on fake tensors are fake; those on real ones (the inputs, masks made of them) are real, so that code that
@@ -44,11 +44,11 @@ class Labels(TorchDispatchMode):
         self._buffers = buffers
         self._inputs = inputs
         self._outputs: dict[int, Leaf] = {}  # of units, by storage
-        self._labels: dict[int, frozenset[Atom]] = {}
+        self._labels: dict[int, frozenset[Source]] = {}
         self._kept: list[torch.Tensor] = []  # so that storages are not used again
         self._draws = 0
         self.call: int | None = None  # the unit call that is running
-        self.read: set[Atom] = set()  # what it has read
+        self.read: set[Source] = set()  # what it has read
         self.flops = 0  # since they were last taken, as are the bytes
         self.written_bytes = 0
         self.overwritten: set[Leaf] = set()  # outputs of units that functional code changed in place
@@ -70,9 +70,9 @@ class Labels(TorchDispatchMode):
         self._carry(func, inputs, outputs, _written(func, args, kwargs), _draws(func, args, kwargs))
         return output
 
-    def of(self, tensors: Iterable[torch.Tensor]) -> frozenset[Atom]:
+    def of(self, tensors: Iterable[torch.Tensor]) -> frozenset[Source]:
         """What `tensors` are computed from."""
-        found: frozenset[Atom] = frozenset()
+        found: frozenset[Source] = frozenset()
         for tensor in tensors:
             key = storage_key(tensor)
             found |= self._labels.get(key, frozenset())
@@ -80,10 +80,10 @@ class Labels(TorchDispatchMode):
                 found |= {("parameter", self._parameters[key])}
         return found
 
-    def set(self, tensor: torch.Tensor, atoms: frozenset[Atom]) -> None:
+    def set(self, tensor: torch.Tensor, sources: frozenset[Source]) -> None:
         """Says what `tensor` is computed from."""
         self._kept.append(tensor)
-        self._labels[storage_key(tensor)] = atoms
+        self._labels[storage_key(tensor)] = sources
 
     def set_output(self, tensor: torch.Tensor, leaf: Leaf) -> None:
         """Says that `tensor` is what a unit returned."""
@@ -99,11 +99,11 @@ class Labels(TorchDispatchMode):
         draws: bool,
     ) -> None:
         name = func._schema.name.partition("::")[2]
-        atoms = frozenset() if name in _SHAPE_ONLY else self.of(inputs)
+        sources = frozenset() if name in _SHAPE_ONLY else self.of(inputs)
         self.overwrites_inputs |= any(storage_key(tensor) in self._inputs for tensor in written)
         if self.call is not None:
-            own: Atom = ("call", self.call)
-            self.read |= atoms - {own}
+            own: Source = ("call", self.call)
+            self.read |= sources - {own}
             before = {storage_key(tensor) for tensor in inputs}
             for tensor in outputs:
                 if storage_key(tensor) not in before:
@@ -116,7 +116,7 @@ class Labels(TorchDispatchMode):
                     self.changed.add(leaf)
             return
         if draws:
-            atoms |= {("draw", self._draws)}
+            sources |= {("draw", self._draws)}
             self._draws += 1
             self.impure = True
         for tensor in written:
@@ -124,11 +124,11 @@ class Labels(TorchDispatchMode):
             buffer = self._buffers.get(storage_key(tensor))
             if buffer is not None:
                 self.impure = True
-                from_units = any(kind in ("leaf", "call") for kind, _ in atoms)
+                from_units = any(kind in ("leaf", "call") for kind, _ in sources)
                 self.written_buffers[buffer] = self.written_buffers.get(buffer, False) or from_units
-        if atoms:
+        if sources:
             for tensor in (*outputs, *written):
-                self.set(tensor, atoms | self._labels.get(storage_key(tensor), frozenset()))
+                self.set(tensor, sources | self._labels.get(storage_key(tensor), frozenset()))
 
     def _count(self, func: Any, args: Any, kwargs: Any, output: Any, outputs: list[torch.Tensor]) -> None:
         self.written_bytes += sum(tensor.numel() * tensor.element_size() for tensor in outputs)
@@ -140,10 +140,10 @@ class Labels(TorchDispatchMode):
             self.flops += int(count(*args, **kwargs, out_val=output))
 
 
-def reads_of(atoms: Iterable[Atom]) -> Reads:
-    """`atoms`, by kind."""
+def reads_of(sources: Iterable[Source]) -> Reads:
+    """`sources`, by kind."""
     kinds: dict[str, set[Any]] = {"leaf": set(), "parameter": set(), "draw": set(), "call": set()}
-    for kind, what in atoms:
+    for kind, what in sources:
         kinds[kind].add(what)
     return Reads(*(frozenset(kinds[kind]) for kind in ("leaf", "parameter", "draw", "call")))
 

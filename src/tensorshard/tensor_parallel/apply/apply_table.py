@@ -2,7 +2,7 @@
 
 Only forwards and attributes change, on the instances: names, classes and hooks stay as they are, so that
 neither the model nor a checkpoint knows. Parameters are left to the caller, who puts into their places what
-:func:`local_part` makes of them, as plain tensors or as DTensors.
+:func:`local_shard` makes of them, as plain tensors or as DTensors.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
 from tensorshard.tensor_parallel.apply.shared_heads import check_shared_heads, share_heads
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
 from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable, is_transposed
-from tensorshard.tensor_parallel.table.layouts import WHOLE, Layout, check_can_split
+from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, check_can_split
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
 
@@ -57,7 +57,7 @@ def apply_tensor_parallel(
         plan: the table.
         group: the tensor-parallel ranks.
         shared_inputs: names of column layers that are called with the same tensor, in the order of their calls, as
-            :attr:`FoundPlan.shared_inputs` has them. They communicate once for all.
+            :attr:`VerifiedTable.shared_inputs` has them. They communicate once for all.
         outputs: what the output layers (``colwise_gather``) ask whether to gather; None for always.
         whole: where `model` is a stage of a pipeline, the model as it was: by it names are matched and layouts found.
         elsewhere: names of what other stages compute, which is left as it is.
@@ -111,7 +111,7 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
             if parameter is None:
                 continue
             name = _join(prefix, key)
-            layout = own.get(key, WHOLE)
+            layout = own.get(key, REPLICATED)
             if name in styles:
                 layout = _parameter_layout(name, parameter, styles[name])
             elif prefix not in styles and as_splittable(module) is None:
@@ -125,7 +125,7 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
                     f"differently: give 'vocab' to an embedding and 'colwise_gather' to the layer tied to it"
                 )
             layouts[name] = layout
-    layouts.update({name: chosen.get(id(parameter), (name, WHOLE))[1] for name, parameter in unsaid})
+    layouts.update({name: chosen.get(id(parameter), (name, REPLICATED))[1] for name, parameter in unsaid})
     return layouts
 
 
@@ -195,7 +195,7 @@ def _adding_up(name: str, layer: SplittableLayer, style: Style, parts: tuple[int
 
 def _parameter_layout(name: str, parameter: torch.Tensor, style: Style) -> Layout:
     if style.kind == "replicate":
-        return WHOLE
+        return REPLICATED
     if style.kind != "slice":
         raise ValueError(f"{name} is a parameter, which can be 'slice(dim)' or 'replicate', not {style.kind!r}")
     dim, parts = (*style.sizes, 1)[:2]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
-from tensorshard.tensor_parallel.table.layouts import WHOLE, Layout, join_parts, local_part
+from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, join_shards, local_shard
 
 
 class _Described(Protocol):
@@ -51,7 +51,7 @@ class TensorSplit:
 
     def layout(self, name: str) -> Layout:
         """How the parameter `name` lies."""
-        return self.layouts.get(name, WHOLE)
+        return self.layouts.get(name, REPLICATED)
 
     def num_shards(self, name: str) -> int:
         """Into how many shards the parameter `name` is cut."""
@@ -59,7 +59,7 @@ class TensorSplit:
 
     def local(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter `name`."""
-        return local_part(full, self.layout(name), self.rank, self.size)
+        return local_shard(full, self.layout(name), self.rank, self.size)
 
     def full(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """The parameter `name` of `shape`, of which every rank gives its `local` part. A collective of the group."""
@@ -73,4 +73,4 @@ class TensorSplit:
         gathered = local.new_empty(longest * self.size)
         all_gather_into(gathered, mine, self.group)
         parts = [flat[: part.numel()].view(part) for flat, part in zip(gathered.chunk(self.size), shapes, strict=True)]
-        return join_parts(parts, layout)
+        return join_shards(parts, layout)

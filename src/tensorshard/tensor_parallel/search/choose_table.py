@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from tensorshard.tensor_parallel.search.check_table import check_tensor_plan
-from tensorshard.tensor_parallel.search.find_table import FoundPlan, find_tensor_plan, split_share
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan, split_share
 from tensorshard.tensor_parallel.table.table import TensorPlan
 
 
@@ -18,7 +18,7 @@ def choose_tensor_plan(
     inputs: Any = None,
     check: bool = True,
     sequence_parallel: bool = False,
-) -> FoundPlan:
+) -> VerifiedTable:
     """The table for `model` on `size` ranks: `table` if given, else one that is found.
 
     Deterministic: every rank that calls it with the same model gets the same table.
@@ -43,6 +43,6 @@ def choose_tensor_plan(
                 "sequence_parallel=True needs the check of the table, which finds out where a sequence can be split; "
                 "set tp_check=True"
             )
-        return FoundPlan(plan, {}, share, size, [], checked=False)
+        return VerifiedTable(plan, {}, share, size, [], checked=False)
     checked = check_tensor_plan(model, plan, size, inputs=inputs, sequence_parallel=sequence_parallel)
-    return FoundPlan(checked.plan, checked.not_in_parts, share, size, checked.shared_inputs, True, checked.sequence)
+    return VerifiedTable(checked.plan, checked.not_in_parts, share, size, checked.shared_inputs, True, checked.sequence)

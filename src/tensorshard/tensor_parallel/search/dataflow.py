@@ -83,14 +83,14 @@ def follow(block: nn.Module, call: BlockCall, whole: set[str]) -> Dataflow:
         whole: layers that are not to begin a region.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        twin = copy_with(block, blank).eval()
-        stand_in(twin)
-        for parameter in twin.parameters():  # without gradients, some modules take shortcuts past their layers
+        fake_copy = copy_with(block, blank).eval()
+        stand_in(fake_copy)
+        for parameter in fake_copy.parameters():  # without gradients, some modules take shortcuts past their layers
             parameter.requires_grad_(parameter.is_floating_point())
         args, kwargs = tree_map_only(torch.Tensor, lambda t: blank("", t), (call.args, call.kwargs))
-        labels = _Labels(twin, whole, tensor_leaves((args, kwargs)))
-        with _reads(twin) as numbers, labels:
-            twin(*args, **kwargs)
+        labels = _Labels(fake_copy, whole, tensor_leaves((args, kwargs)))
+        with _reads(fake_copy) as numbers, labels:
+            fake_copy(*args, **kwargs)
     return Dataflow(labels.regions(), labels.called, labels.shared_inputs(), numbers, labels.arguments)
 
 
@@ -246,6 +246,6 @@ def _watch(owner: Any, numbers: dict[str, int], prefix: str) -> None:
 
 
 def _watched_copy(config: Any, numbers: dict[str, int]) -> Any:
-    twin = copy.copy(config)
-    _watch(twin, numbers, "config.")
-    return twin
+    fake_copy = copy.copy(config)
+    _watch(fake_copy, numbers, "config.")
+    return fake_copy

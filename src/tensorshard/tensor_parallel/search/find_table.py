@@ -25,7 +25,7 @@ class NoTensorPlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class FoundPlan:
+class VerifiedTable:
     """What the search found.
 
     Args:
@@ -63,7 +63,7 @@ class FoundPlan:
 
 def find_tensor_plan(
     model: nn.Module, size: int = 2, *, inputs: Any = None, sequence_parallel: bool = False
-) -> FoundPlan:
+) -> VerifiedTable:
     """Finds a table that splits `model` over `size` ranks, and checks it by numbers.
 
     Per distinct block: layers that could be split together are proposed from the flow of the data, and each
@@ -108,7 +108,9 @@ def find_tensor_plan(
         )
     found = check_around_run(model, collapse(styles, model), run, checks, sequence_parallel=sequence_parallel)
     share = split_share(model, found.plan, size)
-    return FoundPlan(found.plan, reasons | found.not_in_parts, share, size, found.shared_inputs, True, found.sequence)
+    return VerifiedTable(
+        found.plan, reasons | found.not_in_parts, share, size, found.shared_inputs, True, found.sequence
+    )
 
 
 def split_share(model: nn.Module, plan: TensorPlan, size: int) -> float:

@@ -62,14 +62,14 @@ def projection_of(attention: str) -> str:
 def follow_stream(block: nn.Module, call: BlockCall, styles: Mapping[str, Style], index: int) -> StreamFlow:
     """Runs a fake copy of `block` and notes where its input `index` goes, column layers apart."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        twin = copy_with(block, blank).eval()
-        stand_in(twin)
-        for parameter in twin.parameters():
+        fake_copy = copy_with(block, blank).eval()
+        stand_in(fake_copy)
+        for parameter in fake_copy.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         args, kwargs = tree_map_only(torch.Tensor, _Once(), (call.args, call.kwargs))
-        stream = _Stream(twin, styles, tensor_leaves((args, kwargs))[index])
+        stream = _Stream(fake_copy, styles, tensor_leaves((args, kwargs))[index])
         with stream:
-            outputs = tensor_leaves(twin(*args, **kwargs))
+            outputs = tensor_leaves(fake_copy(*args, **kwargs))
     stream.flow.outputs = {leaf: output.shape for leaf, output in enumerate(outputs) if stream.holds(output)}
     return stream.flow
 
@@ -87,7 +87,7 @@ class _Once:
 
 
 class _Stream(TorchDispatchMode):
-    """Labels what is computed from a stream; a row layer's output belongs to it, a column layer's does not."""
+    """Provenance what is computed from a stream; a row layer's output belongs to it, a column layer's does not."""
 
     def __init__(self, block: nn.Module, styles: Mapping[str, Style], start: torch.Tensor) -> None:
         super().__init__()

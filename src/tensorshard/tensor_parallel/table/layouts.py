@@ -36,11 +36,11 @@ class Layout:
         return torch.Size(local)
 
 
-WHOLE = Layout()
+REPLICATED = Layout()
 """Every rank holds all of it."""
 
 
-def local_part(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
+def local_shard(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
     """What rank `rank` of `size` holds of `full`: a copy of its own, or `full` itself if that is all of
     it."""
     if layout.dim is None:
@@ -49,9 +49,9 @@ def local_part(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torc
     return pieces[0].clone(memory_format=torch.contiguous_format) if len(pieces) == 1 else torch.cat(pieces, layout.dim)
 
 
-def join_parts(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+def join_shards(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     """The whole of a parameter, of which ``held[rank]`` is what each rank holds: undoes
-    :func:`local_part`."""
+    :func:`local_shard`."""
     if layout.dim is None:
         return held[0]
     size = len(held)

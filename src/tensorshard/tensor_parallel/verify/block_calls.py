@@ -65,16 +65,16 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
         inputs: as for ``Engine.step``; only their shapes and types matter.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        twin = copy_with(model, blank).eval()
-        stand_in(twin)
-        recorder = _Recorder(twin)
+        fake_copy = copy_with(model, blank).eval()
+        stand_in(fake_copy)
+        recorder = _Recorder(fake_copy)
         for name in blocks:
-            recorder.watch(name, twin.get_submodule(name))
+            recorder.watch(name, fake_copy.get_submodule(name))
         fakes = tree_map_only(torch.Tensor, lambda tensor: blank("", tensor), inputs)
-        for parameter in twin.parameters():
+        for parameter in fake_copy.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         with recorder:  # with gradients: which inputs of a block have any is part of what is to be found
-            recorder.returned(call_model(twin, fakes))
+            recorder.returned(call_model(fake_copy, fakes))
     return Capture(recorder.calls, recorder.used_outside, recorder.escaped, recorder.repeated)
 
 
@@ -146,6 +146,6 @@ class _Metas:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._made:
-            twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            self._made[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
+            fake_copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            self._made[id(tensor)] = fake_copy.requires_grad_(tensor.requires_grad)
         return self._made[id(tensor)]

@@ -16,7 +16,7 @@ from tensorshard.modules.fake_copies import copy_with, mixed_mask, random_values
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
-from tensorshard.tensor_parallel.table.layouts import Layout, join_parts, local_part
+from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
@@ -140,10 +140,10 @@ class BlockCheck:
         apply_sequence_parallel(part, split.sequence, group, shared_inputs=split.shared_inputs)
         with torch.no_grad():
             for name, parameter in part.named_parameters():
-                parameter.data = local_part(parameter.data, layouts[name], rank, size)
+                parameter.data = local_shard(parameter.data, layouts[name], rank, size)
         tensors = iter(range(len(self.inputs)))
         leaves = [
-            local_part(leaf.detach(), sliced[index], rank, size).requires_grad_(leaf.requires_grad)
+            local_shard(leaf.detach(), sliced[index], rank, size).requires_grad_(leaf.requires_grad)
             if isinstance(leaf, torch.Tensor) and (index := next(tensors)) in sliced
             else leaf
             for leaf in self._leaves
@@ -185,7 +185,7 @@ class BlockCheck:
                     _compare(what, value, expected)
             else:
                 agreement.sharded_outputs[index] = dim
-                _compare(what, join_parts(found, Layout(dim, (expected.shape[dim],))), expected)
+                _compare(what, join_shards(found, Layout(dim, (expected.shape[dim],))), expected)
         return agreement
 
     def _compare_gradients(self, runs: list[_Run], layouts: Mapping[str, Layout], sliced: Mapping[int, Layout]) -> None:
@@ -199,13 +199,13 @@ class BlockCheck:
                 continue
             found = [run.input_gradients[index] for run in runs]
             if index in sliced:
-                found = [join_parts([_present(f, "an input's gradient") for f in found], sliced[index])]
+                found = [join_shards([_present(f, "an input's gradient") for f in found], sliced[index])]
             for value in found:
                 _compare("the gradient of its input", _present(value, "the gradient of its input"), gradient, least)
         for name, gradient in self.expected.gradients.items():
             what = f"the gradient of {name}"
             parts = [_present(run.gradients.get(name), what) for run in runs]
-            for value in parts if layouts[name].dim is None else [join_parts(parts, layouts[name])]:
+            for value in parts if layouts[name].dim is None else [join_shards(parts, layouts[name])]:
                 _compare(what, value, gradient, least)
 
 
@@ -222,7 +222,7 @@ def _part_like(whole: torch.Tensor, part: torch.Tensor, group: ThreadGroup | Non
     dim = _differing_dim(part.shape, whole.shape)
     if dim is None or group is None:
         return whole
-    return local_part(whole, Layout(dim, (whole.shape[dim],)), group.rank(), group.size())
+    return local_shard(whole, Layout(dim, (whole.shape[dim],)), group.rank(), group.size())
 
 
 def _differing_dim(found: torch.Size, expected: torch.Size) -> int | None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tensorshard.tensor_parallel.verify.local_group import Done, LocalGroup
 
 
-class SilentGroup(LocalGroup):
+class FakeProcessGroup(LocalGroup):
     """A group in which the others' tensors are taken to be like this rank's own. No bytes travel.
 
     Args:
@@ -18,7 +18,7 @@ class SilentGroup(LocalGroup):
 
     backend = "silent"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SilentGroup":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FakeProcessGroup":
         return self
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
