@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world, world_size
 from tensorshard.heads.under_plan.head_checks import refuse_updates
-from tensorshard.lay_out.lay_out import apply_plan
+from tensorshard.lay_out.apply_plan import apply_plan
 from tensorshard.lay_out.model_checks import check_model
 from tensorshard.materialize import from_module
 from tensorshard.mesh import Mesh
@@ -119,12 +120,10 @@ def save_group_sharded_model(
     writes = layout.mesh.rank == 0
     folder = Path(output)
     files = [folder / "model.pt"] + ([folder / "optimizer.pt"] if optimizer is not None else [])
-    existing = [str(file) for file in files if file.exists()] if writes else []
-    found = [existing]
-    dist.broadcast_object_list(found, group=layout.mesh.world_group, group_src=0)  # nobody goes on alone
-    if found[0]:
+    existing = decide_once(lambda: [str(file) for file in files if file.exists()], layout.mesh.world_group)
+    if existing:
         raise FileExistsError(
-            f"{' and '.join(found[0])} would be overwritten; nothing was written: give another output folder"
+            f"{' and '.join(existing)} would be overwritten; nothing was written: give another output folder"
         )
     state = layout.sharded.full_state_dict(keep=writes)
     states = [state] if optimizer is None else [state, _whole_optimizer_state(layout.sharded, optimizer)]

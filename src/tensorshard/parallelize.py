@@ -17,7 +17,7 @@ from tensorshard.heads.under_plan.head_updates import (
     log_updates,
     take_updates,
 )
-from tensorshard.lay_out.lay_out import apply_plan
+from tensorshard.lay_out.apply_plan import apply_plan
 from tensorshard.lay_out.model_checks import check_model
 from tensorshard.materialize import TensorSource, from_meta, from_module, record
 from tensorshard.mesh import Mesh

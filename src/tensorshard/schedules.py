@@ -41,11 +41,6 @@ class Schedule:
 
         return getattr(pipelining, self.torch_name)
 
-    def bubble_share(self, *, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
-        """What `bubble` says, as a number."""
-        work = (3 if self.splits_backward else 1) * stages_per_rank * micro_batches
-        return (ranks - 1) / (work + ranks - 1)
-
     def rank_of(self, stage: int, ranks: int) -> int:
         """The rank that has `stage`."""
         turn, place = divmod(stage, ranks)

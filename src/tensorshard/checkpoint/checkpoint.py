@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from tensorshard.checkpoint.reader import SafeReader, read_metadata
+from tensorshard.comm.decisions import decide_once
 from tensorshard.mesh import Mesh
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
@@ -40,12 +41,10 @@ def save(engine: TrainingState, path: str | os.PathLike[str], extra: dict[str, A
     """See :meth:`tensorshard.Engine.save`."""
     target = Path(path)
     document = json.dumps(_gathered(engine, _document(engine, extra)), indent=1)
-    _agree(
-        engine,
-        FileExistsError(f"{target} is there already and is not overwritten; save under another name, or move it away")
-        if target.exists()
-        else None,
-    )
+    if decide_once(target.exists, engine.mesh.world_group):
+        raise FileExistsError(
+            f"{target} is there already and is not overwritten; save under another name, or move it away"
+        )
     temporary = target.with_name(f".{target.name}.saving")
     if engine.mesh.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
@@ -269,14 +268,6 @@ def _set_generator_states(engine: TrainingState, states: dict[str, torch.Tensor]
             torch.set_rng_state(value)
         else:
             torch.cuda.set_rng_state(value, engine.device)
-
-
-def _agree(engine: TrainingState, error: Exception | None) -> None:
-    """Raises on every rank what rank 0 found wrong, so that none goes on alone."""
-    found = torch.tensor([int(error is not None)], device=engine.device)
-    dist.broadcast(found, src=0)
-    if found.item():
-        raise error or FileExistsError("rank 0 found the checkpoint there already; nothing is overwritten")
 
 
 def _write_durably(file: Path, text: str) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
+from tensorshard.comm.decisions import decide_once
 from tensorshard.engine.loss import LossTally, Objective
 from tensorshard.engine.same_batch import check_same_batch
 from tensorshard.engine.step_runner import StepLoss, StepRunner
@@ -129,20 +130,14 @@ class PipelineStepRunner(StepRunner):
 
     def _shown_to_all(self, result: Callable[[], Any]) -> Any:
         """``result()`` of the last stage's rank, or the error that it raises, on every rank."""
-        found: list[Any] = [None]
         tensors: list[torch.Tensor] = []
-        if self._is_last:
-            try:
-                tensors, structure = take_apart(result())
-                found = [(structure, [(tensor.shape, tensor.dtype) for tensor in tensors])]
-            except ValueError as error:
-                found = [error]
+
+        def describe() -> tuple[Structure, list[tuple[torch.Size, torch.dtype]]]:
+            tensors[:], structure = take_apart(result())
+            return structure, [(tensor.shape, tensor.dtype) for tensor in tensors]
+
         source = self._sharded.last_rank
-        dist.broadcast_object_list(found, group=self._group, group_src=source, device=self._device)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        structure, layouts = found[0]
-        assert isinstance(structure, Structure)
+        structure, layouts = decide_once(describe, self._group, rank=source, device=self._device)
         if not self._is_last:
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in layouts]
         tensors = [tensor.contiguous() for tensor in tensors]

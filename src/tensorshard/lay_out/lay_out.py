@@ -1,63 +1,24 @@
-"""The transforms in their order: [pipeline ->] tensor -> recompute -> compile -> precision -> shard."""
+"""One model, or one stage of it, through the transforms: tensor, recompute, compile, precision, shard, in order."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tensorshard.data_parallel.batch_norm import synchronize_batch_norm
-from tensorshard.data_parallel.shard_units import shard_units
-from tensorshard.lay_out.model_tensor_split import choose_tensor_split, split_over_tensor_ranks
-from tensorshard.materialize import TensorSource
 from tensorshard.mesh import Mesh
-from tensorshard.modules.blocks import find_blocks
 from tensorshard.modules.parameters import assign_buffers
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
+from tensorshard.transforms.compile import compile_blocks
 from tensorshard.transforms.precision import DTYPES, keep_norms_fp32
 from tensorshard.transforms.recompute import apply_recompute
 
 Values = Callable[[str], torch.Tensor]
 """The whole value of a parameter or buffer, by its name, on this rank's device."""
-
-
-def apply_plan(
-    source: TensorSource,
-    plan: Plan,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    broadcast: bool,
-    sample_inputs: Any = None,
-) -> ShardedModel:
-    """The source's model, laid out over `mesh` as `plan` says, its values on `device`.
-
-    Args:
-        broadcast: whether the values of the mesh's first rank count, because the ranks' own may differ.
-        sample_inputs: what the model is run on to find out how it can be split and cut; None to guess.
-    """
-    model = source.module
-    found = choose_tensor_split(model, plan, mesh, sample_inputs)
-    if mesh.degrees["pp"] > 1:
-        from tensorshard.lay_out.pipeline_stages import apply_pipeline
-
-        return apply_pipeline(source, found, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
-
-    def value_of(name: str) -> torch.Tensor:
-        value = source.tensor(name).to(device)
-        return from_first_rank(value, mesh) if broadcast else value
-
-    part = Part(
-        model,
-        repeated=list(find_blocks(model).values()) or [model],  # a model without blocks is one
-        units=shard_units(model, plan.shard_units),
-        computed=[model],
-    )
-    return lay_out(part, value_of, lambda: split_over_tensor_ranks(model, found, plan, mesh), plan, mesh, device)
 
 
 @dataclass(frozen=True)
@@ -132,9 +93,3 @@ def from_first_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     value = value.contiguous()
     dist.broadcast(value, group=mesh.world_group, group_src=0)
     return value
-
-
-def compile_blocks(blocks: list[nn.Module]) -> None:
-    """Compiles each block's forward. Hooks stay outside of what is compiled."""
-    for block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
-
 _SAMPLES = 2
 _TOKENS = 6
 
@@ -20,7 +18,7 @@ def example_inputs(model: nn.Module) -> list[Any]:
     takes targets as well, and may take masks.
     """
     published = _hugging_face_inputs(model)
-    if any(isinstance(module, ParallelLinearCrossEntropy) for module in model.modules()):
+    if any(getattr(module, "takes_targets", False) for module in model.modules()):
         main = [] if published is None else [next(iter(published.values()))]
         return [given for inputs in [*main, *_inputs_of_first_layer(model)] for given in _with_targets(model, inputs)]
     return _inputs_of_first_layer(model) if published is None else [published]

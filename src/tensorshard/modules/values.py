@@ -49,10 +49,6 @@ class Layout:
         """Memory for it."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
-    def placeholder(self, device: torch.device) -> torch.Tensor:
-        """A tensor of this shape whose elements are all one zero in memory."""
-        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
-
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` has this shape and type."""
         return tuple(tensor.shape) == self.shape and tensor.dtype == self.dtype

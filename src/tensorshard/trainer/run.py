@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from rich.console import Console
 
+from tensorshard.comm.decisions import decide_once
+from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import default_device, join_world
 from tensorshard.config import instantiate
 from tensorshard.engine.engine import Engine
@@ -54,7 +55,7 @@ def run(config: DictConfig, *, resume: str | None = None, output: str | None = N
     join_world(default_device())
     settings = TrainSettings.from_config(config)
     settings.check_batch(settings.plan.resolve(dist.get_world_size()).dp_size)
-    start = _on_rank_0(lambda: find_start(config, settings, resume, output))
+    start = decide_once(lambda: find_start(config, settings, resume, output), world_group())
 
     console = Console(quiet=dist.get_rank() != 0)
     log = loggers.RankLog(start.directory.path, dist.get_rank(), loggers.ConsoleHandler(console))
@@ -182,18 +183,3 @@ def _gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _on_rank_0(function: Callable[[], Any]) -> Any:
-    """Calls `function` on rank 0 alone; every rank returns, or raises, what came of it. Collective."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    result, failure = outcome
-    if failure is not None:
-        raise failure
-    return result

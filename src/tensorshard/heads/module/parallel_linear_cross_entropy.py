@@ -63,6 +63,8 @@ class ParallelLinearCrossEntropy(HeadModule):
 
     class_weight: torch.Tensor | None
 
+    takes_targets = True  # its forward is called with the targets, so that the model's is, too
+
     def __init__(
         self,
         in_features: int,

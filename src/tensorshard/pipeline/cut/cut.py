@@ -7,7 +7,7 @@ from functools import cached_property
 
 from tensorshard.pipeline.cut.balance import balanced_positions
 from tensorshard.pipeline.cut.costs import call_costs
-from tensorshard.pipeline.cut.obstacles import Limits, obstacle
+from tensorshard.pipeline.cut.obstacles import obstacle
 from tensorshard.pipeline.trace.call_graph import CallGraph, Leaf, spans
 
 
@@ -90,25 +90,23 @@ class Cut:
         return "\n".join(lines)
 
 
-def cut_model(graph: CallGraph, stages: int, *, split: list[str] | None = None, limits: Limits | None = None) -> Cut:
+def cut_model(graph: CallGraph, stages: int, *, split: list[str] | None = None) -> Cut:
     """Cuts the calls of `graph` into `stages` ranges.
 
     Args:
         stages: how many; all ranks' together.
         split: names of modules, each of which starts a new stage; None to choose cuts by cost (floating-point
             operations and bytes moved, parameters and what is kept for backward).
-        limits: of what a cut may send.
 
     Raises:
         ValueError: there are fewer units than stages, no cut is possible where one is needed, or `split` names what
             cannot start a stage. The message names the module in the way and what to name instead.
     """
-    limits = limits or Limits()
     names = [call.unit for call in graph.calls]
     if stages < 1:
         raise ValueError(f"the number of stages is {stages}; it must be at least 1")
     if split is not None:
-        positions = _named_positions(graph, split, stages, limits)
+        positions = _named_positions(graph, split, stages)
         return Cut(graph, tuple(positions))
     if stages > len(names):
         called = (
@@ -120,7 +118,7 @@ def cut_model(graph: CallGraph, stages: int, *, split: list[str] | None = None, 
             f"the model {called} ({_some(names)}), which cannot make {stages} stages; with this model "
             f"there can be at most {len(names)}. Use fewer stages, or name smaller modules as units (pp_units)"
         )
-    obstacles = {position: obstacle(graph, position, limits) for position in range(1, len(names))}
+    obstacles = {position: obstacle(graph, position) for position in range(1, len(names))}
     allowed = [position for position, reason in obstacles.items() if reason is None]
     if len(allowed) < stages - 1:
         raise ValueError(
@@ -131,7 +129,7 @@ def cut_model(graph: CallGraph, stages: int, *, split: list[str] | None = None, 
     return Cut(graph, tuple(balanced_positions(costs, stages, allowed, graph.crossing_bytes)))
 
 
-def _named_positions(graph: CallGraph, split: list[str], stages: int, limits: Limits) -> list[int]:
+def _named_positions(graph: CallGraph, split: list[str], stages: int) -> list[int]:
     names = [call.unit for call in graph.calls]
     if len(split) + 1 != stages:
         raise ValueError(
@@ -153,9 +151,9 @@ def _named_positions(graph: CallGraph, split: list[str], stages: int, limits: Li
                 f"pp_split names {name!r} after {split[len(positions) - 1]!r}, but it is called "
                 f"{'with' if position == positions[-1] else 'before'} it; the order of the calls is {_some(names, 8)}"
             )
-        reason = obstacle(graph, position, limits)
+        reason = obstacle(graph, position)
         if reason is not None:
-            allowed = [p for p in range(1, len(names)) if obstacle(graph, p, limits) is None]
+            allowed = [p for p in range(1, len(names)) if obstacle(graph, p) is None]
             raise ValueError(f"pp_split cannot cut before {name!r}: {reason}{_where(names, allowed, position)}")
         positions.append(position)
     return positions

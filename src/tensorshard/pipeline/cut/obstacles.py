@@ -1,31 +1,13 @@
 """What keeps a model from being cut at a place."""
 
-from dataclasses import dataclass
-
 from tensorshard.pipeline.trace.call_graph import CallGraph
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What a cut may send from one stage to the next.
-
-    Args:
-        values: the most tensors. Where more cross, the model's code adds up what units return outside of any block, and
-            each of them would have to travel.
-        nbytes: the most bytes for one micro-batch like the sample; None for any number.
-    """
-
-    values: int = 16
-    nbytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.values < 1:
-            raise ValueError(f"Limits(values={self.values}): at least one tensor must cross a cut")
-        if self.nbytes is not None and self.nbytes < 1:
-            raise ValueError(f"Limits(nbytes={self.nbytes}): it must be a positive number of bytes, or None")
+# The most tensors that a cut may send. Where more cross, the model's code adds up what units return outside of any
+# block, and each of them would have to travel.
+_MOST_CROSSING = 16
 
 
-def obstacle(graph: CallGraph, position: int, limits: Limits) -> str | None:
+def obstacle(graph: CallGraph, position: int) -> str | None:
     """Why `graph` cannot be cut before the call at `position`; None if it can."""
     after = graph.calls[position].unit
     before = {call.unit for call in graph.calls[:position]}
@@ -63,17 +45,12 @@ def obstacle(graph: CallGraph, position: int, limits: Limits) -> str | None:
                 f"place by a later module and by code outside of modules, so that two stages would have it "
                 f"differently; make one of the two return a new tensor"
             )
-    if len(crossing) > limits.values:
+    if len(crossing) > _MOST_CROSSING:
         sources = sorted({graph.calls[leaf[0]].unit for leaf in crossing})
         return (
             f"a cut before {after!r} would send {len(crossing)} tensors, outputs of {', '.join(map(repr, sources[:3]))}"
-            f" and others that are still needed; at most {limits.values} may cross. Name the modules that enclose them "
-            f"as units (pp_units), or raise the limit"
-        )
-    if limits.nbytes is not None and graph.crossing_bytes(position) > limits.nbytes:
-        return (
-            f"a cut before {after!r} would send {graph.crossing_bytes(position):,} bytes for one micro-batch "
-            f"({', '.join(str(graph.layout(leaf)) for leaf in crossing[:4])}); at most {limits.nbytes:,} may cross"
+            f" and others that are still needed; at most {_MOST_CROSSING} may cross. Name the modules that enclose "
+            f"them as units (pp_units)"
         )
     return None
 

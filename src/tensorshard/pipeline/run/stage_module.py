@@ -76,14 +76,6 @@ class StageModule:
         """Whether it returns the model's output."""
         return self.index == self.cut.stages - 1
 
-    def owned_parameters(self) -> list[str]:
-        """First names of the parameters that it is the first stage to hold: each is owned once in the pipeline."""
-        return [
-            name
-            for name, _ in self.module.named_parameters()
-            if self.cut.shared.get(name, (self.index,))[0] == self.index
-        ]
-
     def owned_buffers(self) -> list[str]:
         """Names of the buffers that are this stage's to save: those of its units; on the last stage, those of no unit.
 

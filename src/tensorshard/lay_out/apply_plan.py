@@ -1,0 +1,49 @@
+"""A model laid out as a Plan says: tensor parallelism is chosen first, then a pipeline is cut, then all is laid out."""
+
+from typing import Any
+
+import torch
+
+from tensorshard.data_parallel.shard_units import shard_units
+from tensorshard.lay_out.lay_out import Part, from_first_rank, lay_out
+from tensorshard.lay_out.model_tensor_split import choose_tensor_split, split_over_tensor_ranks
+from tensorshard.materialize.source import TensorSource
+from tensorshard.mesh import Mesh
+from tensorshard.modules.blocks import find_blocks
+from tensorshard.plan import Plan
+from tensorshard.sharded_model import ShardedModel
+
+
+def apply_plan(
+    source: TensorSource,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    broadcast: bool,
+    sample_inputs: Any = None,
+) -> ShardedModel:
+    """The source's model, laid out over `mesh` as `plan` says, its values on `device`.
+
+    Args:
+        broadcast: whether the values of the mesh's first rank count, because the ranks' own may differ.
+        sample_inputs: what the model is run on to find out how it can be split and cut; None to guess.
+    """
+    model = source.module
+    found = choose_tensor_split(model, plan, mesh, sample_inputs)
+    if mesh.degrees["pp"] > 1:
+        from tensorshard.lay_out.pipeline_stages import apply_pipeline
+
+        return apply_pipeline(source, found, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
+
+    def value_of(name: str) -> torch.Tensor:
+        value = source.tensor(name).to(device)
+        return from_first_rank(value, mesh) if broadcast else value
+
+    part = Part(
+        model,
+        repeated=list(find_blocks(model).values()) or [model],  # a model without blocks is one
+        units=shard_units(model, plan.shard_units),
+        computed=[model],
+    )
+    return lay_out(part, value_of, lambda: split_over_tensor_ranks(model, found, plan, mesh), plan, mesh, device)
