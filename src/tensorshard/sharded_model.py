@@ -62,7 +62,7 @@ class ShardedModel(ABC):
         return self._shapes
 
     def buffer_shapes(self) -> dict[str, torch.Size]:
-        """The same for the buffers that belong into a state dict."""
+        """The shapes of all persistent buffers, by the original model's names."""
         return self._buffer_shapes
 
     def describe_stages(self) -> str | None:

@@ -44,8 +44,8 @@ class Started:
         self.config, self.resume, self.output = args
         self.world, self.log_dir = world, log_dir
 
-    def run_worker(self, entrypoint: Any, args: tuple[Any, ...], *, tell: bool) -> None:
-        assert entrypoint is train.train_worker and tell
+    def run_worker(self, entrypoint: Any, args: tuple[Any, ...], *, report: bool) -> None:
+        assert entrypoint is train.train_worker and report
         self.config, self.resume, self.output = args
         self.inside = True
 

@@ -38,7 +38,7 @@ class TrainingState(Protocol):
 
 
 def save(engine: TrainingState, path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
-    """See :meth:`tensorshard.Engine.save`."""
+    """Writes a checkpoint of `engine` to the folder `path`; :meth:`tensorshard.Engine.save` calls it."""
     target = Path(path)
     document = json.dumps(_gathered(engine, _document(engine, extra)), indent=1)
     if decide_once(target.exists, engine.mesh.world_group):
@@ -59,7 +59,7 @@ def save(engine: TrainingState, path: str | os.PathLike[str], extra: dict[str, A
 
 
 def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """See :meth:`tensorshard.Engine.load`."""
+    """Reads the checkpoint at `path` into `engine`; :meth:`tensorshard.Engine.load` calls it."""
     source = Path(path)
     if not (source / "engine.json").is_file():
         raise FileNotFoundError(f"{source} is no checkpoint of tensorshard: it has no file engine.json")

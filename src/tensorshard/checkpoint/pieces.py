@@ -92,7 +92,7 @@ class PiecesSavePlanner(DefaultSavePlanner):
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):
-    """The same for loading; torch's sets up a state dict of tensors alone."""
+    """A load planner for tensors in pieces; torch's own handles plain tensors and DTensors alone."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

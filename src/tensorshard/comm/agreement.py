@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other before tensors of sizes unknown to the others travel."""
+"""What the ranks of a group exchange before tensors travel whose sizes the others do not know."""
 
 import torch
 import torch.distributed as dist

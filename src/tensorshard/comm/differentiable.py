@@ -214,7 +214,7 @@ def gather(
         tensor: equal in shape on all ranks but along `dim`. A DTensor that is split along `dim`, such as a
             parameter of a parallel layer, is put together over its own ranks.
         size: elements of the result along `dim`, if known, cut over the ranks as `scatter` cuts. Without it
-            the ranks first tell each other what they hold, which may then be anything.
+            the ranks first exchange their sizes, which may then be anything.
         grad_scale: multiplies the gradient of `tensor`. By default 1; inside the forward of a
             ``DistributedDataParallel`` over the ranks of the group and along dimension 0, their number. There
             each rank has other samples, and gets the gradient of their part of the group's mean loss: these
@@ -268,7 +268,7 @@ def all_to_all(
 
     Args:
         tensor: this rank's part along `concat_dim`; whole along `split_dim`.
-        size: elements of the whole along `concat_dim`, if known; else the ranks first tell each other what
+        size: elements of the whole along `concat_dim`, if known; else the ranks first exchange what
             they hold.
 
     Raises:
@@ -296,7 +296,7 @@ def all_to_all(
 def gather_for_sum(
     tensor: torch.Tensor, dim: int = -1, group: Group | None = None, *, size: int | None = None
 ) -> torch.Tensor:
-    """As :func:`gather`, for a result on which each rank computes its own part: in backward the ranks'
+    """Gathers as :func:`gather` does, for a result on which each rank computes its own part: in backward the ranks'
     gradients are summed and each keeps its slice (the conjugate of :func:`reduce_scatter`).
 
     This is how a sequence that is split between tensor-parallel regions enters one (Korthikanti et al. 2022).

@@ -83,8 +83,8 @@ def init_process_group(
 
     Args:
         group_size, device_type, timeout, check_collectives: see :func:`tensorshard.distributed.init_process_group`.
-        install: what is to be in place while the groups exist: called with what tells whether they do; returns what
-            undoes it.
+        install: what is to be in place while the groups exist: called with a function that returns whether they
+            do; returns what undoes it.
     """
     if not dist.is_initialized():
         join_world(default_device())
@@ -224,7 +224,9 @@ def resolve_mesh(group: Group | None) -> DeviceMesh:
     """The one-dimensional mesh on which a layer with this ``group`` argument holds its parameters.
 
     Raises:
-        As :func:`resolve_group`.
+        RuntimeError: None was given and there is no model-parallel group.
+        ValueError: a mesh of several dimensions, or a group that this rank is not in.
+        TypeError: neither a process group nor a mesh.
     """
     if group is None:
         return _session.require().model_mesh

@@ -61,7 +61,7 @@ def gather_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist
 def start_gather_dim(
     tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup, *, async_op: bool = True
 ) -> Started:
-    """As :func:`gather_dim`, which waits for it."""
+    """Starts what :func:`gather_dim` does, and returns at once."""
     widest = max(sizes)
     padding = widest - tensor.size(dim)
     if padding:
@@ -103,7 +103,7 @@ def reduce_scatter_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], gro
 def start_reduce_scatter_dim(
     tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup, *, async_op: bool = True
 ) -> Started:
-    """As :func:`reduce_scatter_dim`, which waits for it."""
+    """Starts what :func:`reduce_scatter_dim` does, and returns at once."""
     widest = max(sizes)
     shape = list(tensor.shape)
     shape[dim] = widest

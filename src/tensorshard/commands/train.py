@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     _check(config, world_size)
     call = (config, args.resume, args.output)
     if world is None:
-        run_worker(train_worker, call, tell=True)
+        run_worker(train_worker, call, report=True)
     else:
         launch(train_worker, call, world, log_dir=args.log_dir)
     return 0

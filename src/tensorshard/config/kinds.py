@@ -1,4 +1,4 @@
-"""What kinds of values a key of a config takes, told from an annotation or from the value that it has."""
+"""What kinds of values a key of a config takes, read from an annotation or from its present value."""
 
 import inspect
 import os

@@ -154,7 +154,7 @@ def _slot(group: DictConfig | ListConfig, part: str, where: str) -> _Slot:
 
 
 def _current(group: DictConfig, key: str) -> Any:
-    """What stands at `key`; None where nothing does, or nothing that can be told yet."""
+    """What stands at `key`; None where nothing does, or nothing that is known yet."""
     if key not in group or OmegaConf.is_missing(group, key):
         return None
     try:

@@ -36,7 +36,7 @@ _IN_FLIGHT = 2
 
 
 class ReplicatedModel(ShardedModel):
-    """See the module's docstring.
+    """A model at ZeRO 0, 1 or 2: full parameters on every data rank, gradients averaged, states perhaps sharded.
 
     Args:
         model: the model on the meta device, its other transforms applied.

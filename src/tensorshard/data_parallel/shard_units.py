@@ -26,7 +26,9 @@ def stage_shard_units(
     blocks: Iterable[nn.Module],
     units: Iterable[str],
 ) -> list[list[nn.Module]]:
-    """The same for a stage of a pipeline; what is named is cut where stages are.
+    """The sharding units of a pipeline's stage, as :func:`shard_units` gives those of a model.
+
+    A named module whose layers are on several stages makes one unit on each.
 
     Args:
         whole: the model.

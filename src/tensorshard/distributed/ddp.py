@@ -68,7 +68,7 @@ def leaving_split_parameters_alone(original: Callable[..., None]) -> Callable[..
 
 
 def _ignored(module: nn.Module) -> list[str]:
-    """What ``DistributedDataParallel`` has been told to leave alone, by anybody."""
+    """The names that ``DistributedDataParallel`` ignores, whoever registered them."""
     return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 

@@ -38,7 +38,8 @@ def total_norm_of_mixture(original: Callable[..., torch.Tensor]) -> Callable[...
         original: torch's, which is called for the tensors of each mesh, and for the plain ones.
 
     Returns:
-        The same for lists of one kind; for a mixture a function that returns a plain tensor, the same on every rank.
+        A function that returns torch's own result for tensors of one kind, and for a mixture a plain tensor, equal on
+        every rank.
     """
 
     @torch.no_grad()

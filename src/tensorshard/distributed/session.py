@@ -1,4 +1,4 @@
-"""TorchShard's entry: model-parallel groups, and torch's own classes told of sharded parameters while they exist."""
+"""TorchShard's entry point: makes the model-parallel groups, and patches torch's classes while they exist."""
 
 from datetime import timedelta
 

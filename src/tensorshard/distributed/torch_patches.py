@@ -1,4 +1,4 @@
-"""The places of torch that treat all parameters of a model alike, and have to be told of split ones.
+"""Patches of torch's classes that treat all parameters of a model alike, so that they handle sharded ones.
 
 torch's own ``GradScaler``, ``clip_grad_norm_``, ``ZeroRedundancyOptimizer`` and ``DistributedDataParallel`` then work
 on models with parallel layers as the TorchShard article prints them, and ``Optimizer.load_state_dict`` refuses other

@@ -74,7 +74,7 @@ class PipelineStepRunner(StepRunner):
         with self._sharded.interleaved(), self._sharded.split.keep_outputs_split():
             self._runner.step([part for part, _ in parts], loss)
         self._sharded.finish_backward()
-        return self._told(tally, len(parts))
+        return self._broadcast_loss(tally, len(parts))
 
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
         self._compare("evaluate", inputs, targets)
@@ -88,7 +88,7 @@ class PipelineStepRunner(StepRunner):
             self._forward_runner.forward([part for part, _ in parts], consume)
         if self._is_last:
             tally.start_total()
-        return self._told(tally, len(parts)).mean
+        return self._broadcast_loss(tally, len(parts)).mean
 
     def predict(self, inputs: Any) -> Any:
         self._compare("predict", inputs, None)
@@ -115,7 +115,7 @@ class PipelineStepRunner(StepRunner):
             for inputs, targets in parts
         ]
 
-    def _told(self, tally: LossTally, parts: int) -> StepLoss:
+    def _broadcast_loss(self, tally: LossTally, parts: int) -> StepLoss:
         """What the last stage's rank found, on every rank."""
         message = torch.zeros(3, dtype=torch.float64, device=self._device)
         if self._is_last:

@@ -52,7 +52,7 @@ class WorkerFailedError(RuntimeError):
 
 
 def _moment(failure: "ProcessFailure") -> float:
-    """When a worker failed, in seconds since the epoch, as far as it can be told.
+    """When a worker failed, in seconds since the epoch, as far as it is known.
 
     A worker that raised wrote its error file then. One that died without a word is noticed later, in whole
     seconds: its peers' complaints about a lost connection may be older than that, but not by a second. An

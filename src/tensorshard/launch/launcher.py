@@ -189,7 +189,7 @@ class _Streams(LogsSpecs):
 def worker_environment(nproc: int) -> dict[str, str]:
     """What the launcher sets for each of `nproc` workers of this machine, where the user has not set it already.
 
-    The cores are shared out as threads. On machines without GPUs glibc's allocator is told to keep freed memory for the
+    The cores are shared out as threads. On machines without GPUs glibc's allocator is set to keep freed memory for the
     next step: giving it back to the system and faulting it in again costs more than a hundredth of a step.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -39,14 +39,14 @@ def write_call(path: Path, entrypoint: Callable[..., Any], args: Sequence[Any]) 
     path.write_bytes(pickle.dumps(sys.path) + pickle.dumps((entrypoint, tuple(args))))
 
 
-def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, tell: bool) -> None:
+def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, report: bool) -> None:
     """Runs ``entrypoint(*args)`` as one rank of a world; ends the process if that fails or is interrupted.
 
     What went wrong goes to the file that the elastic agent named (``TORCHELASTIC_ERROR_FILE``), out of which
     the agent's side shows the first one, once. Without such a file it is printed here.
 
     Args:
-        tell: print a mistake in what was asked for (:class:`ConfigError`) here too, as one sentence.
+        report: print a mistake in what was asked for (:class:`ConfigError`) here too, as one sentence.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -58,7 +58,7 @@ def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, tell: boo
         _exit_at_once(INTERRUPTED)
     except ConfigError as error:
         hand_on_mistake(str(error))
-        if tell:
+        if report:
             print_mistake(str(error))
         _exit_at_once(USAGE_ERROR)
     except Exception:
@@ -89,7 +89,7 @@ def main(call_path: str) -> None:
         sys.path[:] = pickle.load(file)
         entrypoint, args = pickle.load(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run_worker(entrypoint, args, tell=False)
+    run_worker(entrypoint, args, report=False)
 
 
 def _exit_at_once(code: int) -> None:

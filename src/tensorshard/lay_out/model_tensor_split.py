@@ -17,7 +17,7 @@ from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh, inputs: Any = None) -> VerifiedTable | None:
     """The table for `model` under `plan`, found or checked by numbers; None where nothing is to be split.
 
-    The first rank works it out and tells the others. A collective of the mesh.
+    The first rank works it out and broadcasts it. A collective of the mesh.
 
     Args:
         inputs: samples to run the model on; None to guess them.

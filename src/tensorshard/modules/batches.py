@@ -44,7 +44,7 @@ def split_batch(inputs: Any, targets: Any, parts: int) -> list[tuple[Any, Any]]:
 
 
 def split_unevenly(inputs: Any, targets: Any, parts: int) -> list[tuple[Any, Any]]:
-    """As :func:`split_batch`, into at most `parts` micro-batches whose sizes differ by one at most."""
+    """Cuts a batch into at most `parts` micro-batches whose sizes differ by one at most."""
     size = batch_size(inputs)
     parts = max(1, min(parts, size))
     if parts == 1:

@@ -13,7 +13,7 @@ _TOKENS = 6
 def example_inputs(model: nn.Module) -> list[Any]:
     """Candidates for inputs that `model` takes, the likeliest first; the values are arbitrary.
 
-    Hugging Face's models say themselves what they take. Of others, the first layer with parameters tells: an
+    Hugging Face's models say themselves what they take. For others, the first layer with parameters shows it: an
     embedding wants indices, a convolution images, a linear layer features. A model with a head that computes its loss
     takes targets as well, and may take masks.
     """

@@ -106,7 +106,7 @@ class ParallelEmbedding(ParallelModule):
         self.weight = embedding.weight if self.dim is None else self.split(embedding.weight, self.dim)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As :func:`tensorshard.nn.functional.parallel_embedding`."""
+        """Computes :func:`tensorshard.nn.functional.parallel_embedding` with this layer's table."""
         return parallel_embedding(
             input,
             self.weight,

@@ -119,7 +119,7 @@ class ParallelLinear(ParallelModule):
         self.register_parameter("bias", bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As :func:`tensorshard.nn.functional.parallel_linear`."""
+        """Computes :func:`tensorshard.nn.functional.parallel_linear` with this layer's weight and bias."""
         return parallel_linear(input, self.weight, self.bias, self.dim)
 
     def extra_repr(self) -> str:

@@ -32,7 +32,7 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
         self._mesh = None if group is None else resolve_mesh(group)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """As :func:`tensorshard.nn.functional.parallel_cross_entropy`."""
+        """Computes :func:`tensorshard.nn.functional.parallel_cross_entropy` with this module's options."""
         return parallel_cross_entropy(
             input,
             target,

@@ -111,7 +111,7 @@ def _asked_config(config: DictConfig) -> str:
 
 
 def _run_of(checkpoint: Path) -> RunDirectory:
-    """The run that wrote `checkpoint`, told from its path.
+    """The run that wrote `checkpoint`, read from its path.
 
     Raises:
         ConfigError: the path is not one of a run.

@@ -23,7 +23,7 @@ class BatchSize:
         Tokens are counted where the first tensor holds integers and has two dimensions, [batch, sequence].
 
         Raises:
-            TypeError, ValueError: `inputs` from which no number of samples can be told.
+            TypeError, ValueError: `inputs` that do not show how many samples they hold.
         """
         samples = batch_size(inputs)
         first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0)

@@ -26,7 +26,7 @@ class Trainer:
         interrupted: whether `stop` ended training before `max_steps`.
 
     Raises:
-        ValueError: two hooks of one name, whose states could not be told apart.
+        ValueError: two hooks of one name, whose states would share a name in the checkpoint.
     """
 
     def __init__(

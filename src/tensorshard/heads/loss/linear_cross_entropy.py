@@ -52,7 +52,7 @@ def parallel_linear_cross_entropy(
         class_weight: [C]: of all classes, on every rank. It gets no gradient.
         z_loss: this times the squared log-sum-exp is added per target that is not ignored (Chowdhery et al. 2022);
             with "mean", its mean over those.
-        num_classes: C, where `weight` is this rank's rows; without it the ranks tell each other what they hold.
+        num_classes: C, where `weight` is this rank's rows; without it the ranks exchange what they hold.
         group: the ranks that hold the classes; by default the weight's own, else the model-parallel group. A process
             that has not joined a process group holds them all.
         keep_logits: whether backward finds this rank's logits (their exponentials, in bf16, whose rounding of 2^-9 is

@@ -43,7 +43,10 @@ def _online_softmax(logits, reference, total, after, width, PARTS: tl.constexpr,
 
 
 def online_softmax(logits: torch.Tensor, reference: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """As :func:`kernels.online_softmax`; of contiguous tensors. A program a row: few samples leave a GPU half idle."""
+    """Computes :func:`kernels.online_softmax` on contiguous tensors, one program a row.
+
+    Few samples leave a GPU half idle.
+    """
     rows, width = logits.shape
     after = torch.empty_like(reference)
     _check_contiguous(logits, reference, total)
@@ -81,7 +84,7 @@ def softmax_slope(
     smoothing: torch.Tensor | None,
     class_weight: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As :func:`kernels.softmax_slope`; of contiguous tensors."""
+    """Computes :func:`kernels.softmax_slope` on contiguous tensors."""
     rows, width = logits.shape
     _check_contiguous(logits, reference, of_softmax, smoothing, class_weight)
     if logits.numel():
@@ -102,7 +105,7 @@ def _round_to_bfloat16(numbers, bits, numel, BLOCK: tl.constexpr):
 
 
 def round_to_bfloat16_(tensor: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """As :func:`rounding.round_to_bfloat16_`, to the bit."""
+    """Computes :func:`rounding.round_to_bfloat16_`, equal to the last bit."""
     _check_contiguous(tensor, bits)
     if numel := tensor.numel():
         with torch.cuda.device_of(tensor):
@@ -137,7 +140,7 @@ def _quantize(tensor, bits, codes, scales, blocks, size, BLOCKS: tl.constexpr, S
 def quantize(
     tensor: torch.Tensor, bits: torch.Tensor, room: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """As :func:`rounding.quantize`, but that `tensor` and `room` are left alone."""
+    """Computes :func:`rounding.quantize`, and leaves `tensor` and `room` unchanged."""
     _check_contiguous(tensor, bits, codes, scales)
     if blocks := scales.numel():
         size = tensor.numel() // blocks
@@ -161,7 +164,7 @@ def _dequantize(codes, scales, out, blocks, size, BLOCKS: tl.constexpr, SIZE: tl
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """As :func:`rounding.dequantize`."""
+    """Computes :func:`rounding.dequantize`."""
     _check_contiguous(codes, scales, out)
     if blocks := scales.numel():
         size = codes.numel() // blocks

@@ -54,7 +54,10 @@ def find_updates(model: nn.Module) -> list[HeadUpdate]:
 
 
 def take_updates(model: nn.Module) -> list[HeadUpdate]:
-    """As :func:`find_updates`; the heads then leave gradients in new parameters, which share the old ones' memory."""
+    """Finds the updates of `model`'s heads and switches them off.
+
+    The heads then leave gradients in new parameters, which share the old ones' memory.
+    """
     found = find_updates(model)
     for update in found:
         head = find_heads(model)[update.head]

@@ -191,7 +191,7 @@ class HeadSGD(torch.optim.Optimizer):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """As any optimizer's; a ``torch.optim.SGD`` takes it too."""
+        """The state dict, in the form of ``torch.optim.SGD``, which can load it."""
         state = super().state_dict()
         plain = torch.optim.SGD([torch.empty(0)], lr=1.0).defaults
         state["param_groups"] = [{**plain, **group} for group in state["param_groups"]]

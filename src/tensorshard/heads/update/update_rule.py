@@ -93,7 +93,7 @@ class Update:
             _sgd_step(weight, momentum, self._rule.weight_decay, self._rule.lr)
 
     def _step(self, slot: Slot, rows: slice | torch.Tensor, grad: torch.Tensor, room: list[torch.Tensor]) -> None:
-        """As `_finish` after the sum, for states of any type and rows of a sample. Overwrites `grad` and `room`."""
+        """Updates weight and momentum of any type, or rows of a sample, by `grad`. Overwrites `grad` and `room`."""
         momentum, spare = room
         if slot.scales is not None:
             self._kernels.dequantize(slot.momentum[rows], slot.scales[rows], momentum)

@@ -46,7 +46,7 @@ class UpdatedDTensor(_Updated, DTensor):  # type: ignore[misc]
 
 
 def without_grad(parameter: nn.Parameter) -> nn.Parameter:
-    """The same parameter, sharing its memory, for a head that updates it: it does not require a gradient."""
+    """A parameter that shares the memory of `parameter`, for a head that updates it: it requires no gradient."""
     if not isinstance(parameter, DTensor):
         return UpdatedParameter(parameter.detach(), requires_grad=False)
     return _split(parameter._local_tensor.detach(), parameter)

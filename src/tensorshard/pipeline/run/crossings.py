@@ -15,7 +15,7 @@ from tensorshard.pipeline.trace.tracer import Tracer
 class Shapes:
     """Runs the model on fake tensors for inputs of shapes not seen before, and remembers what that showed.
 
-    Every stage has the same inputs, so all of them find the same, and need not tell each other.
+    Every stage has the same inputs, so all of them find the same, without communication.
 
     Args:
         tracer: runs the whole model; one for all stages of a process.

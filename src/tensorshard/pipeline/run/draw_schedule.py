@@ -77,7 +77,7 @@ class Timeline:
         return "\n".join(lines)
 
     def svg(self) -> str:
-        """The same as a picture."""
+        """The timeline as an SVG picture."""
         unit, height, left, top = 22.0, 30, 70, 46
         width = left + unit * self.length + 20
         total = top + height * len(self.ranks) + 40

@@ -2,7 +2,7 @@
 
 Schedules ask a stage for its sends and receives and tell it when to compute. All that they ask for is answered here, so
 that nothing else of torch's stages is used: inputs of any structure, outputs that are no tensors, shapes that change,
-and tensors that travel without their shapes being told first.
+and tensors that travel without their shapes being sent first.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -94,7 +94,7 @@ class CallGraph:
         return self.calls[leaf[0]].layouts[leaf[1]]
 
     def sent_layout(self, leaf: Leaf) -> Layout:
-        """The same for a `leaf` that crosses a cut, for which no gradient comes back where there is none."""
+        """The layout of a `leaf` that crosses a cut; without a gradient where none comes back for it."""
         layout = self.layout(leaf)
         return replace(layout, requires_grad=layout.requires_grad and leaf in self._with_gradients)
 

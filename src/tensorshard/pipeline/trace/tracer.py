@@ -91,7 +91,7 @@ class Tracer:
         return self._run(inputs)[0]
 
     def _run(self, inputs: Any) -> tuple[CallGraph, set[str]]:
-        """The same, and the modules that must not run twice though they are no units."""
+        """One run: its graph, and the modules that must not run twice though they are no units."""
         devices = [self.device] if self.device.type == "cuda" else []
         samples = tree_map_only(torch.Tensor, lambda tensor: sample(tensor, self._fake, self.device), inputs)
         with _disable_current_modes(), torch.random.fork_rng(devices=devices), self._recorded(samples) as recording:

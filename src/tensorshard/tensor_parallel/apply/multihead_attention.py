@@ -214,7 +214,7 @@ def _merged_mask(
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as it is added to scores: booleans tell what is not to be attended to."""
+    """A mask as it is added to scores: a boolean True means not to attend."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
     if not mask.is_floating_point():

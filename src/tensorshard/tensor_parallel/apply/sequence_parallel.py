@@ -206,7 +206,7 @@ def _block_forward(forward: Callable[..., Any], sequence: _Sequence, *args: Any,
 def _enter(
     name: str, split: SequenceSplit, flow: _Sequence, block: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Cuts a block's input, if it comes whole, and tells the block how long the sequence is."""
+    """Cuts a block's input, if it comes in full, and passes the length of the sequence on to the block."""
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim != split.ndim:

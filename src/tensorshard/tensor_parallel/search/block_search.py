@@ -59,7 +59,7 @@ def search_block(
 
     Args:
         call: how the block is called.
-        check: what tells right from wrong, for a number of ranks.
+        check: what verifies a proposal, for a number of ranks.
         published: a table from elsewhere, by names in the block; checked like every other proposal.
     """
     found = BlockSearch()

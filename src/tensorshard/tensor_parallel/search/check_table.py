@@ -37,7 +37,7 @@ class CheckedPlan:
     """A table that was checked.
 
     Args:
-        plan: the table, with what it left out and the data tells: parameters between column and row layers, whose
+        plan: the table, with what it left out and the dataflow shows: parameters between column and row layers, whose
             gradients have to be summed.
         shared_inputs: names of column layers that read the same tensor.
         sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
@@ -75,7 +75,7 @@ def check_tensor_plan(
 def check_around_run(
     model: nn.Module, plan: TensorPlan, run: ModelRun, checks: BlockChecks, *, sequence_parallel: bool = False
 ) -> CheckedPlan:
-    """As :func:`check_tensor_plan`, for a model that was run already."""
+    """Checks a table as :func:`check_tensor_plan` does, for a model that was run already."""
     styles = plan.resolve(model)
     units = find_units(model)
     checker = _Checker(checks)

@@ -31,7 +31,7 @@ def choose_tensor_plan(
         sequence_parallel: whether its blocks are to compute on parts of a sequence.
 
     Raises:
-        As :func:`find_tensor_plan` and :func:`check_tensor_plan`.
+        ValueError: the table given is wrong for this model, or none can be found.
     """
     if table is None:
         return find_tensor_plan(model, size, inputs=inputs, sequence_parallel=sequence_parallel)

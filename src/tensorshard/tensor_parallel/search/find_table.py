@@ -99,11 +99,11 @@ def find_tensor_plan(
     whole = {name: reason for name, reason in (whole | outer_whole).items() if name not in styles}
     reasons = {starred(name): reason for name, reason in whole.items()}
     if not styles:
-        told = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
+        listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
         linear = [starred(n) for n, m in model.named_modules() if (s := as_splittable(m)) and s.kind == "linear"]
         start = dict.fromkeys(dict.fromkeys(linear), "colwise or rowwise")
         raise NoTensorPlanError(
-            f"nothing of this {type(model).__name__} can be split over {size} ranks:\n{told}\n"
+            f"nothing of this {type(model).__name__} can be split over {size} ranks:\n{listed}\n"
             f"if you know better, give a table as Plan(tp_plan=...), starting from {start}"
         )
     found = check_around_run(model, collapse(styles, model), run, checks, sequence_parallel=sequence_parallel)

@@ -52,7 +52,7 @@ def _head_counts(name: str, module: nn.Module) -> dict[str, int]:
 
 
 def _heads_of_layer(block: nn.Module, layer: str) -> dict[str, int]:
-    """Where only the width of a head is known, a layer's output features tell how many there are."""
+    """Where only the width of a head is known, a layer's output features show how many heads there are."""
     described = as_splittable(block.get_submodule(layer))
     owner = block.get_submodule(layer.rpartition(".")[0])
     widths = [w for key, w in _named_heads(vars(owner)).items() if any(part in key for part in _WIDTHS)]

@@ -78,9 +78,9 @@ def find_sequence_splits(
             refused[name] = found
     reasons = {starred(name): reason for name, reason in refused.items()}
     if not splits:
-        told = "\n".join(f"  {name or type(model).__name__}: {reason}" for name, reason in reasons.items())
+        why = "\n".join(f"  {name or type(model).__name__}: {reason}" for name, reason in reasons.items())
         raise NoSequenceParallelError(
-            f"sequence_parallel=True: no block of this {type(model).__name__} can be split along a sequence:\n{told}\n"
+            f"sequence_parallel=True: no block of this {type(model).__name__} can be split along a sequence:\n{why}\n"
             f"set sequence_parallel=False"
         )
     return link_splits(splits, run.capture), reasons

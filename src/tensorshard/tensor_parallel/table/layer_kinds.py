@@ -56,7 +56,7 @@ def signature_of(module: nn.Module) -> inspect.Signature:
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `module` by their names; those that cannot be told are left out."""
+    """The arguments of a call of `module` by their names; arguments of unknown names are left out."""
     try:
         bound = signature_of(module).bind_partial(*args, **kwargs)
     except TypeError:  # a forward of its own on the instance

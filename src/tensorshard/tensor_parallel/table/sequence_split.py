@@ -42,7 +42,7 @@ class SequenceSplit:
     attentions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def linked(self, *, scatters: bool, gathers: bool) -> "SequenceSplit":
-        """The same, with what happens at the block's ends."""
+        """A copy of this split, with what happens at the block's ends."""
         return replace(self, scatters=scatters, gathers=gathers)
 
     def describe(self) -> str:

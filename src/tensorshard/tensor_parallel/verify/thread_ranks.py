@@ -87,7 +87,7 @@ def run_as_ranks(size: int, function: Callable[[ThreadGroup], _Result]) -> list[
         try:
             results[rank] = function(ThreadGroup(board, rank, size))
         except threading.BrokenBarrierError:
-            pass  # another rank failed, and its reason is the one to tell
+            pass  # another rank failed, and its reason is the one to report
         except BaseException as error:
             failures.append(error)
             board.barrier.abort()

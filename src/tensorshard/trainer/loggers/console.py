@@ -90,7 +90,7 @@ class PlainLogger(Logger):
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints what Python's logging is told, above the progress bar if there is one."""
+    """Prints log records above the progress bar, if there is one."""
 
     def __init__(self, console: Console, level: int = logging.INFO) -> None:
         super().__init__(level)

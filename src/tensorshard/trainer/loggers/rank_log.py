@@ -8,7 +8,7 @@ _FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class RankLog:
-    """While open, what the logger "tensorshard" is told goes to this rank's file. A context manager.
+    """While open, what is logged to "tensorshard" also goes to this rank's file. A context manager.
 
     Args:
         directory: the run's directory; made where it is not there, as on a machine with disks of its own.
