@@ -7,7 +7,6 @@ are averaged over the group. :func:`tensorshard.parallelize` offers more; this i
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from tensorshard.materialize import from_module
 from tensorshard.mesh import Mesh
 from tensorshard.plan import ZERO_NAMES, Plan
 from tensorshard.sharded_model import ShardedModel
+from tensorshard.torch_private.operators import unscale_
+from tensorshard.torch_private.optimizers import set_unscaling
 
 _ATTRIBUTE = "_tensorshard_layout"
 
@@ -98,7 +99,7 @@ def group_sharded_parallel(
     optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
     optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters())
     if scaler is not None:
-        scaler._unscale_grads_ = MethodType(_unscaler(mesh), scaler)
+        set_unscaling(scaler, _unscaler(mesh))
     return model, optimizer, scaler
 
 
@@ -183,7 +184,7 @@ def _unscaler(mesh: Mesh) -> Any:
             to_local(p.grad) for options in optimizer.param_groups for p in options["params"] if p.grad is not None
         ]
         if gradients:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+            unscale_(gradients, found, inverse)
         all_reduce_(found, mesh.world_group, dist.ReduceOp.MAX)
         return {found.device: found}
 

@@ -5,11 +5,12 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from tensorshard.plan import AXES, Plan
 from tensorshard.schedules import find_schedule
+from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
+from tensorshard.torch_private.process_groups import merged_group
 
 _GROUPS_SHOWN = 8
 
@@ -91,7 +92,7 @@ class Mesh:
         if self.degrees["dp_replicate"] == 1:
             return self.group("dp_shard")
         with unset_fake_temporarily():
-            return self.along("dp_replicate", "dp_shard")._flatten("dp").get_group()
+            return merged_group(self.along("dp_replicate", "dp_shard"), "dp")
 
     def describe(self) -> str:
         """One line an axis: its degree, this rank's index, and the ranks of its group; then every rank's groups."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tensorshard._compat import all_gather_single, reduce_scatter_single
+from tensorshard.torch_private.process_groups import backend_name
 
 # Up to this many bytes an all-reduce sends every rank's tensor to every other: one hop instead of two. Between two
 # ranks that moves no byte more; all that it costs is memory for the other's tensor, and a sum that both compute.
@@ -64,7 +65,7 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """
     if device.type != "cpu" or dist.get_debug_level() == dist.DebugLevel.DETAIL:
         return False
-    return group._get_backend(device).name() == "gloo"
+    return backend_name(group, device) == "gloo"
 
 
 def all_gather_into(

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tensorshard.comm.sharded_tensors import is_split
+from tensorshard.torch_private.autograd import are_saved_tensors_hooked, is_in_backward
+from tensorshard.torch_private.ddp import active_ddp_module
 
 
 def ranks_averaged_by_ddp(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> int:
@@ -32,13 +33,12 @@ def ranks_averaged_by_ddp(tensor: torch.Tensor, dim: int, group: dist.ProcessGro
     along_samples = dim == 0 or (tensor.ndim > 1 and dim == -tensor.ndim)
     if not along_samples or not torch.is_grad_enabled() or not tensor.requires_grad or _is_of_split_parameters(tensor):
         return 1
-    module = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    module = active_ddp_module()
     if module is not None:
         averaged = set(dist.get_process_group_ranks(module.process_group))
         return len(averaged.intersection(dist.get_process_group_ranks(group)))
-    in_backward = torch._C._current_graph_task_id() != -1
     # The other kind of checkpoint saves what it computes again through such a hook, and keeps the first graph.
-    if in_backward and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+    if is_in_backward() and not are_saved_tensors_hooked():
         raise RuntimeError(
             "a gather or scatter along dimension 0 is being computed again by torch.utils.checkpoint with "
             "use_reentrant=True, where it cannot be seen whether DistributedDataParallel will average the gradient: "

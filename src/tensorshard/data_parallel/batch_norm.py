@@ -11,27 +11,27 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.torch_private.modules import BatchNormBase, NormBase, check_batch_norm_input
 
 
 def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Makes every batch normalization of `model` take its training statistics over `group`."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNormBase):
             module.forward = partial(_forward, module, module.forward, group)  # type: ignore[method-assign]
 
 
 def running_statistics(model: nn.Module) -> list[torch.Tensor]:
     """The buffers that a training forward of `model`'s batch and instance normalizations changes."""
-    return [buffer for module in model.modules() if isinstance(module, _NormBase) for buffer in module.buffers()]
+    return [buffer for module in model.modules() if isinstance(module, NormBase) for buffer in module.buffers()]
 
 
-def _forward(module: _BatchNorm, local_forward: Any, group: dist.ProcessGroup, input: torch.Tensor) -> torch.Tensor:
+def _forward(module: BatchNormBase, local_forward: Any, group: dist.ProcessGroup, input: torch.Tensor) -> torch.Tensor:
     if not module.training and module.track_running_stats:
         return local_forward(input)
-    module._check_input_dim(input)
+    check_batch_norm_input(module, input)
     weight = None if module.weight is None else _wide(module.weight)
     bias = None if module.bias is None else _wide(module.bias)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def _statistics(input: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Te
     return mean, squares / count, count
 
 
-def _update_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+def _update_running(module: BatchNormBase, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
     assert module.num_batches_tracked is not None
     assert module.running_mean is not None and module.running_var is not None
     module.num_batches_tracked.add_(1)

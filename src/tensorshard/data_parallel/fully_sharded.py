@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, all_reduce_, is_gloo, reduce_scatter_into
@@ -17,6 +16,8 @@ from tensorshard.heads.under_plan.method_calls import gather_for_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces, like
 from tensorshard.sharded_model import ParameterSplit, ShardedModel
+from tensorshard.torch_private.fsdp import AllGather, ReduceScatter
+from tensorshard.torch_private.modules import own_parameters
 from tensorshard.transforms.precision import compute_dtype, master_dtype
 
 
@@ -160,7 +161,7 @@ def _shared_between(model: nn.Module, units: list[list[nn.Module]]) -> set[nn.Pa
 
 def _places(modules: list[nn.Module]) -> Counter[nn.Parameter]:
     inner = dict.fromkeys(inner for module in modules for inner in module.modules())
-    return Counter(p for module in inner for p in module._parameters.values() if p is not None)
+    return Counter(p for module in inner for p in own_parameters(module).values())
 
 
 class _Allocate:

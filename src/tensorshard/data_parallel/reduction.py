@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._guards import detect_fake_mode
 
 from tensorshard.comm.collectives import advance, all_reduce_, reduce_scatter_into
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.torch_private.fake_tensors import detect_fake_mode
 
 # A tensor of at least this many bytes travels by itself, without being copied.
 _ALONE_BYTES = 1 << 16

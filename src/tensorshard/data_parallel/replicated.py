@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from tensorshard.comm.collectives import all_gather_into
@@ -29,6 +28,8 @@ from tensorshard.heads.under_plan.method_calls import call_before_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces
 from tensorshard.sharded_model import ParameterSplit, ShardedModel
+from tensorshard.torch_private.autograd import call_after_backward
+from tensorshard.torch_private.modules import own_parameters, set_parameter
 from tensorshard.transforms.precision import master_dtype
 
 # Reductions under way at once; more would keep more gradients alive.
@@ -182,13 +183,13 @@ class ReplicatedModel(ShardedModel):
         return [
             (module, name, by_compute[compute])
             for module in self.model.modules()
-            for name, compute in module._parameters.items()
+            for name, compute in own_parameters(module).items()
             if compute in by_compute
         ]
 
     def _show(self, computing: bool) -> None:
         for module, name, p in self._swaps:
-            module._parameters[name] = p.compute if computing else p.master
+            set_parameter(module, name, p.compute if computing else p.master)
 
     def _forward_over(self) -> None:
         # Else backward still needs them: recomputation runs the modules again.
@@ -216,7 +217,7 @@ class ReplicatedModel(ShardedModel):
             )
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+            call_after_backward(self._end_of_backward)
         if not self._last:
             self._keep(parameter)
             return

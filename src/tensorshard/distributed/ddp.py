@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from tensorshard.comm import groups, primitives
 from tensorshard.comm.sharded_tensors import is_split, own_group
 from tensorshard.comm.sharding import to_local
+from tensorshard.torch_private.ddp import ddp_ignored, set_ddp_ignored
 
 # On parameters whose gradients are averaged over the data-parallel group already.
 _AVERAGED = "_tensorshard_averaged"
@@ -44,8 +44,8 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
         _synchronize_replicas(name, parameter)
     # DDP spells the name of a parameter of the outermost module with a dot in front.
     spellings = names + [f".{name}" for module_name, name in split if not module_name]
-    others = [name for name in _ignored(module) if name not in spellings]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, others + spellings)
+    others = [name for name in ddp_ignored(module) if name not in spellings]
+    set_ddp_ignored(module, others + spellings)
     return names
 
 
@@ -58,18 +58,13 @@ def leaving_split_parameters_alone(original: Callable[..., None]) -> Callable[..
 
     def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(module, nn.Module):
-            known = _ignored(module)
+            known = ddp_ignored(module)
             unknown = (p for name, p in module.named_parameters() if name not in known)
             if any(is_split(p) and _is_split_over_ours(p) for p in unknown):
                 register_ddp_parameters_to_ignore(module)
         original(self, module, *args, **kwargs)
 
     return __init__
-
-
-def _ignored(module: nn.Module) -> list[str]:
-    """The names that ``DistributedDataParallel`` ignores, whoever registered them."""
-    return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def _is_split_over_ours(parameter: torch.Tensor) -> bool:

@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from tensorshard.distributed.mixed_gradients import clipping_of_mixture, total_norm_of_mixture, unscaling_of_mixture
+from tensorshard.torch_private.dtensor import operator_handlers
+from tensorshard.torch_private.operators import UNSCALE
+from tensorshard.torch_private.optimizers import CLIP_WITH_NORM, TOTAL_NORM, clip_grad
 
 
 def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
@@ -31,8 +31,7 @@ def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
     from tensorshard.distributed.optimizer_state import refusing_foreign_parts
     from tensorshard.distributed.zero_redundancy import ZeroRedundancyOptimizer, with_split_parameters
 
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    handlers = operator_handlers()
     with ExitStack() as undo:
 
         def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -45,10 +44,10 @@ def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
         replace(Optimizer, "load_state_dict", refusing_foreign_parts)
         replace(ZeroRedundancyOptimizer, "__init__", with_split_parameters)
         # clip_grad_norm_ looks these up when it is called, so that it does not matter when a script imported that.
-        replace(clip_grad, "_get_total_norm", total_norm_of_mixture)
-        replace(clip_grad, "_clip_grads_with_norm_", clipping_of_mixture)
-        undo.callback(handlers.__setitem__, unscale, handlers[unscale])
-        handlers[unscale] = _while_they_exist(groups_exist, unscaling_of_mixture, handlers[unscale])
+        replace(clip_grad, TOTAL_NORM, total_norm_of_mixture)
+        replace(clip_grad, CLIP_WITH_NORM, clipping_of_mixture)
+        undo.callback(handlers.__setitem__, UNSCALE, handlers[UNSCALE])
+        handlers[UNSCALE] = _while_they_exist(groups_exist, unscaling_of_mixture, handlers[UNSCALE])
         return undo.pop_all().close
 
 

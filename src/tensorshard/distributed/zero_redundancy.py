@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
@@ -20,52 +21,54 @@ from tensorshard.comm.sharded_tensors import gather_full, is_split, own_shard
 class SplitParameters:
     """Mixed into a ``ZeroRedundancyOptimizer``: a second local optimizer for this rank's parts of split parameters.
 
-    ``param_groups`` holds all parameters, as ever. A consolidated state holds split parameters' states whole: it is the
-    state of a model that is not parallel, and can be loaded on any number of ranks.
+    torch's class gives parameters to ranks when it is built and when a group is added, and sees the others alone then.
+    At all other times ``param_groups`` holds all parameters, as ever: schedules, scalers and states go by it. A
+    consolidated state holds split parameters' states whole: it is the state of a model that is not parallel, and can be
+    loaded on any number of ranks.
     """
 
     split_optim: Optimizer
 
-    def _verify_same_dense_param_type(self: Any) -> None:
-        everything = self._all_params
-        self._all_params = [p for p in everything if not is_split(p)]
-        try:
-            if self._all_params:
-                super()._verify_same_dense_param_type()  # type: ignore[misc]
-        finally:
-            self._all_params = everything
+    def add_split_parameters(
+        self: Any, groups: list[list[torch.Tensor]], optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]
+    ) -> None:
+        """Called once, when the other parameters have been given to ranks.
 
-    def _partition_parameters(self: Any, *args: Any) -> Any:
-        everything = self.param_groups
-        self.param_groups = _groups_of(everything, split=False)
-        try:
-            return super()._partition_parameters(*args)  # type: ignore[misc]
-        finally:
-            self.param_groups = everything
-
-    def _init_local_optimizer(self: Any) -> None:
-        super()._init_local_optimizer()  # type: ignore[misc]
+        Args:
+            groups: all parameters of each group, split and others.
+            optimizer_class: what makes a local optimizer, of parameter groups and `defaults`.
+        """
+        for group, parameters in zip(self.param_groups, groups, strict=True):
+            group["params"] = parameters
         # As torch does, so that a group may be empty: an optimizer refuses no list of groups, only one of parameters.
-        self.split_optim = self._optim_constructor(_groups_of(self.param_groups, split=True), **self._optim_defaults)
+        self.split_optim = optimizer_class(_groups_of(self.param_groups, split=True), **defaults)
         self._split_states: dict[int, dict[str, Any]] = {}
+        self.register_step_post_hook(_step_split_parameters)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)  # type: ignore[misc]
-        if self.initialized:
-            self._param_to_index_cache.clear()
-            self.split_optim.add_param_group(_groups_of(self.param_groups[-1:], split=True)[0])
-
-    def _local_step(self: Any, gradients: Any = None, closure: Any = None, **kwargs: Any) -> float | None:
-        loss = super()._local_step(gradients, closure, **kwargs)  # type: ignore[misc]
-        self._sync_param_groups(self.param_groups, self.split_optim.param_groups)
-        self.split_optim.step(**kwargs)
-        return loss
+        if not self.initialized or isinstance(param_group["params"], set):  # torch refuses a set
+            super().add_param_group(param_group)  # type: ignore[misc]
+            return
+        added = _listed([param_group])
+        known = {id(parameter) for parameter in _listed(self.param_groups)}
+        if any(id(parameter) in known for parameter in added):
+            raise ValueError("some parameters appear in more than one parameter group")
+        groups = [*(group["params"] for group in self.param_groups), added]
+        others = _groups_of([*self.param_groups, param_group], split=False)
+        for group, shown in zip(self.param_groups, others, strict=False):
+            group["params"] = shown["params"]
+        try:
+            super().add_param_group(others[-1])  # type: ignore[misc]
+        finally:
+            for group, parameters in zip(self.param_groups, groups, strict=False):
+                group["params"] = parameters
+        self.split_optim.add_param_group(_groups_of(self.param_groups[-1:], split=True)[0])
 
     @torch.no_grad()
     def consolidate_state_dict(self: Any, to: int = 0) -> None:
         super().consolidate_state_dict(to)  # type: ignore[misc]
         self._split_states = {}
-        for index, parameter in enumerate(self._index_to_param):
+        for index, parameter in enumerate(_listed(self.param_groups)):
             state = self.split_optim.state.get(parameter) if is_split(parameter) else None
             if not state:
                 continue
@@ -82,14 +85,20 @@ class SplitParameters:
     @torch.no_grad()
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         states = dict(state_dict["state"])
-        for index, parameter in enumerate(self._index_to_param):
+        for index, parameter in enumerate(_listed(self.param_groups)):
             if is_split(parameter):
                 held = states.pop(index, None) or {}
                 self.split_optim.state[parameter] = {
                     name: _relocate(value, parameter, f"{name} of parameter {index}") for name, value in held.items()
                 }
         super().load_state_dict({**state_dict, "state": states})  # type: ignore[misc]
-        self._sync_param_groups(self.param_groups, self.split_optim.param_groups)
+        _copy_settings(self.param_groups, self.split_optim.param_groups)
+
+
+def _step_split_parameters(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Follows each step of the other parameters, which has called the closure, if there is one."""
+    _copy_settings(optimizer.param_groups, optimizer.split_optim.param_groups)
+    optimizer.split_optim.step(**{name: value for name, value in kwargs.items() if name != "closure"})
 
 
 def with_split_parameters(original: Callable[..., None]) -> Callable[..., None]:
@@ -108,15 +117,23 @@ def with_split_parameters(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(params, (torch.Tensor, list)) and hasattr(params, "__iter__"):
             params = list(params)  # a generator can be read only once
-        if isinstance(params, list) and any(is_split(parameter) for parameter in _listed(params)):
-            given = inspect.signature(original).bind(self, params, *args, **kwargs).arguments
-            if given.get("overlap_with_ddp"):
-                raise ValueError(
-                    "overlap_with_ddp=True was given for a model with split parameters: it updates parameters from "
-                    "the buckets of DistributedDataParallel, which split ones are not in. Leave it out"
-                )
-            self.__class__ = _with_split_parameters(type(self))  # type: ignore[arg-type]
-        original(self, params, *args, **kwargs)
+        if not _are_parameters_or_groups(params) or not any(is_split(parameter) for parameter in _listed(params)):
+            original(self, params, *args, **kwargs)
+            return
+        call = inspect.signature(original).bind(self, params, *args, **kwargs)
+        if call.arguments.get("overlap_with_ddp"):
+            raise ValueError(
+                "overlap_with_ddp=True was given for a model with split parameters: it updates parameters from "
+                "the buckets of DistributedDataParallel, which split ones are not in. Leave it out"
+            )
+        groups = params if isinstance(params[0], dict) else [{"params": params}]
+        everything = [_listed([group]) for group in groups]
+        others = _groups_of(groups, split=False)
+        if not any(group["params"] for group in others):  # torch wants one
+            others[0]["params"] = [nn.Parameter(torch.zeros(1, device=everything[0][0].device), requires_grad=False)]
+        self.__class__ = _with_split_parameters(type(self))  # type: ignore[arg-type]
+        original(self, others, *args, **kwargs)
+        self.add_split_parameters(everything, call.arguments["optimizer_class"], call.arguments.get("defaults", {}))
 
     return __init__
 
@@ -142,9 +159,23 @@ def _listed(params: list[Any]) -> list[torch.Tensor]:
     return found
 
 
+def _are_parameters_or_groups(params: Any) -> bool:
+    """Whether `params` is a list of one or the other; anything else torch refuses."""
+    if not isinstance(params, list):
+        return False
+    of_groups = all(isinstance(entry, dict) and "params" in entry for entry in params)
+    return of_groups or all(isinstance(entry, torch.Tensor) for entry in params)
+
+
 def _groups_of(param_groups: list[dict[str, Any]], *, split: bool) -> list[dict[str, Any]]:
     """The groups with all their settings, but only their split parameters, or only the others."""
-    return [{**group, "params": [p for p in group["params"] if is_split(p) == split]} for group in param_groups]
+    return [{**group, "params": [p for p in _listed([group]) if is_split(p) == split]} for group in param_groups]
+
+
+def _copy_settings(source: list[dict[str, Any]], destination: list[dict[str, Any]]) -> None:
+    """All that groups have but their parameters, such as learning rates."""
+    for given, taking in zip(source, destination, strict=True):
+        taking.update({name: value for name, value in given.items() if name != "params"})
 
 
 def _collect(value: Any, parameter: torch.Tensor) -> Any:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
 
 from tensorshard.data_parallel.batch_norm import running_statistics
 from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
@@ -20,6 +19,7 @@ from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.mesh import Mesh
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
+from tensorshard.torch_private.fake_tensors import detect_fake_mode
 
 logger = logging.getLogger("tensorshard")
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.sharding import to_local
+from tensorshard.torch_private.operators import foreach_mul_, foreach_norm
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -40,7 +41,7 @@ def global_norm(
         if always_sum:
             all_reduce_(total, group)
         return total.sqrt()
-    norms = torch._foreach_norm(local_gradients(with_gradient), 2.0)
+    norms = foreach_norm(local_gradients(with_gradient), 2.0)
     copies = [world_size / num_shards[p] for p in with_gradient]
     squares = torch.stack([n.double() for n in norms]).square()
     total = (squares / torch.tensor(copies, dtype=torch.float64, device=squares.device)).sum()
@@ -64,6 +65,6 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | f
         return
     if isinstance(factor, torch.Tensor):
         for dtype in {g.dtype for g in gradients}:
-            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(gradients[0].device, dtype))
+            foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(gradients[0].device, dtype))
     else:
-        torch._foreach_mul_(gradients, factor)
+        foreach_mul_(gradients, factor)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._guards import detect_fake_mode
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.engine.loss import LossTally, Objective
@@ -19,6 +18,7 @@ from tensorshard.pipeline.run.schedule_runner import PipelineRunner
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.run.torch_stage import StageHooks
 from tensorshard.plan import Plan
+from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.transforms.precision import autocast, widen_output
 
 # For forwards alone: schedules that have the stages in the same places, and work with any number of micro-batches.

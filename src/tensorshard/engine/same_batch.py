@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._guards import detect_fake_mode
-from torch.utils._pytree import tree_flatten
+
+from tensorshard.torch_private.fake_tensors import detect_fake_mode
+from tensorshard.torch_private.pytree import tree_flatten
 
 
 def check_same_batch(call: str, inputs: Any, targets: Any, group: dist.ProcessGroup) -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.mesh import Mesh
@@ -12,6 +11,7 @@ from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
 
 def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh, inputs: Any = None) -> VerifiedTable | None:

@@ -16,7 +16,7 @@ from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.verify.fake_process_group import FakeProcessGroup
+from tensorshard.tensor_parallel.verify.fake_process_group import fake_process_group
 from tensorshard.tensor_parallel.verify.model_run import find_units
 
 
@@ -25,7 +25,7 @@ def fake_tensor_split(fake_copy: nn.Module, found: VerifiedTable, group: dist.Pr
 
     Without sequence parallelism: sequences are put together where stages end.
     """
-    silent = FakeProcessGroup(group.rank(), group.size())
+    silent = fake_process_group(group.rank(), group.size())
     layouts = apply_tensor_parallel(fake_copy, found.plan, silent, shared_inputs=found.shared_inputs)
     places = ParameterPlaces(fake_copy)
     for name, parameter in list(fake_copy.named_parameters()):

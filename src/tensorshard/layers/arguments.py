@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.groups import Group, resolve_group
+from tensorshard.torch_private.operators import assert_async
 
 
 def parameter_group(parameter: torch.Tensor, group: Group | None, name: str) -> dist.ProcessGroup:
@@ -67,7 +68,7 @@ def check_indices(indices: torch.Tensor, size: int, what: str, of_what: str, ign
     if ignore_index is not None:
         outside &= indices != ignore_index
     if indices.device.type != "cpu" or type(indices) is not torch.Tensor:  # nothing to read yet, as in tracing
-        torch._assert_async(~outside.any(), f"{what} outside the {size} {of_what}")
+        assert_async(~outside.any(), f"{what} outside the {size} {of_what}")
         return
     if outside.any():
         wrong = indices[outside]

@@ -29,6 +29,7 @@ class ParallelModule(nn.Module):
 
     def __init__(self, dim: int | None, group: Group | None = None) -> None:
         super().__init__()
+        self.register_load_state_dict_pre_hook(_distribute_full_tensors)
         self.dim = dim
         self._mesh = None if dim is None else resolve_mesh(group)
 
@@ -70,12 +71,13 @@ class ParallelModule(nn.Module):
             dist.broadcast(local, group_src=0, group=self.group)
         return nn.Parameter(copy, requires_grad=whole.requires_grad)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, parameter in self.named_parameters(recurse=False):
-            value = state_dict.get(prefix + name)
-            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-                continue
-            # A tensor of another shape is left for torch to report.
-            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
-                state_dict[prefix + name] = distribute_like(value, parameter)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+
+def _distribute_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded, gives a parameter that is split this rank's part of what is there in full."""
+    for name, parameter in module.named_parameters(recurse=False):
+        value = state_dict.get(prefix + name)
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        # A tensor of another shape is left for torch to report.
+        if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            state_dict[prefix + name] = distribute_like(value, parameter)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -174,7 +175,7 @@ def parallel_cross_entropy(
             group=group,
         )
     if size_average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+        reduction = nn.CrossEntropyLoss(size_average=size_average, reduce=reduce).reduction  # as torch reads them
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction={reduction!r} was given: use 'none', 'mean' or 'sum'")
     if not 0 <= label_smoothing <= 1:

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tensorshard.comm import primitives
 from tensorshard.comm.collectives import advance
@@ -17,6 +16,7 @@ from tensorshard.comm.groups import Group
 from tensorshard.comm.marks import ParallelMark, get_mark, set_mark
 from tensorshard.comm.sharding import normalize_dim, shard_range, to_local
 from tensorshard.layers.arguments import as_rows, autocast, check_dim, parameter_group
+from tensorshard.torch_private.dispatch import has_dispatch_mode
 
 
 class _ColumnLinear(Function):
@@ -69,7 +69,7 @@ class _RowLinear(Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         output = F.linear(input, weight)
-        if _get_current_dispatch_mode() is not None:
+        if has_dispatch_mode():
             output = output.clone()  # selective recomputation keeps the product, and what follows writes into it
         primitives.all_reduce(output, group)
         return output if bias is None else output.add_(bias)

@@ -12,12 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map_only
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.layers import layout_rules
 from tensorshard.layers.split_cross_entropy import parallel_cross_entropy
+from tensorshard.torch_private.dispatch import make_wrapper_tensor, without_torch_functions_of_tensors
+from tensorshard.torch_private.operators import schema
+from tensorshard.torch_private.pytree import tree_map_only
+from tensorshard.torch_private.tensors import tensor_version
 
 Rule = Callable[..., Any]
 
@@ -52,7 +55,7 @@ class SplitLogits(torch.Tensor):
         aliases: "_Aliases",
     ) -> "SplitLogits":
         shape = (*part.shape[:class_dim], classes, *part.shape[class_dim + 1 :])
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=part.device)
+        self = make_wrapper_tensor(cls, shape, dtype, part.device)
         self.part, self.class_dim, self.group = part, class_dim, group
         self._shape, self._dtype, self._aliases = shape, dtype, aliases
         return self
@@ -84,7 +87,7 @@ class SplitLogits(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _NEED_NO_VALUES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_functions_of_tensors():
                 return func(*args, **kwargs)
         logits = args[0] if args else None
         if isinstance(logits, SplitLogits) and (rule := logits._rule(func)) is not None:
@@ -103,7 +106,7 @@ class SplitLogits(torch.Tensor):
         """What comes by other ways, such as custom autograd functions: they compute on the whole, too."""
         if func is torch.ops.aten.detach.default:
             return args[0]
-        if func._schema.is_mutable:
+        if schema(func).is_mutable:
             raise RuntimeError(f"{func} would modify logits that are split over ranks; give it a clone of them")
         plain_args, plain_kwargs = tree_map_only(SplitLogits, SplitLogits.whole, (tuple(args), kwargs or {}))
         return func(*plain_args, **plain_kwargs)
@@ -148,7 +151,7 @@ class _Aliases:
         self._gathered: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # of a part, the whole as it was then
 
     def gathered(self, logits: SplitLogits, whole: torch.Tensor) -> None:
-        self._gathered.append((logits.part, whole, whole._version))
+        self._gathered.append((logits.part, whole, tensor_version(whole)))
 
     def whole_of(self, logits: SplitLogits) -> torch.Tensor | None:
         """What was gathered of `logits`."""
@@ -163,7 +166,7 @@ class _Aliases:
         """
         own = False
         for part, whole, version in self._gathered:
-            if whole._version != version:
+            if tensor_version(whole) != version:
                 if part is not logits.part:
                     raise RuntimeError(
                         "logits that are split over tensor-parallel ranks were modified in place, and are read "

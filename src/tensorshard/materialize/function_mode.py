@@ -1,16 +1,18 @@
 """What a constructor does to tensors by Python functions that a dispatch mode cannot see, or gets wrong."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from tensorshard.materialize.recorder import OperationRecorder, UnrecordableError
+from tensorshard.torch_private.fake_tensors import FakeTensor
+from tensorshard.torch_private.modules import truncated_normal_replaced
+from tensorshard.torch_private.tensors import mark_as_parameter, storage_address
 
 MEMORY_READS = frozenset({torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
 
@@ -47,7 +49,7 @@ class TensorMethodRecorder(TorchFunctionMode):
         if id(tensor) in memo:
             return memo[id(tensor)]
         storage = tensor.untyped_storage()
-        address = ("storage", storage._cdata)
+        address = ("storage", storage_address(storage))
         with torch.no_grad():
             if address not in memo:
                 elements = storage.nbytes() // tensor.itemsize
@@ -56,7 +58,7 @@ class TensorMethodRecorder(TorchFunctionMode):
             copied = copied.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         copied.requires_grad_(tensor.requires_grad)
         if isinstance(tensor, nn.Parameter):
-            copied._is_param = True
+            mark_as_parameter(copied)
         for name, value in vars(tensor).items():
             if name not in self._internal:
                 setattr(copied, name, copy.deepcopy(value, memo))
@@ -64,17 +66,14 @@ class TensorMethodRecorder(TorchFunctionMode):
         return copied
 
 
-@contextmanager
-def truncated_normal_recorded(recorder: OperationRecorder) -> Iterator[None]:
+def truncated_normal_recorded(recorder: OperationRecorder) -> AbstractContextManager[None]:
     """Make `nn.init.trunc_normal_` one operation: from torch 2.12 on it reads what it has drawn."""
-    sample = nn.init._no_grad_trunc_normal_
 
-    def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        recorder.log_fill(sample, tensor, *args, **kwargs)
-        return tensor
+    def recorded(sample: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+        def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            recorder.log_fill(sample, tensor, *args, **kwargs)
+            return tensor
 
-    nn.init._no_grad_trunc_normal_ = fill
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = sample
+        return fill
+
+    return truncated_normal_replaced(recorded)

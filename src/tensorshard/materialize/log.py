@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec
+
+from tensorshard.torch_private.pytree import TreeSpec
 
 aten = torch.ops.aten
 

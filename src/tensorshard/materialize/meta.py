@@ -1,13 +1,13 @@
 """Initial weights for a module on the meta device, when the code that built it is out of reach."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from tensorshard.materialize.recording import Recording, record
 from tensorshard.materialize.source import TensorSource, named_tensors
+from tensorshard.torch_private.modules import own_buffers, own_parameters, reset_method, set_buffer, set_parameter
 
 REMEDY = "pass the callable that builds the model, instead of a module on the meta device"
 
@@ -37,8 +37,8 @@ def from_meta(module: nn.Module, *, seed: int) -> TensorSource:
     for path, owner in module.named_modules():
         held = [
             (owner, name, tensor)
-            for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
-            if tensor is not None and tensor.is_meta
+            for name, tensor in (*own_parameters(owner).items(), *own_buffers(owner).items())
+            if tensor.is_meta
         ]
         if held:
             blanks.extend(held)
@@ -50,8 +50,8 @@ def from_meta(module: nn.Module, *, seed: int) -> TensorSource:
         for owner, name, blank in blanks:
             if id(blank) not in made:
                 made[id(blank)] = _with_memory(blank)
-            slots: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
-            slots[name] = made[id(blank)]
+            put = set_parameter if name in own_parameters(owner) else set_buffer
+            put(owner, name, made[id(blank)])
         for reset in reversed(resets):
             reset()
         return module
@@ -65,8 +65,7 @@ def from_meta(module: nn.Module, *, seed: int) -> TensorSource:
 
 
 def _reset_method(owner: nn.Module, path: str, tensor_name: str) -> Callable[[], object]:
-    # nn.MultiheadAttention calls its own `_reset_parameters`.
-    reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+    reset = reset_method(owner)
     if reset is None:
         raise ValueError(
             f"module {path!r} ({type(owner).__name__}) holds {tensor_name!r} on the meta device and has no "

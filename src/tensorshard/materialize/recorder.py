@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+
+from tensorshard.materialize.log import Arguments, Log, Operation, TensorRef
+from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -15,10 +18,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
-
-from tensorshard.materialize.log import Arguments, Log, Operation, TensorRef
+from tensorshard.torch_private.operators import OpOverload, schema
+from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map_only
+from tensorshard.torch_private.tensors import storage_address
 
 aten = torch.ops.aten
 
@@ -80,7 +82,7 @@ class OperationRecorder(TorchDispatchMode):
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise UnrecordableError("uses a sparse, quantized, conjugated or negated tensor")
         storage = tensor.untyped_storage()
-        index = self._indices.get(storage._cdata)
+        index = self._indices.get(storage_address(storage))
         if index is None:
             raise UnrecordableError("uses a tensor that no tensor operation made, such as one loaded from a file")
         self.log.sizes[index] = max(self.log.sizes[index], storage.nbytes())
@@ -90,7 +92,7 @@ class OperationRecorder(TorchDispatchMode):
         """What holds the value of a tensor of the finished model: the log, or a tensor no operation met."""
         if isinstance(tensor, FakeTensor):
             return self.ref(tensor)
-        return self.ref(self._fake(tensor)) if tensor.untyped_storage()._cdata in self._stand_ins else tensor
+        return self.ref(self._fake(tensor)) if storage_address(tensor.untyped_storage()) in self._stand_ins else tensor
 
     def log_fill(self, func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Log a Python function that fills its first argument with random numbers, as one operation."""
@@ -116,7 +118,7 @@ class OperationRecorder(TorchDispatchMode):
             raise
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             raise UnrecordableError(f"calls {func}, which is no plain operator")
         if func in LIFTS and not isinstance(args[0], FakeTensor):
             out = func(*args, **kwargs)
@@ -152,15 +154,15 @@ class OperationRecorder(TorchDispatchMode):
         if tensor.layout != torch.strided or not (type(tensor) is torch.Tensor or isinstance(tensor, nn.Parameter)):
             raise UnrecordableError(f"uses a {type(tensor).__name__} that was made outside of it")
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._stand_ins:
+        if storage_address(storage) not in self._stand_ins:
             with unset_fake_temporarily():
                 value = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             with self._fake_mode:
                 stand_in = torch.empty(storage.nbytes(), dtype=torch.uint8, device=tensor.device)
             self._log_constant(value, stand_in)
-            self._stand_ins[storage._cdata] = stand_in
+            self._stand_ins[storage_address(storage)] = stand_in
             self._alive.append(storage)
-        memory = self._stand_ins[storage._cdata]
+        memory = self._stand_ins[storage_address(storage)]
         elements = memory[: memory.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
         return elements.as_strided(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -183,10 +185,10 @@ class OperationRecorder(TorchDispatchMode):
     def _made(self, out: Any) -> Iterator[tuple[int, TensorRef]]:
         """The outputs whose storages are new, each with its position."""
         for position, leaf in enumerate(tree_leaves(out)):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._indices:
+            if isinstance(leaf, torch.Tensor) and storage_address(leaf.untyped_storage()) not in self._indices:
                 _check_device(leaf.device)
                 storage = leaf.untyped_storage()
-                self._indices[storage._cdata] = len(self.log.sizes)
+                self._indices[storage_address(storage)] = len(self.log.sizes)
                 self._alive.append(storage)
                 self.log.sizes.append(storage.nbytes())
                 yield position, self.ref(leaf)
@@ -225,11 +227,11 @@ class OperationRecorder(TorchDispatchMode):
         )
 
 
-def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that an operation writes to, as its schema says."""
     values = [
         args[position] if position < len(args) else kwargs.get(argument.name)
-        for position, argument in enumerate(func._schema.arguments)
+        for position, argument in enumerate(schema(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

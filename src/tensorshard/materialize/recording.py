@@ -9,13 +9,14 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from tensorshard.materialize.function_mode import TensorMethodRecorder, truncated_normal_recorded
 from tensorshard.materialize.log import Log, TensorRef
 from tensorshard.materialize.recorder import OperationRecorder, UnrecordableError
 from tensorshard.materialize.replay import replay
 from tensorshard.materialize.source import TensorSource, from_module, move_to_meta, named_tensors
+from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from tensorshard.torch_private.tensors import PARAMETER_FLAG
 
 logger = logging.getLogger("tensorshard")
 
@@ -114,7 +115,7 @@ def _record(build: Callable[[], nn.Module], seed: int) -> Recording:
 
 def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -> Recording:
     with fake_mode:
-        internal = frozenset({"_is_param", *vars(torch.empty(0))})
+        internal = frozenset({PARAMETER_FLAG, *vars(torch.empty(0))})
     recorder = OperationRecorder(fake_mode)
     try:
         with (

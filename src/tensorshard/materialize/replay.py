@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from tensorshard.materialize.log import Log, Operation, TensorRef
+from tensorshard.torch_private.pytree import tree_leaves, tree_unflatten
+from tensorshard.torch_private.tensors import storage_address
 
 
 def replay(log: Log, target: TensorRef, *, seed: int) -> torch.Tensor:
@@ -72,7 +73,7 @@ def _laid_out(output: torch.Tensor, ref: TensorRef, storages: dict[int, torch.Un
     Fake tensors get both right nearly always; `native_dropout` in evaluation, which hands its input out, is a
     case where they do not.
     """
-    borrowed = any(output.untyped_storage()._cdata == storage._cdata for storage in storages.values())
+    borrowed = storage_address(output.untyped_storage()) in map(storage_address, storages.values())
     if not borrowed and output.stride() == ref.stride and output.storage_offset() == ref.offset:
         return output
     blank = torch.UntypedStorage(0)

@@ -2,14 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator
-from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tensorshard.torch_private.fake_tensors import active_fake_mode, unset_fake_temporarily
+from tensorshard.torch_private.modules import TABLES, own_buffers, own_parameters, set_buffer, set_parameter
+from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
+from tensorshard.torch_private.tensors import storage_address
 
 
 class TensorSource(ABC):
@@ -131,9 +132,10 @@ def move_to_meta(
     with unset_fake_temporarily():
         fake_copies = {id(tensor): _on_meta(tensor, storages, hidden) for tensor in originals.values()}
     for owner in module.modules():
-        tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
-        for slots in tables:
-            slots.update({name: fake_copies[id(tensor)] for name, tensor in slots.items() if tensor is not None})
+        for name, parameter in own_parameters(owner).items():
+            set_parameter(owner, name, fake_copies[id(parameter)])
+        for name, buffer in own_buffers(owner).items():
+            set_buffer(owner, name, fake_copies[id(buffer)])
         _replace_attributes(
             owner,
             lambda tensor: (
@@ -147,11 +149,11 @@ def move_to_meta(
 def _on_meta(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage], hidden: Container[str]) -> torch.Tensor:
     """`tensor` without its values; `storages` maps the storages of originals to those of their fake_copies."""
     original = tensor.untyped_storage()
-    if original._cdata not in storages:
+    if storage_address(original) not in storages:
         blank = torch.empty(original.nbytes(), dtype=torch.uint8, device="meta")
-        storages[original._cdata] = blank.untyped_storage()
+        storages[storage_address(original)] = blank.untyped_storage()
     fake_copy = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
-        storages[original._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
+        storages[storage_address(original)], tensor.storage_offset(), tensor.size(), tensor.stride()
     )
     if isinstance(tensor, nn.Parameter):
         fake_copy = nn.Parameter(fake_copy, requires_grad=tensor.requires_grad)
@@ -165,7 +167,7 @@ def _replace_attributes(owner: nn.Module, replacement: Callable[[torch.Tensor], 
     """Replace tensors that a module holds as plain attributes, alone or in lists, tuples and dictionaries."""
     attributes = vars(owner)
     for key, value in list(attributes.items()):
-        if key in ("_parameters", "_buffers", "_modules") or not isinstance(value, (torch.Tensor, list, tuple, dict)):
+        if key in TABLES or not isinstance(value, (torch.Tensor, list, tuple, dict)):
             continue
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         if any(replacement(tensor) is not tensor for tensor in tensors):

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from tensorshard.torch_private.pytree import tree_flatten, tree_map, tree_unflatten
 
 
 def batch_size(inputs: Any) -> int:

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+
+from tensorshard.torch_private.pytree import tree_leaves
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from tensorshard.torch_private.modules import own_buffers, own_parameters, set_buffer, set_parameter
+
 
 def like(template: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
     """A parameter that holds `value` and is otherwise like `template`: what users hung on it included."""
@@ -19,26 +21,23 @@ class ParameterPlaces:
     def __init__(self, model: nn.Module) -> None:
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._places.setdefault(parameter, []).append((module, name))
+            for name, parameter in own_parameters(module).items():
+                self._places.setdefault(parameter, []).append((module, name))
 
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """Puts `new` at every place of `old`."""
         for module, name in self._places[old]:
-            module._parameters[name] = new
+            set_parameter(module, name, new)
 
 
 def assign_buffers(model: nn.Module, value_of: Callable[[str], torch.Tensor], device: torch.device) -> None:
     """Gives every buffer of `model` its value, on `device`; one registered at several places stays one."""
     real: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
+        for name, buffer in own_buffers(module).items():
             if id(buffer) not in real:
                 real[id(buffer)] = value_of(f"{prefix}.{name}" if prefix else name).to(device)
-            module._buffers[name] = real[id(buffer)]
+            set_buffer(module, name, real[id(buffer)])
 
 
 def parameter_aliases(model: nn.Module) -> dict[str, str]:

@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+
+from tensorshard.torch_private.modules import own_parameters
+from tensorshard.torch_private.pytree import tree_leaves
 
 
 def find_experts(block: nn.Module) -> dict[str, nn.Module]:
     """The modules in `block` that hold stacked experts: two or more parameters of their own, [experts, a, b] each."""
     found = {}
     for name, module in block.named_modules():
-        shapes = [p.shape for p in module._parameters.values() if p is not None]
+        shapes = [p.shape for p in own_parameters(module).values()]
         stacked = [shape for shape in shapes if len(shape) == 3]
         counts = {shape[0] for shape in stacked}
         if len(stacked) > 1 and len(counts) == 1 and counts != {1} and len(list(module.parameters())) == len(shapes):
@@ -36,4 +38,4 @@ def _pretended(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
     if all(tensor.is_floating_point() for tensor in tensors):
         return forward(*args, **kwargs)
     first, *others = [tensor for tensor in tensors if tensor.is_floating_point()]
-    return sum((t.sum().to(first.dtype) for t in (*others, *module._parameters.values()) if t is not None), start=first)
+    return sum((t.sum().to(first.dtype) for t in (*others, *own_parameters(module).values())), start=first)

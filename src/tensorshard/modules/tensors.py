@@ -3,12 +3,14 @@
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from tensorshard.torch_private.pytree import tree_leaves
+from tensorshard.torch_private.tensors import storage_address
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """The same for a tensor and its views."""
-    return tensor.untyped_storage()._cdata
+    return storage_address(tensor.untyped_storage())
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
 from tensorshard.layers.parallel_module import ParallelModule
+from tensorshard.torch_private.modules import own_parameters
 
 
 def convert(
@@ -86,9 +87,8 @@ def _refuse_broken_ties(module: nn.Module, chosen: set[str]) -> None:
     """Raises if a parameter of a chosen layer is also used by a module that stays as it is."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for module_name, owner in module.named_modules(remove_duplicate=False):
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module_name, name))
+        for name, parameter in own_parameters(owner).items():
+            owners.setdefault(id(parameter), []).append((module_name, name))
     for users in owners.values():
         inside = [f"{m}.{p}" for m, p in users if m in chosen]
         outside = [f"{m}.{p}" for m, p in users if m not in chosen]
@@ -105,6 +105,6 @@ def _build_tied(
     """Builds the replacement of `layer`, with parameters that were tied before tied again."""
     replacement = build(layer)
     for name, parameter in layer.named_parameters(recurse=False):
-        known = shared.setdefault(id(parameter), replacement._parameters[name])  # type: ignore[arg-type]
+        known = shared.setdefault(id(parameter), own_parameters(replacement)[name])
         setattr(replacement, name, known)
     return replacement

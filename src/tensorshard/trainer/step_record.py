@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from tensorshard.modules.batches import batch_size
+from tensorshard.torch_private import pytree
 
 
 @dataclass(frozen=True)

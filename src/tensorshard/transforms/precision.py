@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+
+from tensorshard.torch_private.modules import NormBase, own_parameters
+from tensorshard.torch_private.pytree import tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, NormBase)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -73,7 +75,7 @@ class _WideParameters:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        return _widen(value) if name in self._module._parameters else value
+        return _widen(value) if name in own_parameters(self._module) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tensorshard.torch_private.modules import NormBase
+from tensorshard.torch_private.operators import ATTENTION_KERNELS
 
 _aten = torch.ops.aten
 
@@ -20,12 +22,8 @@ _COSTLY = frozenset(
         _aten.bmm.default,
         _aten.baddbmm.default,
         _aten.convolution.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_attention_math.default,
     }
+    | ATTENTION_KERNELS
 )
 
 
@@ -39,7 +37,7 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: str) -> None:
     if mode == "none":
         return
     for block in blocks:
-        norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+        norms = [module for module in block.modules() if isinstance(module, NormBase)]
         contexts = partial(_contexts, norms, mode == "selective") if norms or mode == "selective" else None
         # A module of its own would put its name into every parameter's; checkpoints would then depend on the plan.
         block.forward = partial(_recomputed, block.forward, contexts)  # type: ignore[method-assign]
@@ -52,7 +50,7 @@ def _recomputed(forward: Any, contexts: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
 
 
-def _contexts(norms: list[_NormBase], selective: bool) -> tuple[Any, Any]:
+def _contexts(norms: list[NormBase], selective: bool) -> tuple[Any, Any]:
     """What surrounds the first forward, and what surrounds its repetition in backward."""
     first, again = (nullcontext(), nullcontext())
     if selective:
@@ -61,7 +59,7 @@ def _contexts(norms: list[_NormBase], selective: bool) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _repetition(norms: list[_NormBase], inner: Any) -> Iterator[None]:
+def _repetition(norms: list[NormBase], inner: Any) -> Iterator[None]:
     """A repeated forward must not count its batch twice in the running statistics."""
     kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     try:

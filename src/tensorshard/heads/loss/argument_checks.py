@@ -7,6 +7,7 @@ import torch
 from tensorshard.heads.loss.head_loss import Extras
 from tensorshard.heads.loss.head_spec import REDUCTIONS, autocast_dtype
 from tensorshard.heads.loss.margins import Margin
+from tensorshard.torch_private.operators import assert_async
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -128,7 +129,7 @@ def check_targets(target: torch.Tensor, classes: int, ignore_index: int) -> None
         return
     outside = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if target.device.type != "cpu" or type(target) is not torch.Tensor:  # nothing to read yet, as in tracing
-        torch._assert_async(~outside.any(), f"a target outside the {classes} classes")
+        assert_async(~outside.any(), f"a target outside the {classes} classes")
     elif outside.any():
         first = outside.flatten().nonzero()[0, 0]
         raise IndexError(

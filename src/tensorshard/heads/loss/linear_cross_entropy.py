@@ -6,7 +6,6 @@ sum of the input's gradient in backward, are all that travels.
 """
 
 import torch
-from torch._compile import _disable_dynamo
 
 from tensorshard.comm.groups import Group
 from tensorshard.comm.sharding import to_local
@@ -16,9 +15,10 @@ from tensorshard.heads.loss.head_loss import Extras, head_loss
 from tensorshard.heads.loss.head_spec import HeadSpec, autocast_dtype, choose_keep
 from tensorshard.heads.loss.margins import Margin
 from tensorshard.heads.tiles.precision import Precision
+from tensorshard.transforms.compile import never_compiled
 
 
-@_disable_dynamo
+@never_compiled
 def parallel_linear_cross_entropy(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -90,7 +90,7 @@ def parallel_linear_cross_entropy(
     )
 
 
-@_disable_dynamo
+@never_compiled
 def tiled_loss(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -18,9 +18,10 @@ from tensorshard.heads.module.initial_rows import fill_rows, initial_rows
 from tensorshard.heads.update.head_sgd import HeadSGD
 from tensorshard.heads.update.updated_parameter import as_torch_parameter, refuse_grad_when, without_grad
 from tensorshard.layers.parallel_module import ParallelModule
+from tensorshard.torch_private.modules import ConvertibleModule
 
 
-class HeadModule(ParallelModule):
+class HeadModule(ConvertibleModule, ParallelModule):
     """The parameters of a head, and which ranks hold what of it.
 
     Args:
@@ -207,14 +208,16 @@ class HeadModule(ParallelModule):
             if parameter is not None:
                 refuse_grad_when(parameter, self.optimizer)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "HeadModule":
+    def before_conversion(self) -> None:
         if self.optimizer is None:
-            return super()._apply(fn, recurse)
-        # What torch does here it can do to parameters of its own types alone.
+            return
+        # torch can convert parameters of its own types alone.
         for name, parameter in list(self.named_parameters(recurse=False)):
             setattr(self, name, as_torch_parameter(parameter))
-        super()._apply(fn, recurse)
+
+    def after_conversion(self) -> None:
+        if self.optimizer is None:
+            return
         self._renew_parameters()
         self.optimizer.rebind(self.weight, self.bias)
         self._guard()
-        return self

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tensorshard.heads.tiles.rounding import dequantize, quantize, round_to_bfloat16_
+from tensorshard.torch_private.dispatch import has_dispatch_mode
 
 KERNELS_VARIABLE = "TENSORSHARD_HEAD_KERNELS"
 
@@ -113,7 +113,7 @@ def choose_kernels(tensor: torch.Tensor) -> Kernels:
         RuntimeError: it names those that need Triton, which is not installed.
     """
     real = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
-    if tensor.device.type != "cuda" or not real or _get_current_dispatch_mode() is not None:
+    if tensor.device.type != "cuda" or not real or has_dispatch_mode():
         return REFERENCE
     match os.environ.get(KERNELS_VARIABLE, "compiled"):
         case "compiled":

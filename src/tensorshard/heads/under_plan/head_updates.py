@@ -14,6 +14,7 @@ from torch import nn
 
 from tensorshard.heads.under_plan.head_checks import find_heads
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
+from tensorshard.torch_private.modules import own_parameters
 from tensorshard.transforms.precision import master_dtype
 
 logger = logging.getLogger("tensorshard")
@@ -140,7 +141,7 @@ def _others_with(model: nn.Module, head: nn.Module, parameters: list[nn.Paramete
     """Names under which other modules than `head` have any of its `parameters`."""
     others = []
     for prefix, module in model.named_modules():
-        for key, parameter in module._parameters.items():
+        for key, parameter in own_parameters(module).items():
             if module is not head and any(parameter is own for own in parameters):
                 others.append(f"{prefix}.{key}" if prefix else key)
     return tuple(others)

@@ -4,6 +4,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import local_shard
+from tensorshard.torch_private.dtensor import local_tensor
 
 MOMENTUM_SCALES = "momentum_scales"
 """Scales of 8-bit momenta: a row of them for each row of a parameter, so that they are not of its shape."""
@@ -11,7 +12,7 @@ MOMENTUM_SCALES = "momentum_scales"
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, sharing memory with the whole."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def split_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -34,7 +35,7 @@ def rows_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     local = local_rows(parameter)
     if isinstance(value, DTensor):
         same = isinstance(parameter, DTensor) and value.device_mesh == parameter.device_mesh
-        value = value._local_tensor if same else value.full_tensor()
+        value = local_tensor(value) if same else value.full_tensor()
     if len(value) != len(local) and isinstance(parameter, DTensor) and len(value) == parameter.size(0):
         value = local_shard(value, parameter.device_mesh, parameter.placements)
     if len(value) != len(local):

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.heads.update.head_sgd import HeadSGD
+from tensorshard.torch_private.dtensor import local_tensor, parameter_of_class
 
 _REFUSAL = (
     "a head built with update= changes its weight during backward: there is no .grad, so what needs one "
@@ -41,7 +42,7 @@ class UpdatedDTensor(_Updated, DTensor):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "UpdatedDTensor":
         if id(self) not in memo:
-            memo[id(self)] = _split(self._local_tensor.clone(), self)
+            memo[id(self)] = _split(local_tensor(self).clone(), self)
         return memo[id(self)]
 
 
@@ -49,7 +50,7 @@ def without_grad(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter that shares the memory of `parameter`, for a head that updates it: it requires no gradient."""
     if not isinstance(parameter, DTensor):
         return UpdatedParameter(parameter.detach(), requires_grad=False)
-    return _split(parameter._local_tensor.detach(), parameter)
+    return _split(local_tensor(parameter).detach(), parameter)
 
 
 def as_torch_parameter(parameter: nn.Parameter) -> nn.Parameter:
@@ -65,6 +66,4 @@ def refuse_grad_when(parameter: nn.Parameter, optimizer: HeadSGD) -> None:
 
 def _split(local: torch.Tensor, like: DTensor) -> Any:
     """A split parameter of the layout of `like`."""
-    split = UpdatedDTensor(local, like._spec, requires_grad=False)
-    split._is_param = True  # what nn.Parameter sets, which takes no subclass of DTensor
-    return split
+    return parameter_of_class(UpdatedDTensor, local, like)

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from tensorshard.modules.values import Layout
 from tensorshard.pipeline.cut.cut import Cut
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.tracer import Tracer
+from tensorshard.torch_private.pytree import tree_flatten
 
 
 class Shapes:

@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from tensorshard.torch_private.autograd import accumulate_from
 
 
 @dataclass
@@ -54,7 +56,7 @@ class WeightBackward:
                     handles.append(gate.register_prehook(partial(_replaced, tuple(found))))
             try:
                 if edges:
-                    _backward_from(edges, values, group.parameters, keep=len(group.gates) > 1)
+                    accumulate_from(edges, values, group.parameters, keep_graph=len(group.gates) > 1)
             finally:
                 for handle in handles:
                     handle.remove()
@@ -172,12 +174,3 @@ def _noted(found: dict[Node, list[torch.Tensor | None]], gate: Node, gradients: 
 
 def _replaced(gradients: Any, _: Any) -> Any:
     return gradients
-
-
-def _backward_from(
-    edges: list[GradientEdge], gradients: list[torch.Tensor], parameters: list[torch.Tensor], *, keep: bool
-) -> None:
-    """``torch.autograd.backward``, but that of torch 2.11 refuses edges of a custom ``autograd.Function``'s node."""
-    _engine_run_backward(
-        tuple(edges), tuple(gradients), keep, False, tuple(parameters), allow_unreachable=True, accumulate_grad=True
-    )

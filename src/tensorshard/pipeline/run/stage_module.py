@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from tensorshard.modules.batches import call_model
 from tensorshard.modules.blocks import find_blocks
@@ -15,6 +14,8 @@ from tensorshard.pipeline.run.crossings import Shapes
 from tensorshard.pipeline.run.stage_run import StageLeft, StageRun
 from tensorshard.pipeline.run.stage_skeleton import skeleton
 from tensorshard.pipeline.trace.call_graph import CallGraph
+from tensorshard.torch_private.modules import clear_forward_hooks, clear_hooks
+from tensorshard.torch_private.pytree import tree_map_only
 
 
 class StageModule:
@@ -56,14 +57,13 @@ class StageModule:
         self._device: torch.device | None = None
         self._attached = False
         if not self.is_last:
-            self.module._forward_hooks.clear()  # they are for the model's output
+            clear_forward_hooks(self.module)  # they are for the model's output
         self._run: StageRun | None = None
         self._forward = self.module.forward
         self.module.forward = self._enter  # type: ignore[method-assign]
         for name in self._stubs:
             stub = self.module.get_submodule(name)
-            for hooks in (stub._forward_hooks, stub._forward_pre_hooks, stub._backward_hooks, stub._backward_pre_hooks):
-                hooks.clear()
+            clear_hooks(stub)
             stub.forward = partial(self._stub, name, stub.forward)  # type: ignore[method-assign]
 
     @property

@@ -2,13 +2,13 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from tensorshard.modules.fake_copies import computed_attributes, keep_padding
 from tensorshard.modules.parameters import parameter_aliases
+from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,17 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
     aliases = parameter_aliases(copied)
     for path, module in copied.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and aliases[prefix + name] not in keep:
-                removed.append(_remove(module, module._parameters, name))
+        for name, parameter in own_parameters(module).items():
+            if aliases[prefix + name] not in keep:
+                removed.append(_remove(module, name, parameter))
         if any(path == stub or path.startswith(f"{stub}.") for stub in stubs):
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    removed.append(_remove(module, module._buffers, name))
+            for name, buffer in own_buffers(module).items():
+                removed.append(_remove(module, name, buffer))
     for removal in removed:
         removal.stand_in(torch.device("meta"))
     return copied, removed
 
 
-def _remove(module: nn.Module, slots: Any, name: str) -> Removed:
-    tensor = slots.pop(name)
-    module._non_persistent_buffers_set.discard(name)
+def _remove(module: nn.Module, name: str, tensor: torch.Tensor) -> Removed:
+    nn.Module.__delattr__(module, name)
     return Removed(module, name, tensor.shape, tensor.dtype)

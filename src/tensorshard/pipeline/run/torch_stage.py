@@ -1,4 +1,4 @@
-"""What the schedules of torch.distributed.pipelining drive: the one file that leans on its private interface.
+"""What the schedules of torch.distributed.pipelining drive.
 
 Schedules ask a stage for its sends and receives and tell it when to compute. All that they ask for is answered here, so
 that nothing else of torch's stages is used: inputs of any structure, outputs that are no tensors, shapes that change,
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from tensorshard.modules.values import Layout
 from tensorshard.pipeline.run.split_backward import WeightBackward, backward_of_inputs
 from tensorshard.pipeline.run.stage_module import StageModule
+from tensorshard.torch_private.pipelining import ScheduleStage
 
 
 class StageHooks:
@@ -49,7 +49,7 @@ class _MicroBatch:
     weights: WeightBackward | None = None
 
 
-class ScheduledStage(_PipelineStageBase):
+class ScheduledStage(ScheduleStage):
     """A :class:`StageModule` between its neighbours.
 
     Args:
@@ -207,21 +207,6 @@ class ScheduledStage(_PipelineStageBase):
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Nothing: what backward starts from is scaled."""
-
-    def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
-        self.chunks = num_microbatches
-        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())  # read by a check of torch 2.13's
-        return ()
-
-    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
-        self.chunks = num_microbatches
-        return ()
-
-    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []  # the runner opens the group's connections
 
     # -- internals --
 

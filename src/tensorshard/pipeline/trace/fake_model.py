@@ -2,9 +2,9 @@
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tensorshard.modules.fake_copies import copy_with, keep_padding
+from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 
 
 def make_fake_copy(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> nn.Module:

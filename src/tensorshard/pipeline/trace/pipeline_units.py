@@ -1,9 +1,9 @@
 """What of a model is called as a whole by a pipeline stage: its units."""
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from tensorshard.modules.blocks import find_blocks, select_modules
+from tensorshard.torch_private.modules import DropoutBase, own_parameters
 
 
 def find_units(model: nn.Module, named: list[str] | None = None) -> dict[str, nn.Module]:
@@ -41,7 +41,7 @@ def _collect(module: nn.Module, prefix: str, blocks: set[int], units: dict[str, 
 def _is_unit_leaf(module: nn.Module) -> bool:
     if any(True for _ in module.children()):
         return False
-    if any(parameter is not None for parameter in module._parameters.values()):
+    if own_parameters(module):
         return True
     # Two stages must not draw different masks for one value.
-    return isinstance(module, _DropoutNd) and module.p > 0
+    return isinstance(module, DropoutBase) and module.p > 0

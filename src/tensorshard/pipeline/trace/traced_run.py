@@ -1,6 +1,5 @@
 """One run of a model on fake tensors: which units were called, and what each of them needed of earlier ones."""
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -8,9 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from tensorshard.modules.detached_alias import DetachedAlias
@@ -19,6 +15,15 @@ from tensorshard.modules.values import Layout, map_tensors, take_apart, tensors_
 from tensorshard.pipeline.trace.call_graph import Leaf, UnitCall
 from tensorshard.pipeline.trace.real_run import run_for_real
 from tensorshard.pipeline.trace.unit_sources import Provenance, reads_of
+from tensorshard.torch_private.dispatch import without_dispatch_modes
+from tensorshard.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    without_fake_kernel_reports,
+)
+from tensorshard.torch_private.modules import NormBase
+from tensorshard.torch_private.tensors import tensor_version
 
 BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise where their values are asked for."""
@@ -65,7 +70,7 @@ class Recording:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Notes what runs inside."""
-        with self.labels, _quiet():
+        with self.labels, without_fake_kernel_reports():
             yield
 
     @property
@@ -89,7 +94,7 @@ class Recording:
             # What it is given it may read by ways that are not seen.
             passed = self.labels.of(tensors_in((args, kwargs)))
             self.labels.read = {atom for atom in passed if atom[0] != "call"}
-            self._versions = [buffer._version for buffer in unit.buffers()]
+            self._versions = [tensor_version(buffer) for buffer in unit.buffers()]
         self._running.append(name)
 
     def compute(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -130,7 +135,7 @@ class Recording:
         self.calls.append(
             UnitCall(name, reads, gradients, structure, layouts, labels.flops, labels.written_bytes, self._saved.nbytes)
         )
-        if [buffer._version for buffer in unit.buffers()] != self._versions or _keeps_statistics(unit):
+        if [tensor_version(buffer) for buffer in unit.buffers()] != self._versions or _keeps_statistics(unit):
             self.stateful.add(name)
         count = iter(range(len(tensors)))
         fresh = map_tensors(lambda tensor: self._fresh(tensor, call, next(count)), output)
@@ -144,7 +149,7 @@ class Recording:
             # Inside of a unit values may decide, and kernels may lack a fake one: shapes must be found otherwise.
             self._estimated = True
             try:
-                with _disable_current_modes():
+                with without_dispatch_modes():
                     return run_for_real(unit, args, kwargs)
             except Exception:
                 raise error from None
@@ -152,7 +157,7 @@ class Recording:
     def _fresh(self, tensor: torch.Tensor, call: int, index: int) -> torch.Tensor:
         """A tensor like one that a unit returned, of unknown value and with no other label than this."""
         layout = Layout.of(tensor)
-        with _disable_current_modes(), self._fake:
+        with without_dispatch_modes(), self._fake:
             fresh = layout.empty(self._device)
         fresh.requires_grad_(layout.requires_grad)
         self._leaves[id(fresh)] = (call, index)
@@ -219,17 +224,5 @@ def _is_checkpointed() -> bool:
     return frame is not None
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's report of a kernel that has no fake one, after which the unit is run for real."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def _keeps_statistics(unit: nn.Module) -> bool:
-    return any(isinstance(module, _NormBase) and module.track_running_stats for module in unit.modules())
+    return any(isinstance(module, NormBase) and module.track_running_stats for module in unit.modules())

@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from tensorshard.modules.batches import call_model
 from tensorshard.modules.parameters import parameter_aliases
@@ -20,6 +17,10 @@ from tensorshard.pipeline.trace.fake_model import make_fake_copy, sample
 from tensorshard.pipeline.trace.pipeline_units import find_units
 from tensorshard.pipeline.trace.traced_run import BY_VALUE, Recording, UncuttableError
 from tensorshard.pipeline.trace.unit_sources import Provenance, reads_of
+from tensorshard.torch_private.dispatch import without_dispatch_modes
+from tensorshard.torch_private.fake_tensors import FakeTensorMode
+from tensorshard.torch_private.modules import has_backward_hooks
+from tensorshard.torch_private.pytree import tree_map_only
 
 
 class Tracer:
@@ -47,7 +48,7 @@ class Tracer:
         self.device = torch.device(device)
         self.unit_names = list(find_units(model, units))
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with _disable_current_modes():
+        with without_dispatch_modes():
             self._copy = make_fake_copy(model, self._fake, self.device)
             if prepare is not None:
                 with self._fake:
@@ -94,7 +95,7 @@ class Tracer:
         """One run: its graph, and the modules that must not run twice though they are no units."""
         devices = [self.device] if self.device.type == "cuda" else []
         samples = tree_map_only(torch.Tensor, lambda tensor: sample(tensor, self._fake, self.device), inputs)
-        with _disable_current_modes(), torch.random.fork_rng(devices=devices), self._recorded(samples) as recording:
+        with without_dispatch_modes(), torch.random.fork_rng(devices=devices), self._recorded(samples) as recording:
             output = tensors_in(self._output(recording, samples))
             sources = recording.labels.of(output)
             output_gradients = recording.sources(output)
@@ -221,4 +222,4 @@ class Tracer:
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    return has_backward_hooks(module)

@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tensorshard.modules.tensors import storage_key
 from tensorshard.pipeline.trace.call_graph import Leaf, Reads
+from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from tensorshard.torch_private.operators import schema
+from tensorshard.torch_private.pytree import tree_leaves
 
 Source = tuple[str, Any]
 """Where a value comes from: ("leaf", (call, tensor)), ("parameter", name), ("draw", number) or ("call", call)."""
@@ -98,7 +99,7 @@ class Provenance(TorchDispatchMode):
         written: list[torch.Tensor],
         draws: bool,
     ) -> None:
-        name = func._schema.name.partition("::")[2]
+        name = schema(func).name.partition("::")[2]
         sources = frozenset() if name in _SHAPE_ONLY else self.of(inputs)
         self.overwrites_inputs |= any(storage_key(tensor) in self._inputs for tensor in written)
         if self.call is not None:
@@ -132,10 +133,10 @@ class Provenance(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, output: Any, outputs: list[torch.Tensor]) -> None:
         self.written_bytes += sum(tensor.numel() * tensor.element_size() for tensor in outputs)
-        if func._overloadpacket.__name__.startswith("_scaled_dot_product"):
+        if func.overloadpacket.__name__.startswith("_scaled_dot_product"):
             self.flops += _attention_flops(*args[:3])
             return
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(func.overloadpacket)
         if count is not None:
             self.flops += int(count(*args, **kwargs, out_val=output))
 
@@ -150,10 +151,10 @@ def reads_of(sources: Iterable[Source]) -> Reads:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments that `func` changes in place."""
-    if func._schema.name.partition("::")[2] in _NORMS:
+    if schema(func).name.partition("::")[2] in _NORMS:
         return [tensor for tensor in args[3:5] if isinstance(tensor, torch.Tensor) and args[5]]
     written = []
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema(func).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -165,7 +166,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether `func` makes random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema(func).arguments):
         if argument.name == "dropout_p":  # attention that may drop, but does not
             return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
     return True

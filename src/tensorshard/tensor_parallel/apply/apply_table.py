@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.groups import Group, resolve_group
@@ -29,6 +28,8 @@ from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_sp
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, check_can_split
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.torch_private.modules import own_parameters, set_parameter
+from tensorshard.torch_private.pytree import tree_map_only
 
 # Which layers a style is for; linear ones where it is not said.
 _LAYER_KINDS = {"vocab": "embedding", "classes": "head"}
@@ -80,7 +81,7 @@ def apply_tensor_parallel(
         style = styles.get(name)
         if style is not None:
             _apply(module, style, process_group, outputs)
-        parameters = [key for key in module._parameters if (s := styles.get(_join(name, key))) and s.sums_gradients]
+        parameters = [key for key in own_parameters(module) if (s := styles.get(_join(name, key))) and s.sums_gradients]
         if parameters and not (style is not None and style.sums_gradients):
             module.forward = partial(_forward_summing, module, module.forward, parameters, process_group)  # type: ignore[method-assign]
     for names in shared_inputs:
@@ -107,9 +108,7 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
     unsaid: list[tuple[str, torch.Tensor]] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = _module_layouts(prefix, module, styles.get(prefix), size)
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for key, parameter in own_parameters(module).items():
             name = _join(prefix, key)
             layout = own.get(key, REPLICATED)
             if name in styles:
@@ -140,9 +139,7 @@ def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int
     if style.kind == "heads":
         return attention_layouts(name, module, size)
     if style.kind == "slice":
-        return {
-            key: _parameter_layout(_join(name, key), p, style) for key, p in module._parameters.items() if p is not None
-        }
+        return {key: _parameter_layout(_join(name, key), p, style) for key, p in own_parameters(module).items()}
     layer = as_splittable(module)
     wanted = _LAYER_KINDS.get(style.kind, "linear")
     suits = layer is not None and (layer.kind == wanted or (style.kind in COLUMN_KINDS and layer.kind != "head"))
@@ -216,7 +213,7 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
         split_attention(module, group)
         return
     if style.sums_gradients:
-        names = [key for key, p in module._parameters.items() if p is not None]
+        names = list(own_parameters(module))
         module.forward = partial(_forward_summing, module, module.forward, names, group)  # type: ignore[method-assign]
         return
     if style.kind == "sum":
@@ -298,13 +295,15 @@ def _forward_summing(
 ) -> Any:
     """`forward` on parameters whose gradients are summed over the ranks, each of which has activations of its
     own."""
-    slots: dict[str, Any] = module._parameters
-    held = {name: slots[name] for name in names}
-    slots.update({name: collectives.copy(to_local(parameter), group) for name, parameter in held.items()})
+    own = own_parameters(module)
+    held = {name: own[name] for name in names}
     try:
+        for name, parameter in held.items():
+            set_parameter(module, name, collectives.copy(to_local(parameter), group))
         return forward(*args, **kwargs)
     finally:
-        slots.update(held)
+        for name, parameter in held.items():
+            set_parameter(module, name, parameter)
 
 
 def _join(prefix: str, name: str) -> str:

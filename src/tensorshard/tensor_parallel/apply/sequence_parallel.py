@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm import primitives
@@ -27,6 +26,8 @@ from tensorshard.tensor_parallel.apply.multihead_attention import attention_forw
 from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
 from tensorshard.tensor_parallel.table.layer_kinds import is_transposed
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.torch_private.modules import own_parameters, set_parameter
+from tensorshard.torch_private.pytree import tree_flatten, tree_unflatten
 
 _LENGTH = "_sequence_length"
 
@@ -291,7 +292,7 @@ def _summing_forward(
     forward: Callable[..., Any], places: _Places, group: dist.ProcessGroup, *args: Any, **kwargs: Any
 ) -> Any:
     """`forward` on parameters whose gradients are summed over the ranks."""
-    held = [owner._parameters[key] for owner, key in places]
+    held = [own_parameters(owner).get(key) for owner, key in places]
     trained = [
         (place, tensor)
         for place, tensor in zip(places, held, strict=True)
@@ -301,9 +302,9 @@ def _summing_forward(
         return forward(*args, **kwargs)
     summed = _SumGradients.apply(group, *(to_local(tensor) for _, tensor in trained))
     for ((owner, key), _), alias in zip(trained, summed, strict=True):
-        owner._parameters[key] = alias
+        set_parameter(owner, key, alias)
     try:
         return forward(*args, **kwargs)
     finally:
-        for (owner, key), tensor in zip(places, held, strict=True):
-            owner._parameters[key] = tensor
+        for (owner, key), tensor in trained:
+            set_parameter(owner, key, tensor)

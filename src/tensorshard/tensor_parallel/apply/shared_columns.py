@@ -21,6 +21,7 @@ from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import to_local
 from tensorshard.layers.arguments import as_rows, autocast
 from tensorshard.tensor_parallel.table.layer_kinds import is_transposed
+from tensorshard.torch_private.tensors import tensor_version
 
 
 class _Columns(Function):
@@ -90,7 +91,7 @@ class SharedColumns:
         if (
             ready is not None
             and ready.input is input
-            and ready.version == input._version
+            and ready.version == tensor_version(input)
             and ready.with_gradients == torch.is_grad_enabled()
         ):
             return ready.output
@@ -99,7 +100,7 @@ class SharedColumns:
         outputs = self._compute([self._layers[i] for i in together], input)
         for i, output in zip(together, outputs, strict=True):
             if i != index:
-                self._ready[i] = _Ready(input, input._version, torch.is_grad_enabled(), output)
+                self._ready[i] = _Ready(input, tensor_version(input), torch.is_grad_enabled(), output)
         return outputs[0]
 
     def _compute(self, layers: list[nn.Module], input: torch.Tensor) -> list[torch.Tensor]:

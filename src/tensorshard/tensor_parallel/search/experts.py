@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tensorshard.tensor_parallel.table.styles import SUM, Style
+from tensorshard.torch_private.modules import own_parameters
 
 _MOST_TRIES = 64
 
@@ -16,7 +17,7 @@ def expert_styles(name: str, module: nn.Module) -> Iterator[dict[str, Style]]:
 
     The way into these features (gate and up, perhaps packed) is cut along the same number as the way out of them.
     """
-    own = {key: p.shape for key, p in module._parameters.items() if p is not None}
+    own = {key: p.shape for key, p in own_parameters(module).items()}
     stacked = [shape for shape in own.values() if len(shape) == 3]
     widths = sorted({size for shape in stacked for size in shape[1:]}, reverse=True)
     tries = 0

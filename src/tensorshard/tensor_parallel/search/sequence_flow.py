@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from tensorshard.modules.fake_copies import blank, copy_with
 from tensorshard.modules.stacked_experts import stand_in
@@ -16,6 +13,9 @@ from tensorshard.modules.tensors import storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention, named_arguments
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
+from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.fake_tensors import FakeTensorMode
+from tensorshard.torch_private.pytree import tree_map_only
 
 
 @dataclass

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tensorshard.modules.fake_copies import blank, copy_with
 from tensorshard.modules.stacked_experts import stand_in
 from tensorshard.modules.tensors import storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
+from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.fake_tensors import FakeTensorMode
+from tensorshard.torch_private.modules import own_parameters
+from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
 
 
 @dataclass
@@ -93,7 +94,7 @@ class _Recorder(TorchDispatchMode):
         self._running: list[set[int]] = []
         for module in model.modules():
             if as_splittable(module) is not None:
-                own = {storage_key(p) for p in module._parameters.values() if p is not None}
+                own = {storage_key(p) for p in own_parameters(module).values()}
                 module.register_forward_pre_hook(lambda *_, own=own: self._running.append(own))
                 module.register_forward_hook(self._finished)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tensorshard.modules.fake_copies import copy_with, mixed_mask, random_values
 from tensorshard.modules.tensors import tensor_leaves
@@ -21,7 +21,8 @@ from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
-from tensorshard.tensor_parallel.verify.thread_ranks import ThreadGroup, run_as_ranks
+from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
+from tensorshard.torch_private.pytree import tree_flatten, tree_unflatten
 
 TOLERANCE = 1e-3
 """Largest difference that passes, in units of the largest value: well above fp32's rounding, well below a
@@ -129,7 +130,7 @@ class BlockCheck:
 
     def _split_run(
         self,
-        group: ThreadGroup,
+        group: dist.ProcessGroup,
         split: _Split,
         layouts: Mapping[str, Layout],
         sliced: Mapping[int, Layout],
@@ -150,7 +151,7 @@ class BlockCheck:
         ]
         return self._run(part, leaves, group)
 
-    def _run(self, block: nn.Module, leaves: list[Any], group: ThreadGroup | None) -> _Run:
+    def _run(self, block: nn.Module, leaves: list[Any], group: dist.ProcessGroup | None) -> _Run:
         own: dict[int, torch.Tensor] = {}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in own:
@@ -217,7 +218,7 @@ def _random_input(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tenso
     return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
 
 
-def _part_like(whole: torch.Tensor, part: torch.Tensor, group: ThreadGroup | None) -> torch.Tensor:
+def _part_like(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """What goes with this rank's `part` of an output, of which `whole` has the shape."""
     dim = _differing_dim(part.shape, whole.shape)
     if dim is None or group is None:

@@ -13,6 +13,7 @@ from tensorshard.modules.sample_inputs import example_inputs
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
+from tensorshard.torch_private.modules import own_parameters
 
 # Of blocks that are alike, a shrunken model keeps this many, so that what one hands to the next is there.
 _KEPT_ALIKE = 2
@@ -86,7 +87,7 @@ def structure_of(block: nn.Module, call: BlockCall) -> tuple[object, ...]:
         (
             name,
             type(module),
-            tuple((key, tuple(p.shape)) for key, p in module._parameters.items() if p is not None),
+            tuple((key, tuple(p.shape)) for key, p in own_parameters(module).items()),
             tuple((key, value) for key, value in vars(module).items() if _matters(key, value)),
         )
         for name, module in block.named_modules()
@@ -113,7 +114,7 @@ def without_repetition(model: nn.Module, calls: Mapping[str, BlockCall]) -> nn.M
         structure = (owner, structure_of(model.get_submodule(name), call))
         alike[structure] = alike.get(structure, 0) + 1
         if alike[structure] > _KEPT_ALIKE:
-            del smaller.get_submodule(owner)._modules[key]
+            nn.Module.__delattr__(smaller.get_submodule(owner), key)
     return smaller
 
 

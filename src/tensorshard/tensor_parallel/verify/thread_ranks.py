@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tensorshard.tensor_parallel.verify.local_group import Done, LocalGroup
+from tensorshard.torch_private.process_groups import LocalGroup
 
 _TIMEOUT_SECONDS = 120.0
 _Result = TypeVar("_Result")
@@ -25,47 +25,35 @@ class _Board:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
 
 
-class ThreadGroup(LocalGroup):
-    """A process group whose ranks are threads: sums and gathers, which is all that tensor parallelism
-    needs."""
+class _ThreadComm:
+    """Sums and gathers between threads, which is all that tensor parallelism needs."""
 
-    backend = "threads"
+    name = "threads"
 
-    def __init__(self, board: _Board, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+    def __init__(self, board: _Board, rank: int) -> None:
         self._board = board
         self._rank = rank
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        (tensor,) = tensors
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         total = torch.stack(self._exchange(tensor)).sum(0)
         self._board.barrier.wait()  # all have read before anybody writes
         tensor.copy_(total)
-        return Done()
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
         output.copy_(torch.cat([part.flatten() for part in self._exchange(input)]).view_as(output))
         self._board.barrier.wait()
-        return Done()
 
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> None:
         total = torch.stack([part.flatten() for part in self._exchange(input)]).sum(0)
-        output.copy_(total.chunk(self.size())[self._rank].view_as(output))
+        output.copy_(total.chunk(len(self._board.slots))[self._rank].view_as(output))
         self._board.barrier.wait()
-        return Done()
 
-    def alltoall_base(  # type: ignore[override]
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
-        opts: Any = None,
-    ) -> dist.Work:
+    def all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> None:
         sent = self._exchange(input.detach().split(input_splits))
         output.copy_(torch.cat([parts[self._rank] for parts in sent]))
         self._board.barrier.wait()
-        return Done()
 
     def _exchange(self, sent: Any) -> list[Any]:
         self._board.slots[self._rank] = sent.detach() if isinstance(sent, torch.Tensor) else sent
@@ -73,7 +61,7 @@ class ThreadGroup(LocalGroup):
         return list(self._board.slots)
 
 
-def run_as_ranks(size: int, function: Callable[[ThreadGroup], _Result]) -> list[_Result]:
+def run_as_ranks(size: int, function: Callable[[dist.ProcessGroup], _Result]) -> list[_Result]:
     """What `function(group)` returns on each of `size` simulated ranks.
 
     Raises:
@@ -85,7 +73,7 @@ def run_as_ranks(size: int, function: Callable[[ThreadGroup], _Result]) -> list[
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(ThreadGroup(board, rank, size))
+            results[rank] = function(LocalGroup(_ThreadComm(board, rank), rank, size))
         except threading.BrokenBarrierError:
             pass  # another rank failed, and its reason is the one to report
         except BaseException as error:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from tensorshard.torch_private.optimizers import set_last_rates
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.step_record import StepRecord
 
@@ -55,4 +56,4 @@ def _set_rates(schedule: LambdaLR) -> None:
     rates = [peak * ratio for peak, ratio in zip(schedule.base_lrs, ratios, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    schedule._last_lr = rates
+    set_last_rates(schedule, rates)

@@ -1,0 +1,75 @@
+"""Modes and tensor classes that see every operation.
+
+`TorchDispatchMode`: what a mode derives from that sees each operator call, after autograd.
+
+Why: constructors are recorded and values are followed through a model operator by operator.
+
+Checked: torch 2.11 and 2.13.
+
+Public way: none. ``torch.overrides.TorchFunctionMode`` is public, but sees Python functions, and not what custom
+autograd functions and C++ code call.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+
+__all__ = [
+    "TorchDispatchMode",
+    "has_dispatch_mode",
+    "make_wrapper_tensor",
+    "without_dispatch_modes",
+    "without_torch_functions_of_tensors",
+]
+
+
+def has_dispatch_mode() -> bool:
+    """Whether a dispatch mode watches or fakes what is computed.
+
+    Why: work that is spread over streams or written by hand is then done in plain operations, one after the other.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    return _get_current_dispatch_mode() is not None
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Leaves all dispatch modes, to compute something real that none of them is to see.
+
+    Why: the tracer samples inputs, and runs for real what has no fake kernel, in the middle of a traced run.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    return _disable_current_modes()
+
+
+def without_torch_functions_of_tensors() -> AbstractContextManager[Any]:
+    """Inside, torch's functions do not call ``__torch_function__`` of the tensors they are given.
+
+    Why: a tensor class that answers a question about itself, such as its shape, would otherwise be asked again.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``super().__torch_function__``, which makes a tensor of the class of everything that comes back.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def make_wrapper_tensor(
+    cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of class `cls` that has a shape, a type and a device, and no memory.
+
+    Why: logits that are split over ranks look whole to code that asks for their shape.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none. It is in PyTorch's notes on extending tensors, but has no public name.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)

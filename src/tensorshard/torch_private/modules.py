@@ -1,0 +1,201 @@
+"""A module's own tensors, hooks and conversions; base classes of its layers.
+
+`BatchNormBase`, `NormBase`, `DropoutBase`: what batch normalizations, those and instance normalizations, and dropouts
+of all dimensions derive from.
+
+Why: layers of one's own derive from them, and so does what later versions of torch add.
+
+Checked: torch 2.11 and 2.13.
+
+Public way: a tuple of all public classes, which leaves such layers out.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+
+__all__ = [
+    "TABLES",
+    "BatchNormBase",
+    "ConvertibleModule",
+    "DropoutBase",
+    "NormBase",
+    "check_batch_norm_input",
+    "clear_forward_hooks",
+    "clear_hooks",
+    "has_backward_hooks",
+    "own_buffers",
+    "own_parameters",
+    "reset_method",
+    "set_buffer",
+    "set_parameter",
+    "truncated_normal_replaced",
+]
+
+TABLES = ("_parameters", "_buffers", "_modules")
+"""Where a module's ``__dict__`` keeps what is registered; every other entry is a plain attribute."""
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are registered on `module` itself, by the names they have there.
+
+    Why: ties are found by both of their names, and a class may override ``named_parameters``.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``named_parameters(recurse=False, remove_duplicate=False)``, where a class does not override it.
+    """
+    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are registered on `module` itself, by the names they have there.
+
+    Why: as for :func:`own_parameters`.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``named_buffers(recurse=False, remove_duplicate=False)``, where a class does not override it.
+    """
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+
+
+def set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Has ``module.name``, a parameter, be `value`, which may be a tensor that is computed from it.
+
+    Why: a forward runs on parameters whose gradients are summed over ranks, or of which this rank holds a part.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``setattr``, where `value` is an ``nn.Parameter`` and the class neither overrides ``__setattr__`` nor
+    parametrizes the parameter; ``torch.func.functional_call``, around a whole forward.
+    """
+    module._parameters[name] = value  # type: ignore[assignment]
+
+
+def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Has ``module.name``, a buffer, be `value`; whether it is persistent stays as it was.
+
+    Why: a meta model gets its real buffers.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``setattr``, where the class does not override ``__setattr__``.
+    """
+    module._buffers[name] = value
+
+
+def clear_forward_hooks(module: nn.Module) -> None:
+    """Takes the hooks away that are called after the forward of `module`.
+
+    Why: a pipeline stage that is not the last does not return the output that they are for.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``RemovableHandle.remove()``, for whoever registered them.
+    """
+    module._forward_hooks.clear()
+
+
+def clear_hooks(module: nn.Module) -> None:
+    """Takes the hooks away that are called before and after forward and backward of `module`.
+
+    Why: what stands in a stage for a module of another stage gets other values than the hooks are for.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``RemovableHandle.remove()``, for whoever registered them.
+    """
+    hooks: tuple[dict[int, Any], ...] = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    for table in hooks:
+        table.clear()
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether `module` has hooks that are called before or after its backward.
+
+    Why: they make one node of its outputs, or of its inputs, which a pipeline cannot cut.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def check_batch_norm_input(module: BatchNormBase, input: torch.Tensor) -> None:
+    """Raises ValueError if `input` has a number of dimensions that `module` does not take, as its forward would.
+
+    Why: batch normalization over ranks replaces that forward.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: the forward itself, which computes as well.
+    """
+    module._check_input_dim(input)
+
+
+def reset_method(module: nn.Module) -> Callable[[], object] | None:
+    """What gives the own parameters of `module` their initial values; None where there is no such method.
+
+    Why: that is the convention for models on the meta device; ``nn.MultiheadAttention`` names its own with an
+    underscore.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``reset_parameters``, which all of torch's other layers have.
+    """
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+@contextmanager
+def truncated_normal_replaced(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, ``nn.init.trunc_normal_`` draws by ``make(torch's own function)``.
+
+    Why: from torch 2.12 on it reads what it has drawn, which a recorded constructor cannot do.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: replacing ``nn.init.trunc_normal_``, which misses those who imported it by name.
+    """
+    original = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = make(original)
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+class ConvertibleModule(nn.Module):
+    """A module that is told when its tensors are about to be converted (``to``, ``cuda``, ``half``, ...) and when they
+    were.
+
+    Why: parameters of a class of one's own must be plain ones while torch replaces them.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none. ``to`` and the like can be overridden, but not those of the model around it, which call this.
+    """
+
+    def before_conversion(self) -> None:
+        """Called first."""
+
+    def after_conversion(self) -> None:
+        """Called last."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.before_conversion()
+        super()._apply(fn, recurse)
+        self.after_conversion()
+        return self

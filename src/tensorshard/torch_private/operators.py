@@ -1,0 +1,107 @@
+"""Operators without a public name, and what an operator says of itself.
+
+`OpOverload`: the class of the operators that a dispatch mode sees, by which others (higher-order ones) are told apart.
+
+Why: a recorder can replay plain operators alone.
+
+Checked: torch 2.11 and 2.13.
+
+Public way: ``type(torch.ops.aten.add.Tensor)``, which type checkers do not follow.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+__all__ = [
+    "ATTENTION_KERNELS",
+    "UNSCALE",
+    "OpOverload",
+    "assert_async",
+    "foreach_mul_",
+    "foreach_norm",
+    "schema",
+    "unscale_",
+]
+
+_aten = torch.ops.aten
+
+# What F.scaled_dot_product_attention calls, one for each kind of kernel.
+# Why: selective recomputation keeps their results, which cost the most to compute again.
+# Checked: torch 2.11 and 2.13. Public way: none.
+ATTENTION_KERNELS = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_attention_math.default,
+    }
+)
+
+# What torch.amp.GradScaler calls on the gradients of one device and type.
+# Why: DTensor has a rule of its own for it, which mixtures of DTensors and plain tensors need to extend.
+# Checked: torch 2.11 and 2.13. Public way: none.
+UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def schema(operator: Any) -> Any:
+    """The schema of `operator`: its name, its arguments, and which of them it writes to (``alias_info``).
+
+    Why: a tracer has to know what an operation changes in place.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``operator.name()`` for the name; none for the rest.
+    """
+    return operator._schema
+
+
+def foreach_norm(tensors: list[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
+    """The norm of each of `tensors`, in few kernels.
+
+    Why: the norm of a model's gradient is taken every step.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``torch.linalg.vector_norm`` of each: a kernel for every tensor.
+    """
+    return torch._foreach_norm(tensors, order)
+
+
+def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiplies each of `tensors` by `factor`, in place, in few kernels.
+
+    Why: clipping scales every gradient, every step.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``Tensor.mul_`` of each: a kernel for every tensor.
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
+def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Multiplies each gradient by `inverse_scale`, in place, and sets `found_inf` to 1 where one is not finite.
+
+    Why: a ``GradScaler`` whose gradients are sharded unscales this rank's shards.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``torch.isfinite`` and ``Tensor.mul_`` of each: several kernels for every tensor.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+
+
+def assert_async(condition: torch.Tensor, message: str) -> None:
+    """Stops the process later on if `condition` is false; on a GPU nobody waits for it.
+
+    Why: indices are checked before each lookup, as torch's own kernels check them.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``assert condition.item()``, which waits for the device.
+    """
+    torch._assert_async(condition, message)

@@ -1,0 +1,131 @@
+"""Process groups of one's own, and what a group is made of."""
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What moves tensors on `device` in `group`: "gloo", "nccl", ...
+
+    Why: a group may have one backend a device, and collectives are built from sends and receives on Gloo alone.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``dist.get_backend_config(group)``, for groups that torch has made itself.
+    """
+    return group._get_backend(device).name()
+
+
+def merged_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
+    """The group of all ranks of `mesh`, whose axes become one of this name.
+
+    Why: losses are averaged over two axes of a mesh at once.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``dist.new_group`` for every such set of ranks, which the mesh then does not know of.
+    """
+    return mesh._flatten(name).get_group()
+
+
+class Comm(Protocol):
+    """Collectives of ranks that are no processes. Each is over when it returns, and writes where torch's would.
+
+    Attributes:
+        name: what it calls itself.
+    """
+
+    name: str
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sums `tensor` over the ranks, in place."""
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Concatenates every rank's `input` into `output`."""
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Sums `input` over the ranks and leaves this rank's part in `output`."""
+
+    def all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> None:
+        """Sends part i of `input` to rank i, and concatenates what comes in into `output`; sizes along dimension 0."""
+
+
+class LocalGroup(dist.ProcessGroup):
+    """A process group inside of one process, which hands its collectives to `comm`.
+
+    Why: layers and transforms call ``torch.distributed`` with a group; that they compute right is checked on ranks that
+    are threads, and shapes are found on ranks that do not exist.
+
+    Checked: torch 2.11 and 2.13, which calls three of the methods by new names.
+
+    Public way: none. A backend that ``dist.Backend.register_backend`` adds serves the groups of one process, one rank
+    each.
+    """
+
+    def __init__(self, comm: Comm, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._comm = comm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LocalGroup":
+        return self
+
+    def getBackendName(self) -> str:
+        return self._comm.name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return _Backend(self._comm.name)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        (tensor,) = tensors
+        self._comm.all_reduce(tensor)
+        return _Done()
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        self._comm.all_gather(output, input)
+        return _Done()
+
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        self._comm.reduce_scatter(output, input)
+        return _Done()
+
+    def alltoall_base(  # type: ignore[override]
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        self._comm.all_to_all(output, input, output_splits, input_splits)
+        return _Done()
+
+    # What torch 2.13 calls them.
+
+    def all_gather_single(self, *args: Any) -> dist.Work:
+        return self._allgather_base(*args)
+
+    def reduce_scatter_single(self, *args: Any) -> dist.Work:
+        return self._reduce_scatter_base(*args)
+
+    def all_to_all_single(self, *args: Any) -> dist.Work:
+        return self.alltoall_base(*args)
+
+
+class _Done(dist.distributed_c10d.Work):
+    """A collective that is over."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class _Backend:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def name(self) -> str:
+        return self._name
