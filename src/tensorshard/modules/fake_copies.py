@@ -1,14 +1,21 @@
 """Copies of modules that share nothing with the original, on fake or real tensors, without its weights."""
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tensorshard.modules.stacked_experts import use_placeholder_outputs
+from tensorshard.modules.tensors import map_tensors_once
+
 _Module = TypeVar("_Module", bound=nn.Module)
+_Mode = TypeVar("_Mode", bound=TorchDispatchMode)
 
 
 def copy_with(module: _Module, tensor_for: Callable[[str, torch.Tensor], torch.Tensor]) -> _Module:
@@ -42,9 +49,56 @@ def keep_padding(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def blank(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """An uninitialised tensor like `tensor`, on the CPU; a fake one under a ``FakeTensorMode``."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+def make_fake_copy(model: _Module, fake: FakeTensorMode, device: torch.device) -> _Module:
+    """A copy whose parameters take no memory; buffers keep their values where they have any."""
+
+    def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return _fake(tensor, fake, device) if isinstance(tensor, nn.Parameter) else _sample(tensor, fake, device)
+
+    copied = copy_with(model, value)
+    keep_padding(copied)
+    return copied
+
+
+def make_sample(inputs: Any, fake: FakeTensorMode, device: torch.device) -> Any:
+    """`inputs` for a fake copy: tensors with values as copies of them, others as fake ones; a repeated one as one."""
+    return map_tensors_once(lambda tensor: _sample(tensor, fake, device), inputs)
+
+
+@contextmanager
+def fake_run(
+    model: _Module, inputs: Any, follow: Callable[[FakeTensorMode, _Module, Any], _Mode]
+) -> Iterator[tuple[_Module, Any, _Mode]]:
+    """A fake copy of `model` on the CPU that evaluates with gradients, a sample of `inputs`, and what follows the run.
+
+    All parameters require gradients, since without some modules take shortcuts past their layers. Experts return
+    placeholders (:func:`tensorshard.modules.stacked_experts.use_placeholder_outputs`). Random numbers are those of the
+    run: what it makes of them is forgotten.
+
+    Args:
+        follow: makes the dispatch mode under which the block of the ``with`` runs.
+    """
+    fake, device = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        copied = make_fake_copy(model, fake, device).eval()
+        use_placeholder_outputs(copied)
+        for parameter in copied.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        samples = make_sample(inputs, fake, device)
+        mode = follow(fake, copied, samples)
+        with mode:
+            yield copied, samples, mode
+
+
+def _sample(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return _fake(tensor, fake, device)
+    return tensor.detach().to(device, copy=True)  # the model may change it in place
+
+
+def _fake(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    with fake:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def mixed_mask(shape: Sequence[int]) -> torch.Tensor:
