@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tensorshard.modules.stacked_experts import use_placeholder_outputs
@@ -49,20 +49,20 @@ def keep_padding(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def make_fake_copy(model: _Module, fake: FakeTensorMode, device: torch.device) -> _Module:
-    """A copy whose parameters take no memory; buffers keep their values where they have any."""
+def make_fake_copy(model: _Module, fake: FakeTensorMode, device: torch.device, *, values: bool = True) -> _Module:
+    """A copy whose parameters take no memory; with `values`, buffers keep theirs where they have any."""
 
     def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return _fake(tensor, fake, device) if isinstance(tensor, nn.Parameter) else _sample(tensor, fake, device)
+        return _sample(tensor, fake, device, values=values and not isinstance(tensor, nn.Parameter))
 
     copied = copy_with(model, value)
     keep_padding(copied)
     return copied
 
 
-def make_sample(inputs: Any, fake: FakeTensorMode, device: torch.device) -> Any:
-    """`inputs` for a fake copy: tensors with values as copies of them, others as fake ones; a repeated one as one."""
-    return map_tensors_once(lambda tensor: _sample(tensor, fake, device), inputs)
+def make_sample(inputs: Any, fake: FakeTensorMode, device: torch.device, *, values: bool = True) -> Any:
+    """`inputs` for a fake copy, a repeated tensor as one; with `values`, those that have any are copied with them."""
+    return map_tensors_once(lambda tensor: _sample(tensor, fake, device, values=values), inputs)
 
 
 @contextmanager
@@ -71,32 +71,29 @@ def fake_run(
 ) -> Iterator[tuple[_Module, Any, _Mode]]:
     """A fake copy of `model` on the CPU that evaluates with gradients, a sample of `inputs`, and what follows the run.
 
-    All parameters require gradients, since without some modules take shortcuts past their layers. Experts return
-    placeholders (:func:`tensorshard.modules.stacked_experts.use_placeholder_outputs`). Random numbers are those of the
-    run: what it makes of them is forgotten.
+    No tensor has values, so that the run is the one that holds for all of them: code that would take a short cut for
+    some (no mask where nothing is masked) takes the long way. All parameters require gradients, since without some
+    modules take shortcuts past their layers. Experts return placeholders
+    (:func:`tensorshard.modules.stacked_experts.use_placeholder_outputs`).
 
     Args:
         follow: makes the dispatch mode under which the block of the ``with`` runs.
     """
     fake, device = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
-    with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        copied = make_fake_copy(model, fake, device).eval()
+    with torch.enable_grad(), fake:
+        copied = make_fake_copy(model, fake, device, values=False).eval()
         use_placeholder_outputs(copied)
         for parameter in copied.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
-        samples = make_sample(inputs, fake, device)
+        samples = make_sample(inputs, fake, device, values=False)
         mode = follow(fake, copied, samples)
         with mode:
             yield copied, samples, mode
 
 
-def _sample(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
-        return _fake(tensor, fake, device)
-    return tensor.detach().to(device, copy=True)  # the model may change it in place
-
-
-def _fake(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device) -> torch.Tensor:
+def _sample(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device, *, values: bool) -> torch.Tensor:
+    if values and not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+        return tensor.detach().to(device, copy=True)  # the model may change it in place
     with fake:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 

@@ -84,12 +84,14 @@ class Provenance(TorchDispatchMode, Generic[Source]):
     operation changes in place comes from what it held, too. Tensors are kept alive while the run is followed, so that
     no storage is used again.
 
-    Operations on fake tensors are fake. Those on real ones (the inputs, masks made of them) are real, so that code that
-    looks at their values works. Subclasses say what the sources are: they give tensors their first ones by :meth:`set`,
-    and override :meth:`follow` where the rule is another inside of some modules.
+    Operations on fake tensors are fake. Those on real ones (the inputs, masks made of them) are real unless the mode of
+    the fake tensors is active around this one, so that code that looks at their values works.
+
+    Subclasses say what the sources are: they give tensors their first ones by :meth:`set`, and override :meth:`follow`
+    where the rule is another, inside of some modules, say.
 
     Args:
-        fake: the mode of the fake tensors, which must not be active itself.
+        fake: the mode of the fake tensors.
 
     Attributes:
         rng_ops: how many operations made random numbers so far.
@@ -104,6 +106,8 @@ class Provenance(TorchDispatchMode, Generic[Source]):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # a question for a tensor's device
+            return run_operation(func, args, kwargs)
         inputs = tensor_leaves((args, kwargs))
         if any(isinstance(tensor, FakeTensor) for tensor in inputs):
             with self._fake:

@@ -69,7 +69,7 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
     """Runs a fake copy of `model` on `inputs` and notes how the modules named in `blocks` are called.
 
     Args:
-        inputs: as for ``Engine.step``; their values matter only to code that looks at them.
+        inputs: as for ``Engine.step``; only their shapes and types matter.
     """
 
     def follow(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> BlockOutputs:
@@ -149,7 +149,9 @@ class BlockOutputs(Provenance[Output]):
 
 
 def _described(operation: Operation) -> bytes:
-    """All that `operation` was but for its tensors' values."""
+    """All that `operation` was but for its tensors' values; nothing for what autograd alone needs."""
+    if operation.name in ("detach", "alias"):
+        return b""
     leaves = tree_leaves((operation.args, operation.kwargs))
     shown = [
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
