@@ -9,12 +9,12 @@ from torch import nn
 
 from table_models import build, inputs
 from tensorshard.comm import primitives
+from tensorshard.modules.batches import call_model
 from tensorshard.modules.blocks import find_blocks
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
 from tensorshard.tensor_parallel.table.table import TensorPlan
-from tensorshard.tensor_parallel.verify.block_calls import call_model
 from tensorshard.transforms.recompute import apply_recompute
 
 

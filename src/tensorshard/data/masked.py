@@ -72,11 +72,11 @@ class MaskedTokens(Dataset[tuple[Tensor, Tensor]]):
         num_predicted = max(1, round(self.mask_probability * len(original)))
         predicted = torch.from_numpy(random.permutation(len(original))[:num_predicted])
         fate = random.random(num_predicted)
-        stand_ins = np.where(fate < 0.8, self.mask_token, random.integers(self.vocab_size, size=num_predicted))
+        replacements = np.where(fate < 0.8, self.mask_token, random.integers(self.vocab_size, size=num_predicted))
 
         shown = torch.from_numpy(fate < 0.9)
         tokens = original.clone()
-        tokens[predicted[shown]] = torch.from_numpy(stand_ins)[shown]
+        tokens[predicted[shown]] = torch.from_numpy(replacements)[shown]
         targets = torch.full_like(original, IGNORED_TARGET)
         targets[predicted] = original[predicted]
         return tokens, targets

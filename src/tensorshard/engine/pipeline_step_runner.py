@@ -12,7 +12,8 @@ from tensorshard.engine.same_batch import check_same_batch
 from tensorshard.engine.step_runner import StepLoss, StepRunner
 from tensorshard.mesh import Mesh
 from tensorshard.modules.batches import batch_size, split_batch, split_unevenly, to_device
-from tensorshard.modules.values import Structure, map_tensors, take_apart
+from tensorshard.modules.tensors import map_tensors
+from tensorshard.modules.values import Structure, take_apart
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 from tensorshard.pipeline.run.schedule_runner import PipelineRunner
 from tensorshard.pipeline.run.stage_module import StageModule

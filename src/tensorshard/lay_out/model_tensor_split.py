@@ -59,6 +59,7 @@ def split_over_tensor_ranks(model: nn.Module, found: VerifiedTable | None, plan:
     outputs = SplitOutputs()
     layouts = apply_tensor_parallel(model, found.plan, group, shared_inputs=shared_inputs, outputs=outputs)
     styles = found.plan.resolve(model)
-    split_randomness(model, find_units(model), styles, found.sequence, group)
+    random = [name for name in find_units(model) if name not in found.not_random]
+    split_randomness(model, random, styles, found.sequence, group)
     apply_sequence_parallel(model, found.sequence, group, shared_inputs=shared_inputs, whole_units=not parted)
     return TensorSplit(layouts, group, found, outputs)

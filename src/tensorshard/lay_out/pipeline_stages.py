@@ -14,6 +14,7 @@ from tensorshard.materialize import TensorSource
 from tensorshard.mesh import Mesh
 from tensorshard.modules.blocks import find_blocks, select_modules
 from tensorshard.modules.fake_copies import copy_with
+from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.parameters import ParameterPlaces, like
 from tensorshard.modules.sample_inputs import example_inputs
 from tensorshard.pipeline.cut.cut import Cut, cut_model
@@ -134,6 +135,8 @@ def _trace(tracer: Tracer, model: nn.Module, sample_inputs: Any) -> CallGraph:
         except UncuttableError:
             raise
         except Exception as caught:  # whatever a model makes of inputs that are not its own
+            if not raised_by_model(caught):
+                raise
             error = error or caught
     name = type(model).__name__
     if error is None:

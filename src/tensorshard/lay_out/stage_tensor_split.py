@@ -68,8 +68,8 @@ def split_stage(
     )
     own = {name: style for name, style in styles.items() if name not in stage.elsewhere}
     sequence = stage_sequences(stage, found.sequence)
-    blocks = [name for name in find_units(whole) if name not in stage.elsewhere]
-    split_randomness(stage.module, blocks, own, sequence, group)
+    random = [name for name in find_units(whole) if name not in stage.elsewhere | found.not_random]
+    split_randomness(stage.module, random, own, sequence, group)
     apply_sequence_parallel(stage.module, sequence, group, shared_inputs=shared_inputs, whole_units=not parted)
     return TensorSplit(layouts, group, found, outputs)
 

@@ -68,7 +68,7 @@ class OperationRecorder(TorchDispatchMode):
         self.failure: str | None = None
         self._fake_mode = fake_mode
         self._indices: dict[int, int] = {}  # address of a storage -> its index in the log
-        self._stand_ins: dict[int, torch.Tensor] = {}  # address of a real storage -> fake bytes in its place
+        self._placeholders: dict[int, torch.Tensor] = {}  # address of a real storage -> fake bytes in its place
         self._alive: list[torch.UntypedStorage] = []  # so that no address is used twice
         self._draws = count()
 
@@ -92,7 +92,9 @@ class OperationRecorder(TorchDispatchMode):
         """What holds the value of a tensor of the finished model: the log, or a tensor no operation met."""
         if isinstance(tensor, FakeTensor):
             return self.ref(tensor)
-        return self.ref(self._fake(tensor)) if storage_address(tensor.untyped_storage()) in self._stand_ins else tensor
+        return (
+            self.ref(self._fake(tensor)) if storage_address(tensor.untyped_storage()) in self._placeholders else tensor
+        )
 
     def log_fill(self, func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Log a Python function that fills its first argument with random numbers, as one operation."""
@@ -154,15 +156,15 @@ class OperationRecorder(TorchDispatchMode):
         if tensor.layout != torch.strided or not (type(tensor) is torch.Tensor or isinstance(tensor, nn.Parameter)):
             raise UnrecordableError(f"uses a {type(tensor).__name__} that was made outside of it")
         storage = tensor.untyped_storage()
-        if storage_address(storage) not in self._stand_ins:
+        if storage_address(storage) not in self._placeholders:
             with unset_fake_temporarily():
                 value = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             with self._fake_mode:
-                stand_in = torch.empty(storage.nbytes(), dtype=torch.uint8, device=tensor.device)
-            self._log_constant(value, stand_in)
-            self._stand_ins[storage_address(storage)] = stand_in
+                placeholder = torch.empty(storage.nbytes(), dtype=torch.uint8, device=tensor.device)
+            self._log_constant(value, placeholder)
+            self._placeholders[storage_address(storage)] = placeholder
             self._alive.append(storage)
-        memory = self._stand_ins[storage_address(storage)]
+        memory = self._placeholders[storage_address(storage)]
         elements = memory[: memory.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
         return elements.as_strided(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -193,9 +195,9 @@ class OperationRecorder(TorchDispatchMode):
                 self.log.sizes.append(storage.nbytes())
                 yield position, self.ref(leaf)
 
-    def _log_constant(self, real: torch.Tensor, stand_in: torch.Tensor) -> None:
-        """Log that `stand_in` has the value that `real` has now."""
-        made = list(self._made(stand_in))
+    def _log_constant(self, real: torch.Tensor, placeholder: torch.Tensor) -> None:
+        """Log that `placeholder` has the value that `real` has now."""
+        made = list(self._made(placeholder))
         if made:
             with unset_fake_temporarily():
                 value = real.detach().clone().cpu()

@@ -1,5 +1,6 @@
 """Batches of any structure: cutting them into micro-batches, counting their samples, calling a model with them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -74,10 +75,16 @@ def to_device(tree: Any, device: torch.device) -> Any:
     return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x, tree)
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """A tensor is the model's argument; a tuple or list its arguments; a dict its keyword arguments."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
+def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with: a tensor is its argument; a tuple or list its arguments; a dict its keyword ones."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
     if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Calls `model` with the arguments that `inputs` are, see :func:`call_arguments`."""
+    args, kwargs = call_arguments(inputs)
+    return model(*args, **kwargs)

@@ -1,15 +1,21 @@
 """Copies of modules that share nothing with the original, on fake or real tensors, without its weights."""
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from tensorshard.modules.stacked_experts import use_placeholder_outputs
+from tensorshard.modules.tensors import map_tensors_once
+from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from tensorshard.torch_private.pytree import tree_leaves
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_Mode = TypeVar("_Mode", bound=TorchDispatchMode)
 
 
 def copy_with(module: _Module, tensor_for: Callable[[str, torch.Tensor], torch.Tensor]) -> _Module:
@@ -43,9 +49,53 @@ def keep_padding(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def blank(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """An uninitialised tensor like `tensor`, on the CPU; a fake one under a ``FakeTensorMode``."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+def make_fake_copy(model: _Module, fake: FakeTensorMode, device: torch.device, *, values: bool = True) -> _Module:
+    """A copy whose parameters take no memory; with `values`, buffers keep theirs where they have any."""
+
+    def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return _sample(tensor, fake, device, values=values and not isinstance(tensor, nn.Parameter))
+
+    copied = copy_with(model, value)
+    keep_padding(copied)
+    return copied
+
+
+def make_sample(inputs: Any, fake: FakeTensorMode, device: torch.device, *, values: bool = True) -> Any:
+    """`inputs` for a fake copy, a repeated tensor as one; with `values`, those that have any are copied with them."""
+    return map_tensors_once(lambda tensor: _sample(tensor, fake, device, values=values), inputs)
+
+
+@contextmanager
+def fake_run(
+    model: _Module, inputs: Any, follow: Callable[[FakeTensorMode, _Module, Any], _Mode]
+) -> Iterator[tuple[_Module, Any, _Mode]]:
+    """A fake copy of `model` on the CPU that evaluates with gradients, a sample of `inputs`, and what follows the run.
+
+    No tensor has values, so that the run is the one that holds for all of them: code that would take a short cut for
+    some (no mask where nothing is masked) takes the long way. All parameters require gradients, since without some
+    modules take shortcuts past their layers. Experts return placeholders
+    (:func:`tensorshard.modules.stacked_experts.use_placeholder_outputs`).
+
+    Args:
+        follow: makes the dispatch mode under which the block of the ``with`` runs.
+    """
+    fake, device = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
+    with torch.enable_grad(), fake:
+        copied = make_fake_copy(model, fake, device, values=False).eval()
+        use_placeholder_outputs(copied)
+        for parameter in copied.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        samples = make_sample(inputs, fake, device, values=False)
+        mode = follow(fake, copied, samples)
+        with mode:
+            yield copied, samples, mode
+
+
+def _sample(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device, *, values: bool) -> torch.Tensor:
+    if values and not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+        return tensor.detach().to(device, copy=True)  # the model may change it in place
+    with fake:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def mixed_mask(shape: Sequence[int]) -> torch.Tensor:

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.torch_private.modules import own_parameters
-from tensorshard.torch_private.pytree import tree_leaves
 
 
 def find_experts(block: nn.Module) -> dict[str, nn.Module]:
@@ -23,19 +22,21 @@ def find_experts(block: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def stand_in(model: nn.Module) -> None:
+def use_placeholder_outputs(model: nn.Module) -> None:
     """Lets `model` run on fake tensors: which experts its tokens go to depends on values, which these do not have.
 
     Experts that are given indices then return something of the shape and type of their first input, made of all that
     they were given.
     """
     for module in find_experts(model).values():
-        module.forward = partial(_pretended, module, module.forward)  # type: ignore[method-assign]
+        module.forward = partial(_placeholder_output, module, module.forward)  # type: ignore[method-assign]
 
 
-def _pretended(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+def _placeholder_output(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tensors = tensor_leaves((args, kwargs))
     if all(tensor.is_floating_point() for tensor in tensors):
         return forward(*args, **kwargs)
     first, *others = [tensor for tensor in tensors if tensor.is_floating_point()]
-    return sum((t.sum().to(first.dtype) for t in (*others, *own_parameters(module).values())), start=first)
+    return sum(
+        (t.sum().to(first.dtype) for t in (*others, *own_parameters(module).values()) if t is not None), start=first
+    )

@@ -1,14 +1,14 @@
 """What modules return, taken apart into tensors and a structure, and what is known of a tensor before it exists."""
 
 import copy
-import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tensorshard.modules.tensors import is_dataclass_instance, set_fields
 from tensorshard.torch_private.pytree import TreeSpec, tree_flatten, tree_unflatten
 
 _PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, torch.layout, enum.Enum)
@@ -130,18 +130,9 @@ class _Fields:
 
 
 def take_apart(value: Any) -> tuple[list[torch.Tensor], Structure]:
-    """The tensors in `value`, in order, and the rest of it.
-
-    Containers are those of pytree (tuples, lists, dicts, what libraries register, such as the outputs of
-    transformers) and dataclasses.
-    """
+    """The tensors in `value`, in the order of :func:`tensorshard.modules.tensors.tensor_leaves`, and the rest of it."""
     tensors: list[torch.Tensor] = []
     return tensors, _structure(value, tensors)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value`, in order."""
-    return take_apart(value)[0]
 
 
 def _structure(value: Any, tensors: list[torch.Tensor]) -> Structure:
@@ -155,8 +146,8 @@ def _leaf(leaf: Any, tensors: list[torch.Tensor]) -> Any:
         return _Tensor(len(tensors) - 1)
     if leaf is None or isinstance(leaf, _PLAIN):
         return leaf
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        names = tuple(field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name))
+    if is_dataclass_instance(leaf):
+        names = set_fields(leaf)
         inner = _structure([getattr(leaf, name) for name in names], tensors)
         shell = copy.copy(leaf)
         for name in names:
@@ -174,23 +165,5 @@ def _built(leaf: Any, tensors: Sequence[torch.Tensor]) -> Any:
         made = copy.copy(leaf.shell)
         for name, value in zip(leaf.names, leaf.structure.build(tensors), strict=True):
             object.__setattr__(made, name, value)
-        return made
-    return leaf
-
-
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with ``function(tensor)`` for each of its tensors, in the order of :func:`take_apart`."""
-    leaves, spec = tree_flatten(value)
-    return tree_unflatten([_mapped(function, leaf) for leaf in leaves], spec)
-
-
-def _mapped(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return function(leaf)
-    if isinstance(_leaf(leaf, []), _Fields):
-        made = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            if hasattr(leaf, field.name):
-                object.__setattr__(made, field.name, map_tensors(function, getattr(leaf, field.name)))
         return made
     return leaf

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline_models import EXAMPLES, Example
 from tensorshard.modules.batches import call_model
 from tensorshard.modules.blocks import find_blocks
-from tensorshard.modules.values import tensors_in
+from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.pipeline.cut.cut import cut_model
 from tensorshard.pipeline.run.crossings import Shapes
 from tensorshard.pipeline.run.stage_module import StageModule
@@ -67,7 +67,7 @@ def compare(example: Example, whole: nn.Module, stages: list[StageModule], input
     torch.manual_seed(11)
     found = run_stages(stages, inputs, example, context)
     assert type(found) is type(expected)
-    for one, other in zip(tensors_in(found), tensors_in(expected), strict=True):
+    for one, other in zip(tensor_leaves(found), tensor_leaves(expected), strict=True):
         assert torch.equal(one, other)
     held = [dict(stage.module.named_parameters()) for stage in stages]
     for name, parameter in whole.named_parameters():

@@ -25,9 +25,9 @@ def obstacle(graph: CallGraph, position: int) -> str | None:
                     f"value (an attribute, an object, or a tensor changed in place), so both must be on one stage; "
                     f"return it instead"
                 )
-    drawn_before = frozenset().union(*(graph.reads(index).draws for index in range(position)))
+    rng_ops_before = frozenset().union(*(graph.reads(index).rng_ops for index in range(position)))
     for index in range(position, len(graph.calls) + 1):
-        if graph.reads(index).draws & drawn_before:
+        if graph.reads(index).rng_ops & rng_ops_before:
             return (
                 f"{_name(graph, index)} and a module before {after!r} read the same random numbers (dropout in code "
                 f"outside of any module, say), which two stages would draw apart; make it an nn.Dropout module"

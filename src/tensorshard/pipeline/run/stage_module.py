@@ -139,7 +139,7 @@ class StageModule:
         if device != self._device:
             self._device = device
             for removed in self._removed:
-                removed.stand_in(device)
+                removed.put_placeholder(device)
         if not self._attached:
             # Only now, so that these hooks surround those of transforms: what is sent is what they return.
             self._attached = True
@@ -162,7 +162,7 @@ class StageModule:
         run = self._run
         if run is None or not run.depth or not self._is_foreign(run.position - 1):
             return forward(*args, **kwargs)
-        return run.stand_in(run.position - 1, self._device)
+        return run.placeholder(run.position - 1, self._device)
 
     def _stub(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
         run = self._run
@@ -176,7 +176,7 @@ class StageModule:
             return forward(*args, **kwargs)
         run.begin(name)
         run.depth = 0
-        return run.stand_in(run.position - 1, self._device)
+        return run.placeholder(run.position - 1, self._device)
 
     def _is_foreign(self, call: int) -> bool:
         return not self.start <= call < self.stop

@@ -83,7 +83,7 @@ class StageRun:
             tensor = tensors[leaf[1]]
             self._values[leaf] = tensor.clone() if leaf in self._graph.overwritten else tensor
 
-    def stand_in(self, call: int, device: torch.device | None) -> Any:
+    def placeholder(self, call: int, device: torch.device | None) -> Any:
         """What a call of another stage's unit returns here."""
         made = self._graph.calls[call]
         return made.structure.build(

@@ -20,7 +20,7 @@ class Removed:
     shape: torch.Size
     dtype: torch.dtype
 
-    def stand_in(self, device: torch.device) -> None:
+    def put_placeholder(self, device: torch.device) -> None:
         """Puts a tensor of its shape there that has one element in memory and is no parameter."""
         vars(self.owner)[self.name] = torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
 
@@ -48,7 +48,7 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
             for name, buffer in own_buffers(module).items():
                 removed.append(_remove(module, name, buffer))
     for removal in removed:
-        removal.stand_in(torch.device("meta"))
+        removal.put_placeholder(torch.device("meta"))
     return copied, removed
 
 

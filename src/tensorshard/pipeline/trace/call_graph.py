@@ -18,13 +18,13 @@ class Reads:
     Args:
         leaves: outputs of earlier unit calls.
         parameters: by their first names, those that functional code or the call itself reads.
-        draws: random operations of functional code, by number.
+        rng_ops: random operations of functional code, by number.
         side_outputs: earlier calls whose tensors it reads although they were not returned.
     """
 
     leaves: frozenset[Leaf] = frozenset()
     parameters: frozenset[str] = frozenset()
-    draws: frozenset[int] = frozenset()
+    rng_ops: frozenset[int] = frozenset()
     side_outputs: frozenset[int] = frozenset()
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tensorshard.modules.fake_copies import copy_with
-from tensorshard.modules.values import map_tensors
+from tensorshard.modules.tensors import map_tensors
 
 
 def run_for_real(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

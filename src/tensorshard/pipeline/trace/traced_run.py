@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from tensorshard.modules.detached_alias import DetachedAlias
-from tensorshard.modules.tensors import storage_key
-from tensorshard.modules.values import Layout, map_tensors, take_apart, tensors_in
+from tensorshard.modules.tensors import map_tensors, storage_key, tensor_leaves
+from tensorshard.modules.values import Layout, take_apart
 from tensorshard.pipeline.trace.call_graph import Leaf, UnitCall
 from tensorshard.pipeline.trace.real_run import run_for_real
-from tensorshard.pipeline.trace.unit_sources import Provenance, reads_of
+from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_tensors import (
     DataDependentOutputException,
@@ -41,7 +41,7 @@ class Recording:
 
     Args:
         fake_copy: the model's copy on fake tensors.
-        labels: of its values.
+        sources: follows where its values come from.
         fake: the mode of its tensors.
         device: of them.
 
@@ -49,12 +49,12 @@ class Recording:
         calls: of units, those that ended.
         nested: units that others called as a part of themselves.
         stateful: units that changed their buffers.
-        impure: modules outside of units whose own code drew random numbers or changed a buffer.
+        impure: modules outside of units whose own code made random numbers or changed a buffer.
         unsplittable_backward: as of :class:`tensorshard.pipeline.trace.call_graph.CallGraph`.
     """
 
-    def __init__(self, fake_copy: nn.Module, labels: Provenance, fake: FakeTensorMode, device: torch.device) -> None:
-        self._copy, self.labels, self._fake, self._device = fake_copy, labels, fake, device
+    def __init__(self, fake_copy: nn.Module, sources: UnitSources, fake: FakeTensorMode, device: torch.device) -> None:
+        self._copy, self.sources, self._fake, self._device = fake_copy, sources, fake, device
         self.calls: list[UnitCall] = []
         self.nested: set[str] = set()
         self.stateful: set[str] = set()
@@ -70,7 +70,7 @@ class Recording:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Notes what runs inside."""
-        with self.labels, without_fake_kernel_reports():
+        with self.sources, without_fake_kernel_reports():
             yield
 
     @property
@@ -90,10 +90,8 @@ class Recording:
                     f"the model recomputes {name!r} by torch.utils.checkpoint with use_reentrant=True, which a "
                     f"pipeline's stages cannot run; use use_reentrant=False, or Plan(recompute='full') instead of it"
                 )
-            self.labels.call, self._estimated = len(self.calls), False
-            # What it is given it may read by ways that are not seen.
-            passed = self.labels.of(tensors_in((args, kwargs)))
-            self.labels.read = {atom for atom in passed if atom[0] != "call"}
+            self.sources.begin_call(len(self.calls), tensor_leaves((args, kwargs)))
+            self._estimated = False
             self._versions = [tensor_version(buffer) for buffer in unit.buffers()]
         self._running.append(name)
 
@@ -113,7 +111,7 @@ class Recording:
                 return self._forward(unit, forward, args, kwargs)
         except BaseException:
             self._running.clear()
-            self.labels.call = None
+            self.sources.call = None
             raise
 
     def end(self, name: str, unit: nn.Module, output: Any) -> Any:
@@ -125,21 +123,23 @@ class Recording:
         self._running.pop()
         if self._running:
             return None
-        labels = self.labels
-        call, labels.call = labels.call, None
+        sources = self.sources
+        call, sources.call = sources.call, None
         assert call is not None and self._saved is not None
         tensors, structure = take_apart(output)
-        reads = reads_of(labels.read)
-        gradients = reads.leaves if self._estimated else self.sources(tensors)
+        reads = reads_of(sources.read)
+        gradients = reads.leaves if self._estimated else self.gradient_leaves(tensors)
         layouts = tuple(Layout.of(tensor) for tensor in tensors)
         self.calls.append(
-            UnitCall(name, reads, gradients, structure, layouts, labels.flops, labels.written_bytes, self._saved.nbytes)
+            UnitCall(
+                name, reads, gradients, structure, layouts, sources.flops, sources.written_bytes, self._saved.nbytes
+            )
         )
         if [tensor_version(buffer) for buffer in unit.buffers()] != self._versions or _keeps_statistics(unit):
             self.stateful.add(name)
         count = iter(range(len(tensors)))
         fresh = map_tensors(lambda tensor: self._fresh(tensor, call, next(count)), output)
-        labels.flops = labels.written_bytes = 0
+        sources.flops = sources.written_bytes = 0
         return fresh
 
     def _forward(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -155,33 +155,33 @@ class Recording:
                 raise error from None
 
     def _fresh(self, tensor: torch.Tensor, call: int, index: int) -> torch.Tensor:
-        """A tensor like one that a unit returned, of unknown value and with no other label than this."""
+        """A tensor like one that a unit returned, of unknown value and that comes from nothing else."""
         layout = Layout.of(tensor)
         with without_dispatch_modes(), self._fake:
             fresh = layout.empty(self._device)
         fresh.requires_grad_(layout.requires_grad)
         self._leaves[id(fresh)] = (call, index)
-        self.labels.set_output(fresh, (call, index))
+        self.sources.set_output(fresh, (call, index))
         return DetachedAlias.apply(fresh) if layout.requires_grad else fresh  # functional code may change it in place
 
     # -- code outside of units --
 
     def enter(self, name: str) -> None:
         """The forward of the module `name` begins."""
-        if self.labels.call is None:
+        if self.sources.call is None:
             self._inside.append(name)
-            self.labels.impure = False
+            self.sources.impure = False
 
     def leave(self, may_repeat: Callable[[str], bool]) -> None:
         """The forward that was entered last is over; `may_repeat` says of a module whether all stages may run it."""
-        if self.labels.call is not None:
+        if self.sources.call is not None:
             return
         name = self._inside.pop()
-        if self.labels.impure and not may_repeat(name):
+        if self.sources.impure and not may_repeat(name):
             self.impure.add(name)
-            self.labels.impure = False
+            self.sources.impure = False
 
-    def sources(self, tensors: Iterable[torch.Tensor]) -> frozenset[Leaf]:
+    def gradient_leaves(self, tensors: Iterable[torch.Tensor]) -> frozenset[Leaf]:
         """The outputs of earlier calls that gradients of `tensors` go to."""
         nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         seen = set(nodes)

@@ -9,18 +9,16 @@ import torch
 from torch import nn
 
 from tensorshard.modules.batches import call_model
+from tensorshard.modules.fake_copies import make_fake_copy, make_sample
 from tensorshard.modules.parameters import parameter_aliases
-from tensorshard.modules.tensors import storage_key
-from tensorshard.modules.values import tensors_in
+from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.pipeline.trace.call_graph import CallGraph
-from tensorshard.pipeline.trace.fake_model import make_fake_copy, sample
 from tensorshard.pipeline.trace.pipeline_units import find_units
 from tensorshard.pipeline.trace.traced_run import BY_VALUE, Recording, UncuttableError
-from tensorshard.pipeline.trace.unit_sources import Provenance, reads_of
+from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.modules import has_backward_hooks
-from tensorshard.torch_private.pytree import tree_map_only
 
 
 class Tracer:
@@ -94,18 +92,17 @@ class Tracer:
     def _run(self, inputs: Any) -> tuple[CallGraph, set[str]]:
         """One run: its graph, and the modules that must not run twice though they are no units."""
         devices = [self.device] if self.device.type == "cuda" else []
-        samples = tree_map_only(torch.Tensor, lambda tensor: sample(tensor, self._fake, self.device), inputs)
+        samples = make_sample(inputs, self._fake, self.device)
         with without_dispatch_modes(), torch.random.fork_rng(devices=devices), self._recorded(samples) as recording:
-            output = tensors_in(self._output(recording, samples))
-            sources = recording.labels.of(output)
-            output_gradients = recording.sources(output)
-        labels = recording.labels
+            output = tensor_leaves(self._output(recording, samples))
+            output_gradients = recording.gradient_leaves(output)
+        sources = recording.sources
         if not recording.calls:
             raise UncuttableError(
                 f"{type(self._copy).__name__} called none of its {len(self.unit_names)} units as modules; a stage runs "
                 f"those that are called as module(...), not by other methods, nor by their weights alone"
             )
-        for buffer, from_units in labels.written_buffers.items():
+        for buffer, from_units in sources.written_buffers.items():
             if from_units:
                 raise UncuttableError(
                     f"buffer {buffer!r} is changed by code outside of the model's units, by what units computed; each "
@@ -114,11 +111,11 @@ class Tracer:
                 )
         graph = CallGraph(
             calls=tuple(recording.calls),
-            output=reads_of(sources),
+            output=reads_of(sources.of(output)),
             output_gradients=output_gradients,
-            overwritten=frozenset(labels.overwritten),
-            changed=frozenset(labels.changed),
-            overwrites_inputs=labels.overwrites_inputs,
+            overwritten=frozenset(sources.overwritten),
+            changed=frozenset(sources.changed),
+            overwrites_inputs=sources.overwrites_inputs,
             parameters=self._unit_parameters(),
             bytes_of={name: p.numel() * p.element_size() for name, p in self._copy.named_parameters()},
             stateful=frozenset(recording.stateful),
@@ -151,10 +148,8 @@ class Tracer:
 
     @contextmanager
     def _recorded(self, samples: Any) -> Iterator[Recording]:
-        parameters = {storage_key(p): name for name, p in self._copy.named_parameters()}
-        buffers = {storage_key(b): name for name, b in self._copy.named_buffers()}
-        labels = Provenance(self._fake, parameters, buffers, set(map(storage_key, tensors_in(samples))))
-        self._recording = Recording(self._copy, labels, self._fake, self.device)
+        sources = UnitSources(self._fake, self._copy, samples)
+        self._recording = Recording(self._copy, sources, self._fake, self.device)
         try:
             with self._recording.active():
                 yield self._recording

@@ -1,53 +1,38 @@
-"""Following, through the operations of a run, what each tensor is computed from."""
+"""Which unit outputs, parameters and random operations each tensor of a model's run comes from."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from tensorshard.modules.tensors import storage_key
+from tensorshard.modules.provenance import Operation, Provenance
+from tensorshard.modules.tensors import storage_key, tensor_leaves
 from tensorshard.pipeline.trace.call_graph import Leaf, Reads
-from tensorshard.torch_private.dispatch import TorchDispatchMode
-from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode
-from tensorshard.torch_private.operators import schema
-from tensorshard.torch_private.pytree import tree_leaves
+from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
 Source = tuple[str, Any]
-"""Where a value comes from: ("leaf", (call, tensor)), ("parameter", name), ("draw", number) or ("call", call)."""
-
-# What these return depends on the shape of what they are given alone.
-_SHAPE_ONLY = frozenset({"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}) | frozenset(
-    {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
-)
-# Their schemas do not say that they change the running statistics.
-_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+"""Where a value comes from: ("output", leaf) of a unit, ("parameter", name), ("rng_op", number) of functional code, or
+("side_output", call) for what a unit call computed and did not return."""
 
 
-class Provenance(TorchDispatchMode):
-    """Carries labels from the tensors that operations read to those that they make.
-
-    Operations on fake tensors are fake; those on real ones (the inputs, masks made of them) are real, so that code that
-    looks at their values works.
+class UnitSources(Provenance[Source]):
+    """Follows a model's run from unit call to unit call; what happens inside of one is a single step.
 
     Args:
         fake: the mode of the fake tensors.
-        parameters, buffers: names by storage.
-        inputs: storages of the model's.
+        model: on these.
+        inputs: the model's.
     """
 
-    def __init__(
-        self, fake: FakeTensorMode, parameters: dict[int, str], buffers: dict[int, str], inputs: set[int]
-    ) -> None:
-        super().__init__()
-        self._fake = fake
-        self._parameters = parameters
-        self._buffers = buffers
-        self._inputs = inputs
+    def __init__(self, fake: FakeTensorMode, model: nn.Module, inputs: Any) -> None:
+        super().__init__(fake)
+        for name, parameter in model.named_parameters():
+            self.set(parameter, [("parameter", name)])
+        self._buffers = {storage_key(buffer): name for name, buffer in model.named_buffers()}
+        self._inputs = {storage_key(tensor) for tensor in tensor_leaves(inputs)}
         self._outputs: dict[int, Leaf] = {}  # of units, by storage
-        self._labels: dict[int, frozenset[Source]] = {}
-        self._kept: list[torch.Tensor] = []  # so that storages are not used again
-        self._draws = 0
         self.call: int | None = None  # the unit call that is running
         self.read: set[Source] = set()  # what it has read
         self.flops = 0  # since they were last taken, as are the bytes
@@ -56,120 +41,75 @@ class Provenance(TorchDispatchMode):
         self.changed: set[Leaf] = set()  # and that later units did
         self.overwrites_inputs = False
         self.written_buffers: dict[str, bool] = {}  # outside of units; whether what was written came from units
-        self.impure = False  # whether functional code drew random numbers, or changed a buffer, since last asked
+        self.impure = False  # whether functional code made random numbers, or changed a buffer, since last asked
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(isinstance(tensor, FakeTensor) for tensor in inputs):
-            with self._fake:
-                output = func(*args, **kwargs)
-        else:
-            output = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        self._count(func, args, kwargs, output, outputs)
-        self._carry(func, inputs, outputs, _written(func, args, kwargs), _draws(func, args, kwargs))
-        return output
-
-    def of(self, tensors: Iterable[torch.Tensor]) -> frozenset[Source]:
-        """What `tensors` are computed from."""
-        found: frozenset[Source] = frozenset()
-        for tensor in tensors:
-            key = storage_key(tensor)
-            found |= self._labels.get(key, frozenset())
-            if key in self._parameters:
-                found |= {("parameter", self._parameters[key])}
-        return found
-
-    def set(self, tensor: torch.Tensor, sources: frozenset[Source]) -> None:
-        """Says what `tensor` is computed from."""
-        self._kept.append(tensor)
-        self._labels[storage_key(tensor)] = sources
+    def begin_call(self, call: int, passed: Iterable[torch.Tensor]) -> None:
+        """The unit call `call` begins; it is given `passed`, which it may read by ways that are not seen."""
+        self.call = call
+        self.read = {source for source in self.of(passed) if source[0] != "side_output"}
 
     def set_output(self, tensor: torch.Tensor, leaf: Leaf) -> None:
         """Says that `tensor` is what a unit returned."""
         self._outputs[storage_key(tensor)] = leaf
-        self.set(tensor, frozenset([("leaf", leaf)]))
+        self.set(tensor, [("output", leaf)])
 
-    def _carry(
-        self,
-        func: Any,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        written: list[torch.Tensor],
-        draws: bool,
-    ) -> None:
-        name = schema(func).name.partition("::")[2]
-        sources = frozenset() if name in _SHAPE_ONLY else self.of(inputs)
-        self.overwrites_inputs |= any(storage_key(tensor) in self._inputs for tensor in written)
-        if self.call is not None:
-            own: Source = ("call", self.call)
-            self.read |= sources - {own}
-            before = {storage_key(tensor) for tensor in inputs}
-            for tensor in outputs:
-                if storage_key(tensor) not in before:
-                    self.set(tensor, frozenset([own]))
-            for tensor in written:
-                leaf = self._outputs.get(storage_key(tensor))
-                if leaf is None:
-                    self.set(tensor, self.of([tensor]) | {own})
-                else:  # a unit's output stays that, and is sent as it is at the stage's end
-                    self.changed.add(leaf)
-            return
-        if draws:
-            sources |= {("draw", self._draws)}
-            self._draws += 1
+    def follow(self, operation: Operation) -> None:
+        self._count(operation)
+        self.overwrites_inputs |= any(storage_key(tensor) in self._inputs for tensor in operation.written)
+        if self.call is None:
+            self._follow_functional_code(operation)
+        else:
+            self._follow_unit(operation, ("side_output", self.call))
+
+    def _follow_unit(self, operation: Operation, own: Source) -> None:
+        self.read |= self.read_by(operation) - {own}
+        before = {storage_key(tensor) for tensor in operation.inputs}
+        for tensor in operation.outputs:
+            if storage_key(tensor) not in before:
+                self.set(tensor, [own])
+        for tensor in operation.written:
+            leaf = self._outputs.get(storage_key(tensor))
+            if leaf is None:
+                self.add([tensor], frozenset([own]))
+            else:  # a unit's output stays that, and is sent as it is at the stage's end
+                self.changed.add(leaf)
+
+    def _follow_functional_code(self, operation: Operation) -> None:
+        sources = self.read_by(operation)
+        if operation.is_random:
+            sources |= {("rng_op", self.rng_ops)}
             self.impure = True
-        for tensor in written:
-            self.overwritten |= {leaf for kind, leaf in self.of([tensor]) if kind == "leaf"}
+        for tensor in operation.written:
+            self.overwritten |= {leaf for kind, leaf in self.of([tensor]) if kind == "output"}
             buffer = self._buffers.get(storage_key(tensor))
             if buffer is not None:
                 self.impure = True
-                from_units = any(kind in ("leaf", "call") for kind, _ in sources)
+                from_units = any(kind in ("output", "side_output") for kind, _ in sources)
                 self.written_buffers[buffer] = self.written_buffers.get(buffer, False) or from_units
-        if sources:
-            for tensor in (*outputs, *written):
-                self.set(tensor, sources | self._labels.get(storage_key(tensor), frozenset()))
+        self.add((*operation.outputs, *operation.written), sources)
 
-    def _count(self, func: Any, args: Any, kwargs: Any, output: Any, outputs: list[torch.Tensor]) -> None:
-        self.written_bytes += sum(tensor.numel() * tensor.element_size() for tensor in outputs)
-        if func.overloadpacket.__name__.startswith("_scaled_dot_product"):
-            self.flops += _attention_flops(*args[:3])
+    def _count(self, operation: Operation) -> None:
+        self.written_bytes += sum(tensor.numel() * tensor.element_size() for tensor in operation.outputs)
+        packet = operation.func.overloadpacket
+        if packet.__name__.startswith("_scaled_dot_product"):
+            self.flops += _attention_flops(*operation.args[:3])
             return
-        count = flop_registry.get(func.overloadpacket)
+        count = flop_registry.get(packet)
         if count is not None:
-            self.flops += int(count(*args, **kwargs, out_val=output))
+            self.flops += int(count(*operation.args, **operation.kwargs, out_val=operation.output))
 
 
 def reads_of(sources: Iterable[Source]) -> Reads:
     """`sources`, by kind."""
-    kinds: dict[str, set[Any]] = {"leaf": set(), "parameter": set(), "draw": set(), "call": set()}
+    kinds: dict[str, set[Any]] = {"output": set(), "parameter": set(), "rng_op": set(), "side_output": set()}
     for kind, what in sources:
         kinds[kind].add(what)
-    return Reads(*(frozenset(kinds[kind]) for kind in ("leaf", "parameter", "draw", "call")))
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The arguments that `func` changes in place."""
-    if schema(func).name.partition("::")[2] in _NORMS:
-        return [tensor for tensor in args[3:5] if isinstance(tensor, torch.Tensor) and args[5]]
-    written = []
-    for index, argument in enumerate(schema(func).arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return written
-
-
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether `func` makes random numbers."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for index, argument in enumerate(schema(func).arguments):
-        if argument.name == "dropout_p":  # attention that may drop, but does not
-            return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
-    return True
+    return Reads(
+        leaves=frozenset(kinds["output"]),
+        parameters=frozenset(kinds["parameter"]),
+        rng_ops=frozenset(kinds["rng_op"]),
+        side_outputs=frozenset(kinds["side_output"]),
+    )
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:

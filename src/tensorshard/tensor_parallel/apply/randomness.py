@@ -26,16 +26,16 @@ def split_randomness(
     sequence: Mapping[str, SequenceSplit],
     group: dist.ProcessGroup,
 ) -> None:
-    """Makes the ranks of `group` draw apart where their activations differ, in those `blocks` that drop anything.
+    """Makes the ranks of `group` draw apart where their activations differ, inside of `blocks`.
 
     Args:
+        blocks: names of those that may make random numbers. Where none are made, nothing but the generators' further
+            course changes.
         styles: of everything in the model.
         sequence: of the blocks that compute on parts of a sequence, where everything differs.
     """
     for name in blocks:
         block = model.get_submodule(name)
-        if not _drops(block):
-            continue
         region = _Region(block, group)
         split = sequence.get(name)
         if split is None:
@@ -103,12 +103,3 @@ def _outside(forward: Callable[..., Any], region: _Region, *args: Any, **kwargs:
         return forward(*args, **kwargs)
     finally:
         region.enter()
-
-
-def _drops(block: nn.Module) -> bool:
-    """Whether anything in `block` seems to draw: a dropout layer, or a probability of that name."""
-    return any(
-        isinstance(value, float) and value > 0 and ("drop" in key or (key == "p" and "Drop" in type(module).__name__))
-        for module in block.modules()
-        for key, value in vars(module).items()
-    )

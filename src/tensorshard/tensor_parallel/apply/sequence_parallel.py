@@ -8,6 +8,7 @@ Models", 2022). As in tensor parallelism only forwards change, on the instances.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,13 +22,12 @@ from tensorshard.comm import primitives
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.layers.sequence_linear import gathered_columns, scattered_row
 from tensorshard.layers.split_linear import parallel_linear
-from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.modules.tensors import map_tensors, tensor_leaves
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
 from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
 from tensorshard.tensor_parallel.table.layer_kinds import is_transposed
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.torch_private.modules import own_parameters, set_parameter
-from tensorshard.torch_private.pytree import tree_flatten, tree_unflatten
 
 _LENGTH = "_sequence_length"
 
@@ -244,15 +244,17 @@ def _leave(split: SequenceSplit, flow: _Sequence, block: nn.Module, args: Any, o
 
 def _replace_leaves(tree: Any, indices: tuple[int, ...], replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`tree` with some of its tensors replaced, which are counted in order; one that is there twice, by one."""
-    leaves, structure = tree_flatten(tree)
-    positions = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    places = count()
     made: dict[int, torch.Tensor] = {}
-    for index in indices:
-        given = leaves[positions[index]]
-        if id(given) not in made:
-            made[id(given)] = replacement(given)
-        leaves[positions[index]] = made[id(given)]
-    return tree_unflatten(leaves, structure)
+
+    def given(tensor: torch.Tensor) -> torch.Tensor:
+        if next(places) not in indices:
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = replacement(tensor)
+        return made[id(tensor)]
+
+    return map_tensors(given, tree)
 
 
 # -- parameters that see a part of the sequence --

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.search.dataflow import follow
 from tensorshard.tensor_parallel.search.head_counts import undivided_heads
@@ -13,16 +14,16 @@ from tensorshard.tensor_parallel.search.sequence_search import SplitBlocks, find
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, SUM_GRADIENTS, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, as_call, capture_calls
 from tensorshard.tensor_parallel.verify.block_check import Agreement, BlockCheck, MismatchError
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.model_run import (
     ModelRun,
     find_units,
     run_once,
-    structure_of,
     without_repetition,
 )
+from tensorshard.tensor_parallel.verify.random_blocks import blocks_without_random_numbers
 
 # The model around the blocks is checked up to this many parameters, repeated blocks left out.
 _LARGEST_MODEL = 1 << 27
@@ -42,12 +43,14 @@ class CheckedPlan:
         shared_inputs: names of column layers that read the same tensor.
         sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
         not_in_parts: blocks that do not, as globs, and why.
+        not_random: blocks that make no random numbers in training, by name.
     """
 
     plan: TensorPlan
     shared_inputs: list[tuple[str, ...]]
     sequence: dict[str, SequenceSplit] = field(default_factory=dict)
     not_in_parts: dict[str, str] = field(default_factory=dict)
+    not_random: frozenset[str] = frozenset()
 
 
 class WrongTensorPlanError(ValueError):
@@ -68,8 +71,9 @@ def check_tensor_plan(
         ValueError: an entry that matches nothing or cannot be applied; the model does not run on `inputs`.
     """
     find_layouts(model, plan.resolve(model), size)
-    run = run_once(model, list(find_units(model)), inputs, sequences=sequence_parallel)
-    return check_around_run(model, plan, run, BlockChecks(size), sequence_parallel=sequence_parallel)
+    units = find_units(model)
+    run = run_once(model, list(units), inputs, sequences=sequence_parallel)
+    return check_around_run(model, plan, run, BlockChecks(units, run, size), sequence_parallel=sequence_parallel)
 
 
 def check_around_run(
@@ -78,7 +82,7 @@ def check_around_run(
     """Checks a table as :func:`check_tensor_plan` does, for a model that was run already."""
     styles = plan.resolve(model)
     units = find_units(model)
-    checker = _Checker(checks)
+    checker = _Checker(checks, run)
     shared_inputs: list[tuple[str, ...]] = []
     for name, call in run.calls.items():
         inner = styles_inside(name, styles)
@@ -101,15 +105,16 @@ def check_around_run(
             f"the model's output would be split over the ranks with the table\n{plan.describe()}\nand a loss needs it "
             f"whole: use colwise_gather for the last layer"
         )
-    return CheckedPlan(complete, shared_inputs, sequence, refused)
+    not_random = blocks_without_random_numbers(units, run)
+    return CheckedPlan(complete, shared_inputs, sequence, refused, not_random)
 
 
 class _Checker:
-    """Checks blocks in the order in which they run; equal ones once."""
+    """Checks blocks in the order in which they run; those that are alike once."""
 
-    def __init__(self, checks: BlockChecks) -> None:
-        self._checks = checks
-        self._done: dict[tuple[object, ...], tuple[_Completed, Agreement]] = {}
+    def __init__(self, checks: BlockChecks, run: ModelRun) -> None:
+        self._checks, self._run = checks, run
+        self._done: dict[object, tuple[_Completed, Agreement]] = {}
         self._agreements: dict[str, Agreement] = {}
         self.sliced_inputs: dict[str, dict[int, int]] = {}
 
@@ -132,12 +137,11 @@ class _Checker:
                     sliced[index] = dim
         if sliced:
             self.sliced_inputs[name] = sliced
-        structure = structure_of(block, call)
-        key = (structure, tuple(styles.items()), tuple(sliced.items()))
+        key = (self._run.kinds[name], tuple(styles.items()), tuple(sliced.items()))
         if key not in self._done:
             completed, shared = _complete(block, call, styles)
             try:
-                agreement = self._checks.of(block, call).check(completed, sliced, shared)
+                agreement = self._checks.of(name).check(completed, sliced, shared)
             except MismatchError as error:
                 raise WrongTensorPlanError(_refusal(name, block, styles, self._checks.size, error)) from error
             self._done[key] = ((completed, shared), agreement)
@@ -183,7 +187,7 @@ def _check_whole(
         capture = capture_calls(smaller, [name for name in sequence if name in modules], run.inputs)
         sequence = link_splits({name: sequence[name] for name in capture.calls}, capture)
     kept = modules | {name for name, _ in smaller.named_parameters()}
-    check = BlockCheck(smaller, _as_call(run.inputs), size)
+    check = BlockCheck(smaller, as_call(run.inputs), size)
     try:
         return check.check({name: style for name, style in styles.items() if name in kept}, sequence=sequence)
     except MismatchError as error:
@@ -194,18 +198,14 @@ def _check_whole(
 
 
 def _smallest_that_runs(model: nn.Module, run: ModelRun) -> nn.Module:
-    smaller = without_repetition(model, run.calls)
+    smaller = without_repetition(model, run.kinds)
     try:
         capture_calls(smaller, [], run.inputs)
-    except Exception:  # some models count on all of their blocks
+    except Exception as error:  # some models count on all of their blocks
+        if not raised_by_model(error):
+            raise
         return model
     return smaller
-
-
-def _as_call(inputs: Any) -> BlockCall:
-    if isinstance(inputs, Mapping):
-        return BlockCall((), dict(inputs))
-    return BlockCall(inputs if isinstance(inputs, tuple) else (inputs,), {})
 
 
 def _refusal(name: str, block: nn.Module, styles: dict[str, Style], size: int, error: MismatchError) -> str:

@@ -45,4 +45,12 @@ def choose_tensor_plan(
             )
         return VerifiedTable(plan, {}, share, size, [], checked=False)
     checked = check_tensor_plan(model, plan, size, inputs=inputs, sequence_parallel=sequence_parallel)
-    return VerifiedTable(checked.plan, checked.not_in_parts, share, size, checked.shared_inputs, True, checked.sequence)
+    return VerifiedTable(
+        checked.plan,
+        checked.not_in_parts,
+        share,
+        size,
+        checked.shared_inputs,
+        sequence=checked.sequence,
+        not_random=checked.not_random,
+    )

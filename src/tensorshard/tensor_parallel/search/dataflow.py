@@ -1,7 +1,7 @@
 """Which layers of a block could be split together, by following the data through it.
 
-Each linear layer's output gets a label, which operations carry on. A linear layer whose input carries labels
-could be a row layer; those labels are its columns. What a row layer puts out is whole again and carries none.
+Each linear layer is a source of what is computed from its output. A linear layer whose input has such sources could be
+a row layer; those sources are its columns. What a row layer puts out is full again, and comes from none.
 """
 
 import copy
@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.fake_copies import blank, copy_with
-from tensorshard.modules.stacked_experts import stand_in
-from tensorshard.modules.tensors import storage_key, tensor_leaves
+from tensorshard.modules.fake_copies import fake_run
+from tensorshard.modules.provenance import Operation, Provenance
+from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention, named_arguments
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
-from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
-from tensorshard.torch_private.pytree import tree_map_only
 
 
 @dataclass(frozen=True)
@@ -82,37 +80,58 @@ def follow(block: nn.Module, call: BlockCall, whole: set[str]) -> Dataflow:
     Args:
         whole: layers that are not to begin a region.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fake_copy = copy_with(block, blank).eval()
-        stand_in(fake_copy)
-        for parameter in fake_copy.parameters():  # without gradients, some modules take shortcuts past their layers
-            parameter.requires_grad_(parameter.is_floating_point())
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: blank("", t), (call.args, call.kwargs))
-        labels = _Labels(fake_copy, whole, tensor_leaves((args, kwargs)))
-        with _reads(fake_copy) as numbers, labels:
-            fake_copy(*args, **kwargs)
-    return Dataflow(labels.regions(), labels.called, labels.shared_inputs(), numbers, labels.arguments)
+
+    def watch(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> _LayerSources:
+        return _LayerSources(fake, fake_copy, whole, tensor_leaves(samples))
+
+    run = fake_run(block, (call.args, call.kwargs), watch)
+    with run as (fake_copy, (args, kwargs), sources), _reads(fake_copy) as numbers:
+        fake_copy(*args, **kwargs)
+    return Dataflow(sources.regions(), sources.called, sources.shared_inputs(), numbers, sources.arguments)
 
 
-class _Labels(TorchDispatchMode):
-    def __init__(self, block: nn.Module, whole: set[str], inputs: list[torch.Tensor]) -> None:
-        super().__init__()
-        # Of which inputs of the block a tensor was made without a layer in between, by storage.
-        self._origins: dict[int, frozenset[int]] = {storage_key(t): frozenset([i]) for i, t in enumerate(inputs)}
-        self._met_inputs: dict[int, frozenset[str]] = {}
-        self._labels: dict[int, frozenset[str]] = {}  # by storage: views carry their base's labels
-        self._kept: list[torch.Tensor] = []  # so that storages are not used again
-        self._parameters = {storage_key(p): name for name, p in block.named_parameters()}
+@dataclass(frozen=True)
+class _Source:
+    """Where a value of a block comes from.
+
+    Args:
+        kind: "layer", one whose output features would be split; "parameter", one that no layer that could be split
+            holds; "input" of the block, without a layer in between; "full" for what other layers put out.
+        name: of the layer or the parameter. index: of the input among the block's tensors.
+    """
+
+    kind: str
+    name: str = ""
+    index: int = -1
+
+
+_FULL = _Source("full")
+
+
+class _LayerSources(Provenance[_Source]):
+    """Follows which layers of a block, parameters and inputs of it, values come from; a layer is a single step.
+
+    A parameter is followed until it is applied to something: what norms make of their weights first (one added, a
+    change of type) is the parameter still.
+    """
+
+    def __init__(self, fake: FakeTensorMode, block: nn.Module, whole: set[str], inputs: list[torch.Tensor]) -> None:
+        super().__init__(fake)
+        for name, parameter in block.named_parameters():
+            self.set(parameter, [_Source("parameter", name)])
+        for index, tensor in enumerate(inputs):
+            self.add([tensor], frozenset([_Source("input", index=index)]))
         self.called: set[str] = set()
         self._readers: dict[int, list[str]] = {}
-        self._met: dict[str, frozenset[str]] = {}
+        self._met: dict[str, frozenset[str]] = {}  # the layers whose outputs each parameter is applied to
+        self._met_inputs: dict[int, frozenset[str]] = {}
         self._consumers: dict[str, frozenset[str]] = {}
         self._inside: list[str] = []
         self._attentions: dict[str, None] = {}
         self.arguments: dict[str, dict[str, Argument]] = {}
         for name, module in block.named_modules():
             module.register_forward_pre_hook(self._called_with(name), with_kwargs=True)
-            if is_multihead_attention(module):  # whole tensors go in and come out
+            if is_multihead_attention(module):  # full tensors go in and come out
                 module.register_forward_pre_hook(self._entered(name, "attention"))
                 module.register_forward_hook(self._left(name, False))
                 if name not in whole:
@@ -127,11 +146,11 @@ class _Labels(TorchDispatchMode):
             self._inside.append(name)
             self.called.add(name)
             if kind == "linear":
-                self._kept.append(args[0])
+                self.set(args[0], self.of([args[0]]))  # kept, so that its id stays its own
                 self._readers.setdefault(id(args[0]), []).append(name)
-            found = self._of(tensor_leaves(args))
-            if found and kind == "linear":
-                self._consumers[name] = self._consumers.get(name, frozenset()) | found
+                found = _names(self.of(tensor_leaves(args)), "layer")
+                if found:
+                    self._consumers[name] = self._consumers.get(name, frozenset()) | found
 
         return hook
 
@@ -140,7 +159,7 @@ class _Labels(TorchDispatchMode):
             if name in self.arguments:
                 return
             self.arguments[name] = {
-                key: Argument(value.shape, self._origins.get(storage_key(value), frozenset()))
+                key: Argument(value.shape, _inputs(self.of([value])))
                 for key, value in named_arguments(module, args, kwargs).items()
                 if isinstance(value, torch.Tensor)
             }
@@ -152,39 +171,22 @@ class _Labels(TorchDispatchMode):
             self._inside.pop()
             starts = may_start and name not in self._consumers
             for tensor in tensor_leaves(output):
-                self._set(tensor, frozenset([name]) if starts else frozenset())
+                self.set(tensor, [_Source("layer", name) if starts else _FULL])
 
         return hook
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+    def follow(self, operation: Operation) -> None:
         if self._inside:
-            return output
-        inputs = tensor_leaves((args, kwargs))
-        found = self._of(inputs)
-        origins = frozenset().union(*(self._origins.get(storage_key(t), frozenset()) for t in inputs))
-        if origins:
-            for tensor in tensor_leaves(output):
-                self._kept.append(tensor)
-                key = storage_key(tensor)
-                self._origins[key] = self._origins.get(key, frozenset()) | origins
-        if found:
-            for index in origins:
-                self._met_inputs[index] = self._met_inputs.get(index, frozenset()) | found
-            for tensor in inputs:
-                name = self._parameters.get(storage_key(tensor))
-                if name is not None:
-                    self._met[name] = self._met.get(name, frozenset()) | found
-            for tensor in tensor_leaves(output):
-                self._set(tensor, self._of([tensor]) | found)
-        return output
-
-    def _of(self, tensors: list[torch.Tensor]) -> frozenset[str]:
-        return frozenset().union(*(self._labels.get(storage_key(tensor), frozenset()) for tensor in tensors))
-
-    def _set(self, tensor: torch.Tensor, labels: frozenset[str]) -> None:
-        self._kept.append(tensor)
-        self._labels[storage_key(tensor)] = labels
+            return
+        sources = self.read_by(operation)
+        columns = _names(sources, "layer")
+        if columns:
+            for name in _names(sources, "parameter"):
+                self._met[name] = self._met.get(name, frozenset()) | columns
+            for index in _inputs(sources):
+                self._met_inputs[index] = self._met_inputs.get(index, frozenset()) | columns
+        applied = frozenset(source for source in sources if source.kind != "parameter")
+        self.add((*operation.outputs, *operation.written), applied or sources)
 
     def shared_inputs(self) -> list[tuple[str, ...]]:
         """Layers that read the same tensor, once each."""
@@ -219,6 +221,14 @@ class _Labels(TorchDispatchMode):
         ]
 
 
+def _names(sources: frozenset[_Source], kind: str) -> frozenset[str]:
+    return frozenset(source.name for source in sources if source.kind == kind)
+
+
+def _inputs(sources: frozenset[_Source]) -> frozenset[int]:
+    return frozenset(source.index for source in sources if source.kind == "input")
+
+
 @contextmanager
 def _reads(block: nn.Module) -> Iterator[dict[str, dict[str, int]]]:
     """Collects the whole numbers that modules of `block` read from themselves and from their config."""
@@ -242,7 +252,7 @@ def _watch(owner: Any, numbers: dict[str, int], prefix: str) -> None:
             numbers[prefix + name] = value
         return value
 
-    owner.__class__ = type(base.__name__, (base,), {"__getattribute__": read})
+    owner.__class__ = type(base.__name__, (base,), {"__getattribute__": read, "__module__": base.__module__})
 
 
 def _watched_copy(config: Any, numbers: dict[str, int]) -> Any:

@@ -17,7 +17,7 @@ from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks
-from tensorshard.tensor_parallel.verify.model_run import find_units, run_once, structure_of
+from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units, run_once
 
 
 class NoTensorPlanError(ValueError):
@@ -36,6 +36,7 @@ class VerifiedTable:
         shared_inputs: names of column layers that read the same tensor, which can communicate once for all.
         checked: whether it was checked by numbers.
         sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
+        not_random: blocks that make no random numbers in training, by name; empty if it was not checked.
     """
 
     plan: TensorPlan
@@ -45,6 +46,7 @@ class VerifiedTable:
     shared_inputs: list[tuple[str, ...]]
     checked: bool = True
     sequence: dict[str, SequenceSplit] = field(default_factory=dict)
+    not_random: frozenset[str] = frozenset()
 
     def describe(self) -> str:
         """The table, what stays whole and why, and how much is split."""
@@ -83,9 +85,9 @@ def find_tensor_plan(
     """
     units = find_units(model)
     run = run_once(model, list(units), inputs, sequences=sequence_parallel)
-    checks = BlockChecks(size)
+    checks = BlockChecks(units, run, size)
     published = published_plan(model)
-    searches = _search_all(units, run.calls, checks, published.plan)
+    searches = _search_all(units, run, checks, published.plan)
     whole = {name: "its block was not called" for name in units if name not in run.calls}
     whole.update({p: f"published as {s!r}, a style that is not known here" for p, s in published.unknown.items()})
     _drop_inconsistent(searches, run.calls)
@@ -109,7 +111,13 @@ def find_tensor_plan(
     found = check_around_run(model, collapse(styles, model), run, checks, sequence_parallel=sequence_parallel)
     share = split_share(model, found.plan, size)
     return VerifiedTable(
-        found.plan, reasons | found.not_in_parts, share, size, found.shared_inputs, True, found.sequence
+        found.plan,
+        reasons | found.not_in_parts,
+        share,
+        size,
+        found.shared_inputs,
+        sequence=found.sequence,
+        not_random=found.not_random,
     )
 
 
@@ -122,17 +130,17 @@ def split_share(model: nn.Module, plan: TensorPlan, size: int) -> float:
 
 
 def _search_all(
-    units: Mapping[str, nn.Module], calls: Mapping[str, BlockCall], checks: BlockChecks, published: TensorPlan
+    units: Mapping[str, nn.Module], run: ModelRun, checks: BlockChecks, published: TensorPlan
 ) -> dict[str, BlockSearch]:
-    """One search per distinct structure."""
-    known: dict[tuple[object, ...], BlockSearch] = {}
+    """One search for blocks that are alike."""
+    known: dict[int, BlockSearch] = {}
     searches: dict[str, BlockSearch] = {}
-    for name, call in calls.items():
-        structure = structure_of(units[name], call)
-        if structure not in known:
+    for name, call in run.calls.items():
+        kind = run.kinds[name]
+        if kind not in known:
             given = published.restricted_to(name, units[name])
-            known[structure] = search_block(units[name], call, checks.of(units[name], call), given)
-        search = known[structure]
+            known[kind] = search_block(units[name], call, checks.of(name), given)
+        search = known[kind]
         searches[name] = BlockSearch(list(search.split), dict(search.whole), list(search.ends))
     return searches
 

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.fake_copies import blank, copy_with
-from tensorshard.modules.stacked_experts import stand_in
+from tensorshard.modules.fake_copies import fake_run
+from tensorshard.modules.provenance import Operation, Provenance
 from tensorshard.modules.tensors import storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention, named_arguments
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
-from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
-from tensorshard.torch_private.pytree import tree_map_only
 
 
 @dataclass
@@ -61,42 +59,36 @@ def projection_of(attention: str) -> str:
 
 def follow_stream(block: nn.Module, call: BlockCall, styles: Mapping[str, Style], index: int) -> StreamFlow:
     """Runs a fake copy of `block` and notes where its input `index` goes, column layers apart."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fake_copy = copy_with(block, blank).eval()
-        stand_in(fake_copy)
-        for parameter in fake_copy.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        args, kwargs = tree_map_only(torch.Tensor, _Once(), (call.args, call.kwargs))
-        stream = _Stream(fake_copy, styles, tensor_leaves((args, kwargs))[index])
-        with stream:
-            outputs = tensor_leaves(fake_copy(*args, **kwargs))
-    stream.flow.outputs = {leaf: output.shape for leaf, output in enumerate(outputs) if stream.holds(output)}
-    return stream.flow
+
+    def watch(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> _StreamSources:
+        return _StreamSources(fake, fake_copy, styles, tensor_leaves(samples)[index])
+
+    with fake_run(block, (call.args, call.kwargs), watch) as (fake_copy, (args, kwargs), sources):
+        outputs = tensor_leaves(fake_copy(*args, **kwargs))
+    sources.flow.outputs = {leaf: output.shape for leaf, output in enumerate(outputs) if sources.holds(output)}
+    return sources.flow
 
 
-class _Once:
-    """Fake tensors for meta ones, one for a repeated one."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, torch.Tensor] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._made:
-            self._made[id(tensor)] = blank("", tensor)
-        return self._made[id(tensor)]
+_STREAM = ""
+"""The source that is the stream; the others are names of parameters."""
 
 
-class _Stream(TorchDispatchMode):
-    """Provenance what is computed from a stream; a row layer's output belongs to it, a column layer's does not."""
+class _StreamSources(Provenance[str]):
+    """Follows what is computed from a stream; a row layer's output belongs to it, a column layer's does not.
 
-    def __init__(self, block: nn.Module, styles: Mapping[str, Style], start: torch.Tensor) -> None:
-        super().__init__()
+    What has the shape of something in it belongs to it, too, since on each rank that is the shape of its part. A
+    parameter is followed until it is applied to the stream: norms may scale or shift their weights first.
+    """
+
+    def __init__(
+        self, fake: FakeTensorMode, block: nn.Module, styles: Mapping[str, Style], start: torch.Tensor
+    ) -> None:
+        super().__init__(fake)
         self.flow = StreamFlow()
         self._styles = styles
-        self._kept: list[torch.Tensor] = [start]  # so that storages are not used again
-        self._stream = {storage_key(start)}
-        # What was made of parameters alone, by storage: scaled or shifted weights of norms.
-        self._made_of = {storage_key(p): frozenset([name]) for name, p in block.named_parameters()}
+        for name, parameter in block.named_parameters():
+            self.set(parameter, [name])
+        self.set(start, [_STREAM])
         self._inside_column = 0
         self._given: dict[str, dict[int, int]] = {}  # what modules are called with, by storage
         for name, module in block.named_modules():
@@ -149,8 +141,7 @@ class _Stream(TorchDispatchMode):
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._inside_column -= 1
             for tensor in tensor_leaves(output)[1:]:  # the weights of the heads
-                self._kept.append(tensor)
-                self._stream.discard(storage_key(tensor))
+                self.set(tensor, [])
             if name in self.flow.attentions:
                 self._row_put_out(projection_of(name), tensor_leaves(output)[0], biased)
 
@@ -173,8 +164,7 @@ class _Stream(TorchDispatchMode):
 
     def _column_returned(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
         self._inside_column -= 1
-        self._kept.append(output)
-        self._stream.discard(storage_key(output))
+        self.set(output, [])
 
     def _row_returned(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -183,9 +173,7 @@ class _Stream(TorchDispatchMode):
         return hook
 
     def _row_put_out(self, name: str, output: torch.Tensor, biased: bool) -> None:
-        self._kept.append(output)
-        self._stream.add(storage_key(output))
-        self._made_of.pop(storage_key(output), None)
+        self.set(output, [_STREAM])
         if name not in self.flow.rows:
             self.flow.rows.append(name)
             if biased:
@@ -209,26 +197,19 @@ class _Stream(TorchDispatchMode):
 
     def holds(self, tensor: Any) -> bool:
         """Whether `tensor` was computed from the stream."""
-        return isinstance(tensor, torch.Tensor) and storage_key(tensor) in self._stream
+        return isinstance(tensor, torch.Tensor) and _STREAM in self.of([tensor])
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+    def follow(self, operation: Operation) -> None:
         if self._inside_column:
-            return output
-        inputs = tensor_leaves((args, kwargs))
-        made_of = frozenset().union(*(self._made_of.get(storage_key(t), frozenset()) for t in inputs))
-        outputs = tensor_leaves(output)
-        self._kept += outputs
-        if any(map(self.holds, inputs)):
-            self._stream.update(storage_key(t) for t in outputs)
-            for name in made_of:
+            return
+        sources = self.of(operation.inputs)
+        if _STREAM in sources:
+            for name in sorted(sources - {_STREAM}):
                 style = self._styles.get(name) or self._styles.get(name.rpartition(".")[0])
                 if style is None or not style.sums_gradients:
                     self.flow.partial[name] = None
-        elif made_of:
-            for tensor in outputs:
-                self._made_of[storage_key(tensor)] = made_of
-        return output
+            sources = frozenset([_STREAM])
+        self.add((*operation.outputs, *operation.written), sources)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from tensorshard.tensor_parallel.table.table import starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture
 from tensorshard.tensor_parallel.verify.block_check import MismatchError
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
-from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units, structure_of
+from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units
 
 _MOST_TRIES = 32
 
@@ -60,18 +60,18 @@ def find_sequence_splits(
         NoSequenceParallelError: none can; names the reasons.
     """
     units = find_units(model)
-    known: dict[tuple[object, ...], SequenceSplit | str] = {}
+    known: dict[object, SequenceSplit | str] = {}
     splits: dict[str, SequenceSplit] = {}
     refused: dict[str, str] = {}
     for name, call in run.calls.items():
         inside = styles_inside(name, blocks.styles)
         sliced = blocks.sliced_inputs.get(name, {})
-        structure = (structure_of(units[name], call), tuple(inside.items()), tuple(sliced.items()))
-        if structure not in known:
+        alike = (run.kinds[name], tuple(inside.items()), tuple(sliced.items()))
+        if alike not in known:
             prefix = f"{name}." if name else ""
             shared = [tuple(n.removeprefix(prefix) for n in s) for s in blocks.shared_inputs if s[0].startswith(prefix)]
-            known[structure] = _search_block(units[name], call, inside, sliced, checks, shared)
-        found = known[structure]
+            known[alike] = _search_block(name, units[name], call, inside, sliced, checks, shared)
+        found = known[alike]
         if isinstance(found, SequenceSplit):
             splits[name] = found
         else:
@@ -88,7 +88,7 @@ def find_sequence_splits(
 
 def link_splits(splits: Mapping[str, SequenceSplit], capture: Capture) -> dict[str, SequenceSplit]:
     """`splits` with what happens between the blocks: a part is handed on where the next block takes it as it is."""
-    whole = {name for name, split in splits.items() if any((name, i) in capture.escaped for i in split.outputs)}
+    whole = {name for name, split in splits.items() if any((name, i) in capture.read_outside for i in split.outputs)}
     whole |= capture.repeated & set(splits)
     for name, call in capture.calls.items():
         for index, (provider, output) in call.providers.items():
@@ -106,6 +106,7 @@ def link_splits(splits: Mapping[str, SequenceSplit], capture: Capture) -> dict[s
 
 
 def _search_block(
+    name: str,
     block: nn.Module,
     call: BlockCall,
     styles: dict[str, Style],
@@ -116,7 +117,7 @@ def _search_block(
     rows = [name for name, style in styles.items() if style.kind == "rowwise"]
     if not rows:
         return "it has no row layer, whose output could be scattered"
-    check = checks.of(block, call)
+    check = checks.of(name)
     reason = "none of its inputs looks like a sequence"
     tries = 0
     candidates = list(_candidates(block, check.inputs, checks.size))

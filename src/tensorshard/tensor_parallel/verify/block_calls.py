@@ -1,20 +1,25 @@
 """What a model's blocks are called with, found by running it on fake tensors."""
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from tensorshard.modules.fake_copies import blank, copy_with
-from tensorshard.modules.stacked_experts import stand_in
-from tensorshard.modules.tensors import storage_key, tensor_leaves
+from tensorshard.modules.batches import call_arguments, call_model
+from tensorshard.modules.fake_copies import fake_run
+from tensorshard.modules.provenance import Operation, Provenance
+from tensorshard.modules.tensors import map_tensors_once, storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
-from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.modules import own_parameters
-from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
+from tensorshard.torch_private.pytree import tree_leaves
+
+Output = tuple[str, int]
+"""What a block returned: the block's name, and the index among the tensors of its output."""
 
 
 @dataclass
@@ -26,11 +31,14 @@ class BlockCall:
             did.
         providers: for each tensor leaf of (args, kwargs) that came out of another block: that block's name
             and the index among its output's leaves.
+        operations: a digest of the operations that it ran: their names, the shapes and types of their tensors, and
+            their numbers. Equal for blocks that compute the same function of their inputs and parameters.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    providers: dict[int, tuple[str, int]] = field(default_factory=dict)
+    providers: dict[int, Output] = field(default_factory=dict)
+    operations: str = ""
 
 
 @dataclass
@@ -41,22 +49,21 @@ class Capture:
         calls: first calls of blocks, by name, in the order of the run.
         used_outside: parameters that an operation read outside of the forward of a splittable layer that
             holds them.
-        escaped: outputs of blocks, as (block, index among its output's leaves), that something else than the call of a
-            block reads: code between the blocks, or the caller of the model.
+        read_outside: outputs of blocks that something else than the call of a block reads: code between the blocks, or
+            the caller of the model.
         repeated: blocks that were called more than once.
     """
 
     calls: dict[str, BlockCall]
     used_outside: set[str]
-    escaped: set[tuple[str, int]] = field(default_factory=set)
+    read_outside: set[Output] = field(default_factory=set)
     repeated: set[str] = field(default_factory=set)
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Calls `model` as the Engine does: a tuple's members as arguments, a dict's as keyword arguments."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+def as_call(inputs: Any) -> BlockCall:
+    """The call of a whole model on `inputs`, as for ``Engine.step``."""
+    args, kwargs = call_arguments(inputs)
+    return BlockCall(args, kwargs)
 
 
 def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Capture:
@@ -65,88 +72,96 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
     Args:
         inputs: as for ``Engine.step``; only their shapes and types matter.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fake_copy = copy_with(model, blank).eval()
-        stand_in(fake_copy)
-        recorder = _Recorder(fake_copy)
-        for name in blocks:
-            recorder.watch(name, fake_copy.get_submodule(name))
-        fakes = tree_map_only(torch.Tensor, lambda tensor: blank("", tensor), inputs)
-        for parameter in fake_copy.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        with recorder:  # with gradients: which inputs of a block have any is part of what is to be found
-            recorder.returned(call_model(fake_copy, fakes))
-    return Capture(recorder.calls, recorder.used_outside, recorder.escaped, recorder.repeated)
+
+    def follow(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> BlockOutputs:
+        return BlockOutputs(fake, fake_copy, blocks)
+
+    # With gradients: which inputs of a block have any is part of what is to be found.
+    with fake_run(model, inputs, follow) as (fake_copy, samples, outputs):
+        outputs.returned(call_model(fake_copy, samples))
+    return outputs.capture
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.calls: dict[str, BlockCall] = {}
-        self.used_outside: set[str] = set()
-        self.escaped: set[tuple[str, int]] = set()
-        self.repeated: set[str] = set()
-        self._outputs: dict[int, tuple[str, int]] = {}  # of blocks, by storage
-        self._in_block = 0
-        self._kept: list[torch.Tensor] = []  # so that ids are not used again
-        self._made_by: dict[int, tuple[str, int]] = {}
+class BlockOutputs(Provenance[Output]):
+    """Follows which blocks' outputs the values in a model's run come from.
+
+    Args:
+        fake: the mode of the fake tensors.
+        model: on these; it is given hooks.
+        blocks: names of the modules to watch.
+    """
+
+    def __init__(self, fake: FakeTensorMode, model: nn.Module, blocks: Iterable[str]) -> None:
+        super().__init__(fake)
+        self.capture = Capture({}, set())
+        self._running: list[str] = []  # blocks
+        self._digests: dict[str, Any] = {}  # of the blocks that run for the first time
+        self._returned: dict[int, Output] = {}  # by the tensors' ids; they are kept
         self._names = {storage_key(p): name for name, p in model.named_parameters()}
-        self._running: list[set[int]] = []
+        self._own: list[set[int]] = []  # parameters of the splittable layers that are running
+        for name in blocks:
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
+            block.register_forward_hook(partial(self._end, name))
         for module in model.modules():
             if as_splittable(module) is not None:
                 own = {storage_key(p) for p in own_parameters(module).values()}
-                module.register_forward_pre_hook(lambda *_, own=own: self._running.append(own))
-                module.register_forward_hook(self._finished)
-
-    def _finished(self, *_: Any) -> None:
-        self._running.pop()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                key = storage_key(leaf)
-                if key in self._names and not any(key in own for own in self._running):
-                    self.used_outside.add(self._names[key])
-                if not self._in_block and key in self._outputs:
-                    self.escaped.add(self._outputs[key])
-        return func(*args, **(kwargs or {}))
+                module.register_forward_pre_hook(lambda *_, own=own: self._own.append(own))
+                module.register_forward_hook(self._layer_ended)
 
     def returned(self, output: Any) -> None:
         """Notes what the model returned."""
-        keys = [storage_key(leaf) for leaf in tensor_leaves(output)]
-        self.escaped |= {self._outputs[key] for key in keys if key in self._outputs}
+        self.capture.read_outside |= self.of(tensor_leaves(output))
 
-    def watch(self, name: str, block: nn.Module) -> None:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._in_block += 1
-            if name in self.calls:
-                self.repeated.add(name)
-                return
-            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            providers = {i: self._made_by[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._made_by}
-            call_args, call_kwargs = tree_map_only(torch.Tensor, _Metas(), (args, kwargs))
-            self.calls[name] = BlockCall(call_args, call_kwargs, providers)
+    def follow(self, operation: Operation) -> None:
+        super().follow(operation)
+        for tensor in operation.inputs:
+            name = self._names.get(storage_key(tensor))
+            if name is not None and not any(storage_key(tensor) in own for own in self._own):
+                self.capture.used_outside.add(name)
+        if not self._running:  # whoever reads the shape alone counts, too: that of a part of a sequence is another
+            self.capture.read_outside |= self.of(operation.inputs)
+        if self._digests:
+            described = _described(operation)
+            for digest in self._digests.values():
+                digest.update(described)
 
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            self._kept += leaves
-            self._made_by.update({id(leaf): (name, index) for index, leaf in enumerate(leaves)})
-            self._in_block -= 1
-            if not self._in_block:
-                self._outputs.update({storage_key(leaf): (name, index) for index, leaf in enumerate(leaves)})
+    def _begin(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self._running.append(name)
+        if name in self.capture.calls:
+            self.capture.repeated.add(name)
+            return
+        leaves = tensor_leaves((args, kwargs))
+        providers = {i: self._returned[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._returned}
+        meta_args, meta_kwargs = map_tensors_once(_on_meta, (args, kwargs))
+        self.capture.calls[name] = BlockCall(meta_args, meta_kwargs, providers)
+        self._digests[name] = hashlib.blake2b(digest_size=16)
 
-        block.register_forward_pre_hook(before, with_kwargs=True)
-        block.register_forward_hook(after, with_kwargs=True)
+    def _end(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+        if name in self._digests:
+            self.capture.calls[name].operations = self._digests.pop(name).hexdigest()
+        for index, leaf in enumerate(tensor_leaves(output)):
+            self._returned[id(leaf)] = (name, index)
+            self.set(leaf, [(name, index)])
+
+    def _layer_ended(self, *_: Any) -> None:
+        self._own.pop()
 
 
-class _Metas:
-    """Turns tensors into meta tensors, a repeated one into one."""
+def _described(operation: Operation) -> bytes:
+    """All that `operation` was but for its tensors' values; nothing for what autograd alone needs."""
+    if operation.name in ("detach", "alias"):
+        return b""
+    leaves = tree_leaves((operation.args, operation.kwargs))
+    shown = [
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+        if leaf is None or isinstance(leaf, torch.Tensor | bool | int | float | complex | str | torch.dtype)
+    ]
+    return f"{operation.func}{shown}".encode()
 
-    def __init__(self) -> None:
-        self._made: dict[int, torch.Tensor] = {}
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._made:
-            fake_copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            self._made[id(tensor)] = fake_copy.requires_grad_(tensor.requires_grad)
-        return self._made[id(tensor)]
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return meta.requires_grad_(tensor.requires_grad)

@@ -6,6 +6,7 @@ random weights. A right table agrees to rounding; a wrong one is off by as much 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.modules.fake_copies import copy_with, mixed_mask, random_values
-from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.modules.model_errors import raised_by_model
+from tensorshard.modules.tensors import map_tensors, map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
@@ -22,7 +24,6 @@ from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
-from tensorshard.torch_private.pytree import tree_flatten, tree_unflatten
 
 TOLERANCE = 1e-3
 """Largest difference that passes, in units of the largest value: well above fp32's rounding, well below a
@@ -82,20 +83,17 @@ class BlockCheck:
         self._block = copy_with(block, values).eval()
         for parameter in self._block.parameters():
             parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() <= _LARGEST_GRADIENT)
-        leaves, self._tree = tree_flatten((call.args, call.kwargs))
-        made: dict[int, torch.Tensor] = {}
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
-                made[id(leaf)] = _random_input(leaf, generator).requires_grad_(leaf.requires_grad)
-        self._leaves = [made.get(id(leaf), leaf) for leaf in leaves]
+        self._given = map_tensors_once(
+            lambda leaf: _random_input(leaf, generator).requires_grad_(leaf.requires_grad), (call.args, call.kwargs)
+        )
         self._cotangents: list[torch.Tensor] = []
         self._generator = generator
-        self.expected = self._run(self._block, self._leaves, None)
+        self.expected = self._run(self._block, self._given, None)
 
     @property
     def inputs(self) -> list[torch.Tensor]:
         """The tensors among the block's inputs, in order."""
-        return tensor_leaves(self._leaves)
+        return tensor_leaves(self._given)
 
     def check(
         self,
@@ -113,7 +111,8 @@ class BlockCheck:
             sequence: as for :func:`apply_sequence_parallel`; "" is the block itself.
 
         Raises:
-            MismatchError: they differ, or the split block does not run; says what was seen.
+            MismatchError: they differ, or the split block does not run; says what was seen. Which errors of the run
+                mean that is said by :func:`tensorshard.modules.model_errors.raised_by_model`; others are raised.
         """
         sliced = {index: Layout(dim, (self.inputs[index].shape[dim],)) for index, dim in (sliced_inputs or {}).items()}
         try:
@@ -122,7 +121,9 @@ class BlockCheck:
             runs = run_as_ranks(self.size, lambda group: self._split_run(group, split, layouts, sliced))
         except MismatchError:
             raise
-        except Exception as error:  # whatever a model's forward makes of parts that do not fit
+        except Exception as error:  # whatever a model's forward makes of shards that do not fit
+            if not raised_by_model(error):
+                raise
             raise MismatchError(f"it does not run: {type(error).__name__}: {_first_line(error)}") from error
         agreement = self._compare_outputs(runs)
         self._compare_gradients(runs, layouts, sliced)
@@ -142,24 +143,21 @@ class BlockCheck:
         with torch.no_grad():
             for name, parameter in part.named_parameters():
                 parameter.data = local_shard(parameter.data, layouts[name], rank, size)
-        tensors = iter(range(len(self.inputs)))
-        leaves = [
-            local_shard(leaf.detach(), sliced[index], rank, size).requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, torch.Tensor) and (index := next(tensors)) in sliced
-            else leaf
-            for leaf in self._leaves
-        ]
-        return self._run(part, leaves, group)
+        indices = count()
 
-    def _run(self, block: nn.Module, leaves: list[Any], group: dist.ProcessGroup | None) -> _Run:
-        own: dict[int, torch.Tensor] = {}
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in own:
-                own[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        tensors = [own[id(leaf)] for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        def own(leaf: torch.Tensor) -> torch.Tensor:
+            index = next(indices)
+            if index not in sliced:
+                return leaf
+            return local_shard(leaf.detach(), sliced[index], rank, size).requires_grad_(leaf.requires_grad)
+
+        return self._run(part, map_tensors(own, self._given), group)
+
+    def _run(self, block: nn.Module, given: Any, group: dist.ProcessGroup | None) -> _Run:
+        given = map_tensors_once(lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), given)
+        tensors = tensor_leaves(given)
         # A block may write into its inputs, which autograd does not allow for leaves.
-        given = {key: tensor.clone() for key, tensor in own.items()}
-        args, kwargs = tree_unflatten([given.get(id(leaf), leaf) for leaf in leaves], self._tree)
+        args, kwargs = map_tensors_once(torch.clone, given)
         outputs = tensor_leaves(block(*args, **kwargs))
         if group is None:
             self._cotangents = [torch.randn(o.shape, generator=self._generator) for o in outputs]

@@ -5,24 +5,30 @@ from collections.abc import Mapping
 from torch import nn
 
 from tensorshard.tensor_parallel.table.styles import Style
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
-from tensorshard.tensor_parallel.verify.model_run import structure_of
+from tensorshard.tensor_parallel.verify.model_run import ModelRun
 
 
 class BlockChecks:
-    """The checks of blocks, one for those that are alike: making one costs more than using it."""
+    """The checks of blocks, one for those that are alike: making one costs more than using it.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        units: the blocks, by name.
+        run: how the model calls them.
+        size: number of ranks to split them over.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module], run: ModelRun, size: int) -> None:
         self.size = size
-        self._made: dict[tuple[object, ...], BlockCheck] = {}
+        self._units, self._run = units, run
+        self._made: dict[int, BlockCheck] = {}
 
-    def of(self, block: nn.Module, call: BlockCall) -> BlockCheck:
-        """The check of blocks like `block`."""
-        structure = structure_of(block, call)
-        if structure not in self._made:
-            self._made[structure] = BlockCheck(block, call, self.size)
-        return self._made[structure]
+    def of(self, name: str) -> BlockCheck:
+        """The check of blocks like the one called `name`."""
+        kind = self._run.kinds[name]
+        if kind not in self._made:
+            self._made[kind] = BlockCheck(self._units[name], self._run.calls[name], self.size)
+        return self._made[kind]
 
 
 def styles_inside(name: str, styles: Mapping[str, Style]) -> dict[str, Style]:

@@ -1,6 +1,7 @@
 """What of a model is searched and checked on its own, and how one of it may stand for others."""
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,12 @@ import torch
 from torch import nn
 
 from tensorshard.modules.blocks import find_blocks
+from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.sample_inputs import example_inputs
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
-from tensorshard.torch_private.modules import own_parameters
+from tensorshard.tensor_parallel.verify.block_kinds import block_kinds
 
 # Of blocks that are alike, a shrunken model keeps this many, so that what one hands to the next is there.
 _KEPT_ALIKE = 2
@@ -37,10 +39,12 @@ class ModelRun:
     Args:
         capture: what it showed of the units.
         inputs: what the model was run on.
+        kinds: a number for each unit that was called; those of which one may stand for another have the same.
     """
 
     capture: Capture
     inputs: Any
+    kinds: dict[str, int]
 
     @property
     def calls(self) -> dict[str, BlockCall]:
@@ -60,9 +64,14 @@ def run_once(model: nn.Module, units: list[str], inputs: Any, *, sequences: bool
     error: Exception | None = None
     for candidate in candidates:
         try:
-            return ModelRun(capture_calls(model, units, candidate), candidate)
+            capture = capture_calls(model, units, candidate)
         except Exception as caught:  # whatever a model makes of inputs that are not its own
+            if not raised_by_model(caught):
+                raise
             error = error or caught
+            continue
+        kinds = block_kinds({name: model.get_submodule(name) for name in units}, capture.calls)
+        return ModelRun(capture, candidate, kinds)
     remedy = (
         "give parallelize(sample_inputs=...), or find_tensor_plan(inputs=...), inputs as for Engine.step, of any "
         "values and any sizes that the model takes"
@@ -80,40 +89,22 @@ def _is_flat(inputs: Any) -> bool:
     return all(tensor.is_floating_point() and tensor.ndim < 3 for tensor in tensor_leaves(inputs))
 
 
-def structure_of(block: nn.Module, call: BlockCall) -> tuple[object, ...]:
-    """Equal for blocks of which one may stand for the others: classes, shapes, switches, and inputs are the
-    same."""
-    modules = tuple(
-        (
-            name,
-            type(module),
-            tuple((key, tuple(p.shape)) for key, p in own_parameters(module).items()),
-            tuple((key, value) for key, value in vars(module).items() if _matters(key, value)),
-        )
-        for name, module in block.named_modules()
-    )
-    leaves = tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensor_leaves((call.args, call.kwargs)))
-    return (modules, leaves)
-
-
-def _matters(attribute: str, value: object) -> bool:
-    """Whether blocks that differ in this attribute may compute differently; which of the layers it is does not."""
-    return isinstance(value, int) and not attribute.endswith(("idx", "index", "_id", "number"))
-
-
-def without_repetition(model: nn.Module, calls: Mapping[str, BlockCall]) -> nn.Module:
+def without_repetition(model: nn.Module, kinds: Mapping[str, int]) -> nn.Module:
     """A copy of `model` on the meta device that keeps two of each run of blocks that are alike, under their
-    names."""
+    names.
+
+    Args:
+        kinds: of its blocks, as of :class:`ModelRun`.
+    """
     parameters = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
     smaller = copy.deepcopy(model, parameters)
-    alike: dict[tuple[object, ...], int] = {}
-    for name, call in calls.items():
+    alike: Counter[tuple[str, int]] = Counter()
+    for name, kind in kinds.items():
         if not name:
             continue
         owner, _, key = name.rpartition(".")
-        structure = (owner, structure_of(model.get_submodule(name), call))
-        alike[structure] = alike.get(structure, 0) + 1
-        if alike[structure] > _KEPT_ALIKE:
+        alike[owner, kind] += 1
+        if alike[owner, kind] > _KEPT_ALIKE:
             nn.Module.__delattr__(smaller.get_submodule(owner), key)
     return smaller
 

@@ -1,0 +1,65 @@
+"""Whose fault an exception is that a run of a model ended with: the model's code's, or this package's."""
+
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+from tensorshard.modules.provenance import run_operation
+from tensorshard.torch_private.modules import MODULE_CALLS
+
+_PACKAGE = Path(__file__).parents[1]
+_MODELS = _PACKAGE / "models"  # models like anybody's
+_TORCH = Path(torch.__file__).parent
+_LIBRARY, _SITE = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
+
+
+def raised_by_model(error: Exception) -> bool:
+    """Whether `error` says that a model cannot run in a certain way; else it is a fault of this package.
+
+    Wrong shapes, indices and values are told by ValueError, IndexError, RuntimeError and ArithmeticError, wherever a
+    model's tensors end up, be it in the layers of this package: these say that the model cannot run so. Other errors
+    (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ...) do so if the model's code raised
+    them: that is, if of the frames on the way to the error the innermost that is neither torch's nor the standard
+    library's belongs to no file of this package. A call of a module counts as a frame of the file of its class. Memory
+    that is not enough says nothing about a model.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return False
+    by_values = isinstance(error, ValueError | IndexError | RuntimeError | ArithmeticError)
+    if by_values and not isinstance(error, NotImplementedError | RecursionError):
+        return True
+    for frame in reversed(_frames(error.__traceback__)):
+        owned = _is_of_package(frame)
+        if owned is not None:
+            return not owned
+    return True
+
+
+def _frames(traceback: TracebackType | None) -> list[FrameType]:
+    found = []
+    while traceback is not None:
+        found.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    return found
+
+
+def _is_of_package(frame: FrameType) -> bool | None:
+    """Whether this package raised what `frame` is the innermost of; None if its caller tells."""
+    if frame.f_code is run_operation.__code__:  # the model's operation
+        return None
+    file = frame.f_code.co_filename
+    if frame.f_code in MODULE_CALLS:
+        file = getattr(sys.modules.get(type(frame.f_locals["self"]).__module__), "__file__", None) or ""
+        return _is_inside(file, _PACKAGE) and not _is_inside(file, _MODELS)
+    if _is_inside(file, _PACKAGE):
+        return not _is_inside(file, _MODELS)
+    if _is_inside(file, _TORCH) or (_is_inside(file, _LIBRARY) and not _is_inside(file, _SITE)):
+        return None
+    return None if file.startswith("<frozen ") else False
+
+
+def _is_inside(file: str, folder: Path) -> bool:
+    return Path(file).is_relative_to(folder)

@@ -1,0 +1,39 @@
+"""Which of a model's blocks make random numbers in training, found by running them on fake tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tensorshard.modules.fake_copies import fake_run
+from tensorshard.modules.model_errors import raised_by_model
+from tensorshard.modules.provenance import Provenance
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall
+from tensorshard.tensor_parallel.verify.model_run import ModelRun
+from tensorshard.torch_private.fake_tensors import FakeTensorMode
+
+
+def blocks_without_random_numbers(units: Mapping[str, nn.Module], run: ModelRun) -> frozenset[str]:
+    """Names of the blocks that ran without making random numbers (dropout, say); one run for those that are alike."""
+    known: dict[int, bool] = {}
+    for name, kind in run.kinds.items():
+        if kind not in known:
+            known[kind] = _makes_random_numbers(units[name], run.calls[name])
+    return frozenset(name for name, kind in run.kinds.items() if not known[kind])
+
+
+def _makes_random_numbers(block: nn.Module, call: BlockCall) -> bool:
+    """Whether training runs a random operation in `block`; True if it cannot be told."""
+
+    def watch(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> Provenance[Any]:
+        return Provenance(fake)
+
+    try:
+        with fake_run(block, (call.args, call.kwargs), watch) as (fake_copy, (args, kwargs), provenance):
+            fake_copy.train()
+            fake_copy(*args, **kwargs)
+    except Exception as error:  # what evaluates on fake tensors may not train on them
+        if not raised_by_model(error):
+            raise
+        return True
+    return provenance.rng_ops > 0

@@ -1,0 +1,65 @@
+"""What the check of a block takes for a split that does not work, and what it does not."""
+
+import pytest
+import torch
+from torch import nn
+
+from raised_errors import BY_VALUES, OTHERS, OURS, raising
+from tensorshard.modules import provenance
+from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
+from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Style
+from tensorshard.tensor_parallel.verify import block_check
+from tensorshard.tensor_parallel.verify.block_calls import as_call
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError
+
+SPLIT = {"up": COLWISE, "down": ROWWISE, "": Style("divide", names=("heads",))}
+
+
+class Keyed(nn.Module):
+    """Looks up what it does by the number of its heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scales = {4: 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)) * self.scales[self.heads])
+
+
+def check() -> BlockCheck:
+    return BlockCheck(Keyed(), as_call(torch.zeros(2, 8)), 2)
+
+
+def test_errors_of_the_blocks_code_mean_that_it_cannot_be_split_so():
+    with pytest.raises(MismatchError, match="it does not run: KeyError: 2"):
+        check().check(SPLIT)
+
+
+@pytest.mark.parametrize("error", OTHERS)
+def test_errors_of_this_package_surface(monkeypatch, error):
+    checked = check()
+    monkeypatch.setattr(block_check, "apply_tensor_parallel", raising(error, OURS))
+    with pytest.raises(error, match="here"):
+        checked.check(SPLIT)
+
+
+@pytest.mark.parametrize("error", BY_VALUES)
+def test_styles_that_cannot_be_applied_are_told_by_values(monkeypatch, error):
+    checked = check()
+    monkeypatch.setattr(block_check, "apply_tensor_parallel", raising(error, OURS))
+    with pytest.raises(MismatchError, match=f"it does not run: {error.__name__}: here"):
+        checked.check(SPLIT)
+
+
+@pytest.mark.parametrize("error", OTHERS)
+def test_errors_of_this_package_surface_from_a_search(monkeypatch, error):
+    model = nn.Sequential(Keyed(), Keyed())
+    with monkeypatch.context() as patched:
+        patched.setattr(block_check, "apply_tensor_parallel", raising(error, OURS))
+        with pytest.raises(error, match="here"):
+            find_tensor_plan(model, 2, inputs=torch.zeros(2, 8))
+    monkeypatch.setattr(provenance.Provenance, "add", raising(error, OURS))
+    with pytest.raises(error, match="here"):
+        find_tensor_plan(model, 2)
