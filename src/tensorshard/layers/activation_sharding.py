@@ -32,7 +32,7 @@ class Replicated:
         return tensor
 
     def start_gather(self, tensor: torch.Tensor) -> Started:
-        """As :meth:`gather`."""
+        """The full tensor, as something to wait for."""
         return Started(None, lambda: tensor)
 
     def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class SequenceSharded:
         return primitives.gather_dim(tensor, self.dim, self.sizes, self.group)
 
     def start_gather(self, tensor: torch.Tensor) -> Started:
-        """As :meth:`gather`, without waiting for it."""
+        """Begins to gather all positions."""
         return primitives.start_gather_dim(tensor, self.dim, self.sizes, self.group)
 
     def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class SequenceSharded:
         return primitives.reduce_scatter_dim(tensor, self.dim, self.sizes, self.group)
 
     def start_reduce(self, tensor: torch.Tensor) -> Started:
-        """As :meth:`reduce`, without waiting for it."""
+        """Begins to sum over the ranks, of which this one keeps its positions."""
         return primitives.start_reduce_scatter_dim(tensor, self.dim, self.sizes, self.group)
 
 

@@ -82,7 +82,7 @@ def check_targets(
     if target.is_floating_point():
         raise ValueError(
             f"targets of type {target.dtype} were given: class probabilities need whole logits and "
-            "z_loss=0; for split logits give class numbers"
+            "no options but those of F.cross_entropy; else give class numbers"
         )
     if list(target.shape) != expected:
         raise ValueError(
