@@ -348,7 +348,7 @@ def test_parts_that_do_not_fit(ranks, case, message):
         ({"input": torch.randn(3, 5).bfloat16()}, ValueError, "input of bfloat16, weight of float32 were given"),
         ({"bias": torch.randn(11)}, ValueError, r"a bias \[11\] was given for 12 classes"),
         ({"class_weight": torch.ones(11)}, ValueError, r"class_weight \[11\] was given for 12 classes"),
-        ({"reduction": "avg"}, ValueError, "reduction='avg' was given: use one of 'none', 'mean', 'sum'"),
+        ({"reduction": "avg"}, ValueError, "reduction='avg' was given: use 'none', 'mean' or 'sum'"),
         ({"label_smoothing": 2.0}, ValueError, "use a number from 0 to 1"),
         ({"scale": 0.0}, ValueError, "scale=0.0 was given"),
         ({"z_loss": -1.0}, ValueError, "z_loss=-1.0 was given: use 0 or more"),

@@ -48,7 +48,8 @@ def refuse_lost_mark(input: torch.Tensor) -> None:
         if node is None:
             return
         if isinstance(node, BackwardCFunction):
-            if getattr(node, "split_features", None) in (input.size(-1), input.size(min(1, input.ndim - 1))):
+            split = getattr(node, "split_features", ())
+            if input.size(-1) in split or input.size(min(1, input.ndim - 1)) in split:
                 break
             return  # such as a gather, after which they are whole
         before = [following for following, _ in node.next_functions if following and following.next_functions]
@@ -81,7 +82,7 @@ def check_targets(
     if target.is_floating_point():
         raise ValueError(
             f"targets of type {target.dtype} were given: class probabilities need whole logits and "
-            "z_loss=0; for split logits give class numbers"
+            "no options but those of F.cross_entropy; else give class numbers"
         )
     if list(target.shape) != expected:
         raise ValueError(

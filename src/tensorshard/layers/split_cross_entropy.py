@@ -1,14 +1,12 @@
 """Cross entropy of logits whose classes are split over a group.
 
-No rank ever holds all classes of a sample. Each computes the log-sum-exp of its own classes; one exchange of
-two or three numbers per sample and rank then gives everybody the whole loss (the idea of Megatron-LM's
-vocabulary-parallel cross entropy, with one exchange in place of three). Backward needs no communication.
-Nothing but the logits themselves and one number per sample is kept between forward and backward, and
-temporaries are of a fixed size.
+No rank ever holds all classes of a sample. Backward needs no communication. Nothing but the logits themselves and two
+numbers per sample is kept between forward and backward, and temporaries are of a fixed size. The formulas are in
+:mod:`softmax_cross_entropy`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,104 +17,92 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from tensorshard.comm import primitives
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharding import normalize_dim
 from tensorshard.layers.arguments import check_same_ranks
 from tensorshard.layers.logits_and_targets import check_targets, place, refuse_lost_mark
+from tensorshard.layers.softmax_cross_entropy import (
+    CrossEntropySpec,
+    Statistics,
+    cap,
+    cap_slope,
+    combine,
+    find_slopes,
+    local_columns,
+    reduce_loss,
+    set_target_slopes,
+    softmax_slope,
+    token_accuracy,
+    weigh_targets,
+)
 
 # Elements of a temporary: on the CPU what stays in a core's cache, elsewhere enough to fill a GPU.
 _CPU_TILE = 1 << 18
 _DEVICE_TILE = 1 << 24
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """What a loss is to be computed of, besides its tensors."""
-
-    start: int  # the first class of this rank
-    classes: int  # of all ranks
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    reduction: str
-    group: dist.ProcessGroup | None  # None where the logits are whole
-
-
 class _CrossEntropy(Function):
-    """loss_i = (1 - s) w[t] (lse - z_t) + s / C sum_j w_j (lse - z_j) + zeta lse^2, for sample i of target t.
+    """The loss, and what else was asked for, of this rank's columns of the logits, from its class `start` on.
 
-    C is the number of classes of all ranks, s the label smoothing, w the class weights, lse the log-sum-exp
-    of the logits z, and zeta the z-loss (Chowdhery et al. 2022).
+    A row of this rank's logits is read at once, some rows at a time.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor | None, spec: _Spec
-    ) -> torch.Tensor:
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        class_weight: torch.Tensor | None,
+        start: int,
+        group: dist.ProcessGroup | None,
+        spec: CrossEntropySpec,
+    ) -> tuple[torch.Tensor | None, ...]:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        weight = None if weight is None else weight.to(wide)
-        columns, here = _target_columns(targets, spec.start, logits.size(1))
-        lse, target_logit, weighted_sum = _combine(_statistics(logits, columns, here, weight, spec, wide), spec)
-
-        valid = targets != spec.ignore_index
-        target_weight = valid.to(wide) if weight is None else weight[targets.where(valid, 0)] * valid
-        total_weight = float(spec.classes) if weight is None else weight.sum()
-        losses = (1 - spec.label_smoothing) * target_weight * (lse - target_logit).where(valid, 0)
-        if spec.label_smoothing:
-            smooth = total_weight * lse - weighted_sum
-            losses = losses + (spec.label_smoothing / spec.classes) * smooth.where(valid, 0)
-        squares = (spec.z_loss * lse.square()).where(valid, 0) if spec.z_loss else None
-
-        ctx.spec, ctx.wide = spec, wide
-        normalizer, count = target_weight.sum(), valid.sum()
-        ctx.save_for_backward(logits, columns, here, weight, lse, valid, target_weight, normalizer, count)
-        if spec.reduction == "none":
-            return losses if squares is None else losses + squares
-        total = losses.sum()
-        if spec.reduction == "sum":
-            return total if squares is None else total + squares.sum()
-        mean = total / normalizer
-        return mean if squares is None else mean + squares.sum() / count
+        class_weight = None if class_weight is None else class_weight.to(wide)
+        own_weight = _own(class_weight, logits, start)
+        found = combine(_statistics(logits, targets, own_weight, start, spec, wide), group)
+        weights = weigh_targets(targets, class_weight, spec, wide)
+        ctx.start, ctx.spec = start, spec
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, targets, class_weight, found.lse, found.target_logit)
+        accuracy = token_accuracy(found, weights, spec)
+        if accuracy is not None:
+            ctx.mark_non_differentiable(accuracy)
+        return reduce_loss(found, weights, spec), found.lse.clone() if spec.return_lse else None, accuracy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        logits, columns, here, weight, lse, valid, target_weight, normalizer, count = ctx.saved_tensors
-        spec: _Spec = ctx.spec
-        grad = grads[0].to(ctx.wide)
-        of_loss = (grad / normalizer if spec.reduction == "mean" else grad).where(valid, 0)
-        smoothing = of_loss * (spec.label_smoothing / spec.classes)
-        total_weight = spec.classes if weight is None else weight.sum()
-        of_target = (1 - spec.label_smoothing) * of_loss * target_weight
-        of_softmax = of_target + smoothing * total_weight
-        if spec.z_loss:
-            of_square = (grad / count if spec.reduction == "mean" else grad).where(valid, 0)
-            of_softmax = of_softmax + 2 * spec.z_loss * of_square * lse
-        local_weight = None
-        if spec.label_smoothing:
-            local_weight = (
-                logits.new_ones(logits.size(1), dtype=ctx.wide) if weight is None else _own(weight, logits, spec)
-            )
-
+        logits, targets, class_weight, lse, target_logit = ctx.saved_tensors
+        spec: CrossEntropySpec = ctx.spec
+        weights = weigh_targets(targets, class_weight, spec, lse.dtype)
+        slopes = find_slopes(grads[0], grads[1], Statistics(lse, target_logit), weights, spec)
+        columns, here = local_columns(targets, spec.ignore_index, ctx.start, logits.size(1))
+        own_weight = _own(class_weight, logits, ctx.start)
         grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for rows in _tiles(logits):
-            # exp(z - lse) is the softmax; written where it stays if the type allows, else into a tile of a
-            # wider type.
-            tile = grad_logits[rows]
-            if tile.dtype == ctx.wide:
-                torch.sub(logits[rows], lse[rows, None], out=tile)
-            else:
-                tile = logits[rows].to(ctx.wide).sub_(lse[rows, None])
-            tile.exp_().mul_(of_softmax[rows, None])
-            if local_weight is not None:
-                tile.addr_(smoothing[rows], local_weight, alpha=-1)
+            tile, inner = logits[rows], None
+            if spec.softcap is not None:
+                tile = cap(tile.to(lse.dtype, copy=True), spec.softcap)
+                inner = cap_slope(tile, spec.softcap, torch.empty_like(tile))
+            # Written where it stays if the type allows, else over a tile of a wider type.
+            stays = grad_logits[rows] if logits.dtype == lse.dtype else None
+            slope = softmax_slope(
+                tile.to(lse.dtype),
+                lse[rows],
+                slopes.of_softmax[rows, None],
+                None if slopes.smoothing is None else slopes.smoothing[rows],
+                own_weight,
+                stays,
+            )
             if logits.size(1):
-                tile.scatter_add_(1, columns[rows, None], -(of_target * here)[rows, None])
-            if tile.dtype != grad_logits.dtype:
-                grad_logits[rows] = tile
-        return grad_logits, None, None, None
+                set_target_slopes(slope, columns[rows, None], here[rows, None], slopes.at_target[rows, None])
+            if inner is not None:
+                slope.mul_(inner)
+            if stays is None:
+                grad_logits[rows] = slope
+        return grad_logits, *[None] * 5
 
 
 def parallel_cross_entropy(
@@ -130,8 +116,12 @@ def parallel_cross_entropy(
     label_smoothing: float = 0.0,
     *,
     z_loss: float = 0.0,
+    softcap: float | None = None,
+    use_token_scaling: bool = False,
+    return_lse: bool = False,
+    return_token_accuracy: bool = False,
     group: Group | None = None,
-) -> torch.Tensor:
+) -> Any:
     """``F.cross_entropy`` of whole logits, or of logits whose classes are split over a group.
 
     Which of the two is read from the mark on `input`: a parallel layer marks its output,
@@ -149,15 +139,20 @@ def parallel_cross_entropy(
             all ranks.
         z_loss: this times the squared log-sum-exp is added per target that is not ignored (Chowdhery et al.
             2022); with "mean", its mean over those.
+        softcap: the loss is of softcap * tanh(logits / softcap) (Gemma 2, 2024); None: of the logits as they are.
+        use_token_scaling: whether each target's loss, its z-loss included, is multiplied by the probability that the
+            softmax gives it, taken as a constant (dynamic fine-tuning: Wu et al. 2025). What "mean" divides by stays.
+        return_lse, return_token_accuracy: what else is returned, as :class:`tensorshard.nn.CrossEntropyOutput` has it.
         group: the ranks that hold the classes; by default those in the mark, else the model-parallel group.
 
     Returns:
-        The loss, the same on every rank of the group.
+        The loss, the same on every rank of the group. With any ``return_`` option a
+        :class:`tensorshard.nn.CrossEntropyOutput`.
 
     Raises:
         IndexError: a target outside the classes.
-        ValueError: shapes that do not fit; split logits without a mark; a mark on whole ones; an unknown
-            reduction.
+        ValueError: shapes that do not fit; split logits without a mark; a mark on whole ones; an option out of its
+            range; class probabilities with what ``F.cross_entropy`` does not have.
     """
     if has_torch_function_unary(input):  # logits of a Plan
         return handle_torch_function(
@@ -172,18 +167,30 @@ def parallel_cross_entropy(
             reduction,
             label_smoothing,
             z_loss=z_loss,
+            softcap=softcap,
+            use_token_scaling=use_token_scaling,
+            return_lse=return_lse,
+            return_token_accuracy=return_token_accuracy,
             group=group,
         )
     if size_average is not None or reduce is not None:
         reduction = nn.CrossEntropyLoss(size_average=size_average, reduce=reduce).reduction  # as torch reads them
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction={reduction!r} was given: use 'none', 'mean' or 'sum'")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing={label_smoothing} was given: use a number from 0 to 1")
     mark = get_mark(input)
+    class_dim = min(1, input.ndim - 1) if mark is None else normalize_dim(mark.dim, input.ndim)
+    options = CrossEntropySpec(
+        input.size(class_dim),
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        reduction,
+        softcap,
+        use_token_scaling,
+        return_lse,
+        return_token_accuracy,
+    )
     if mark is None:
         refuse_lost_mark(input)
-        if z_loss == 0:
+        if options == CrossEntropySpec(options.classes, ignore_index, label_smoothing, reduction=reduction):
             return F.cross_entropy(
                 input,
                 target,
@@ -192,62 +199,55 @@ def parallel_cross_entropy(
                 reduction=reduction,
                 label_smoothing=label_smoothing,
             )
-        class_dim = 0 if input.ndim == 1 else 1
-        start, classes, process_group = 0, input.size(class_dim), None
+        start, process_group = 0, None
     else:
-        class_dim = normalize_dim(mark.dim, input.ndim)
         process_group = mark.group or resolve_group(group)
         check_same_ranks(process_group, group, "input")
         start, classes = place(
             input, class_dim, mark.size or (None if weight is None else weight.numel()), process_group
         )
-    check_targets(input, target, class_dim, classes, weight=weight, ignore_index=ignore_index)
-    spec = _Spec(start, classes, ignore_index, label_smoothing, z_loss, reduction, process_group)
+        options = replace(options, classes=classes)
+    check_targets(input, target, class_dim, options.classes, weight=weight, ignore_index=ignore_index)
     logits = input.movedim(class_dim, -1)
-    loss = _CrossEntropy.apply(logits.reshape(target.numel(), logits.size(-1)), target.flatten(), weight, spec)
-    return loss.view(target.shape) if reduction == "none" else loss
-
-
-def _target_columns(targets: torch.Tensor, start: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per sample: the local column of its target, 0 if it is held elsewhere; and whether it is held here."""
-    columns = targets - start
-    here = (columns >= 0) & (columns < width)
-    return columns.where(here, 0), here
+    logits = logits.reshape(target.numel(), logits.size(-1))
+    loss, lse, accuracy = _CrossEntropy.apply(logits, target.flatten(), weight, start, process_group, options)
+    return options.result(loss, lse, accuracy, target.shape)
 
 
 def _statistics(
     logits: torch.Tensor,
-    columns: torch.Tensor,
-    here: torch.Tensor,
-    weight: torch.Tensor | None,
-    spec: _Spec,
+    targets: torch.Tensor,
+    own_weight: torch.Tensor | None,
+    start: int,
+    spec: CrossEntropySpec,
     wide: torch.dtype,
-) -> torch.Tensor:
-    """[2 or 3, N]: of this rank's classes the log-sum-exp, the target's logit or 0, the weighted sum."""
-    statistics = logits.new_zeros((3 if spec.label_smoothing else 2, logits.size(0)), dtype=wide)
-    statistics[0] = -torch.inf
-    if logits.size(1) == 0:
-        return statistics
-    local_weight = None if weight is None else _own(weight, logits, spec)
+) -> Statistics:
+    """Of this rank's classes."""
+    samples, width = logits.shape
+    lse = logits.new_full((samples,), -torch.inf, dtype=wide)
+    zeros = logits.new_zeros((3, samples), dtype=wide)
+    weighted_sum = zeros[1] if spec.label_smoothing else None
+    largest, hit = (lse.clone(), zeros[2]) if spec.return_token_accuracy else (None, None)
+    if width == 0:
+        return Statistics(lse, zeros[0], weighted_sum, largest, hit)
+    columns, here = local_columns(targets, spec.ignore_index, start, width)
     for rows in _tiles(logits):
-        tile = logits[rows].to(wide)
-        torch.logsumexp(tile, 1, out=statistics[0, rows])
-        if spec.label_smoothing:
-            statistics[2, rows] = tile.sum(1) if local_weight is None else tile.mv(local_weight)
+        tile = logits[rows].to(wide, copy=spec.softcap is not None)
+        tile = tile if spec.softcap is None else cap(tile, spec.softcap)
+        torch.logsumexp(tile, 1, out=lse[rows])
+        if weighted_sum is not None:
+            weighted_sum[rows] = tile.sum(1) if own_weight is None else tile.mv(own_weight)
+        if largest is not None and hit is not None:
+            largest[rows], first = tile.max(1)
+            hit[rows] = ((first == columns[rows]) & here[rows]).to(wide)
     picked = logits.gather(1, columns[:, None]).squeeze(1).to(wide)
-    statistics[1] = picked.where(here, 0)
-    return statistics
+    picked = picked if spec.softcap is None else cap(picked, spec.softcap)
+    return Statistics(lse, picked.where(here, 0), weighted_sum, largest, hit)
 
 
-def _combine(statistics: torch.Tensor, spec: _Spec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The log-sum-exp, target logit and weighted sum over the classes of all ranks, each [N]."""
-    parts = statistics[None] if spec.group is None else primitives.gather_flat(statistics, spec.group)
-    sums = parts[:, 1:].sum(0)
-    return parts[:, 0].logsumexp(0), sums[0], sums[-1]
-
-
-def _own(weight: torch.Tensor, logits: torch.Tensor, spec: _Spec) -> torch.Tensor:
-    return weight.narrow(0, spec.start, logits.size(1))
+def _own(class_weight: torch.Tensor | None, logits: torch.Tensor, start: int) -> torch.Tensor | None:
+    """This rank's part of the class weights."""
+    return None if class_weight is None else class_weight.narrow(0, start, logits.size(1))
 
 
 def _tiles(logits: torch.Tensor) -> Iterator[slice]:

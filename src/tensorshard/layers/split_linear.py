@@ -1,88 +1,18 @@
-"""Linear layers whose weight is split over a group (Shoeybi et al. 2019, section 3)."""
-
-from typing import Any
+"""``F.linear`` with a weight that is split over a group: which of column and row layer it is, and what it refuses."""
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from tensorshard.comm import primitives
-from tensorshard.comm.collectives import advance
 from tensorshard.comm.differentiable import scatter
 from tensorshard.comm.groups import Group
 from tensorshard.comm.marks import ParallelMark, get_mark, set_mark
 from tensorshard.comm.sharding import normalize_dim, shard_range, to_local
-from tensorshard.layers.arguments import as_rows, autocast, check_dim, parameter_group
-from tensorshard.torch_private.dispatch import has_dispatch_mode
-
-
-class _ColumnLinear(Function):
-    """A whole input, this rank's rows of the weight (output features): this rank's columns of the output."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        ctx.group = group
-        if group.size() > 1:
-            ctx.split_features = weight.size(0)  # by which a loss recognises a shard that lost its mark
-        ctx.save_for_backward(input, weight)
-        return F.linear(input, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        input, weight = ctx.saved_tensors
-        grad_input = grad_weight = grad_bias = reduction = None
-        if ctx.needs_input_grad[0]:
-            grad_input = grad.matmul(weight)
-            # The sum over ranks travels while the weight's gradient is computed.
-            reduction = primitives.all_reduce(grad_input, ctx.group, async_op=True)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _weight_gradient(grad, input)
-        advance(reduction)
-        if ctx.needs_input_grad[2]:
-            grad_bias = as_rows(grad).sum(0)
-        if reduction is not None:
-            reduction.wait()
-        return grad_input, grad_weight, grad_bias, None
-
-
-class _RowLinear(Function):
-    """This rank's columns of the input and of the weight (input features): the whole output."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
-        output = F.linear(input, weight)
-        if has_dispatch_mode():
-            output = output.clone()  # selective recomputation keeps the product, and what follows writes into it
-        primitives.all_reduce(output, group)
-        return output if bias is None else output.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        input, weight = ctx.saved_tensors
-        grad_input = grad.matmul(weight) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(grad, input) if ctx.needs_input_grad[1] else None
-        grad_bias = as_rows(grad).sum(0) if ctx.needs_input_grad[2] else None
-        return grad_input, grad_weight, grad_bias, None
+from tensorshard.layers.activation_sharding import Replicated
+from tensorshard.layers.arguments import check_dim, parameter_group
+from tensorshard.layers.column_linear import column_linear
+from tensorshard.layers.row_linear import row_linear
 
 
 def parallel_linear(
@@ -116,21 +46,15 @@ def parallel_linear(
     if dim == 0:
         whole_size = weight.size(1) if isinstance(weight, DTensor) else None
         input = _as_row_input(input, local_weight.size(1), whole_size, process_group)
-        input, local_weight, local_bias = autocast(input, local_weight, local_bias)  # type: ignore[assignment]
-        return _RowLinear.apply(input, local_weight, local_bias, process_group)
+        return row_linear(input, local_weight, local_bias, Replicated(process_group))
     _check_whole(input, "a layer that splits its output features")
     if input.size(-1) != local_weight.size(1):
         raise ValueError(
             f"an input of shape {list(input.shape)} was given to a layer of {local_weight.size(1)} input "
             "features: a layer that splits its output features needs its input whole"
         )
-    input, local_weight, local_bias = autocast(input, local_weight, local_bias)  # type: ignore[assignment]
-    output = _ColumnLinear.apply(input, local_weight, local_bias, process_group)
+    (output,) = column_linear(input, [(local_weight, local_bias)], Replicated(process_group))
     return set_mark(output, ParallelMark(-1, weight.size(0) if isinstance(weight, DTensor) else None, process_group))
-
-
-def _weight_gradient(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    return as_rows(grad).t().mm(as_rows(input))
 
 
 def _check_whole(input: torch.Tensor, what: str) -> None:

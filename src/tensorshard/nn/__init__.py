@@ -3,6 +3,7 @@
 from tensorshard.heads.loss.margins import ArcFace, CosFace
 from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.layers.parallel_module import ParallelModule
+from tensorshard.layers.softmax_cross_entropy import CrossEntropyOutput
 from tensorshard.nn import functional, init
 from tensorshard.nn.embedding import ParallelEmbedding
 from tensorshard.nn.linear import ParallelLinear
@@ -12,6 +13,7 @@ from tensorshard.nn.register import RegisterParallelDim
 __all__ = [
     "ArcFace",
     "CosFace",
+    "CrossEntropyOutput",
     "ParallelCrossEntropyLoss",
     "ParallelEmbedding",
     "ParallelLinear",

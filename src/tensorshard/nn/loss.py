@@ -1,5 +1,7 @@
 """Losses of logits that are whole or split."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,7 +14,8 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
 
     Args:
         weight, size_average, ignore_index, reduce, reduction, label_smoothing: as in ``nn.CrossEntropyLoss``.
-        z_loss, group: as in :func:`tensorshard.nn.functional.parallel_cross_entropy`.
+        z_loss, softcap, use_token_scaling, return_lse, return_token_accuracy, group: as in
+            :func:`tensorshard.nn.functional.parallel_cross_entropy`.
     """
 
     def __init__(
@@ -25,13 +28,18 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
         label_smoothing: float = 0.0,
         *,
         z_loss: float = 0.0,
+        softcap: float | None = None,
+        use_token_scaling: bool = False,
+        return_lse: bool = False,
+        return_token_accuracy: bool = False,
         group: Group | None = None,
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        self.z_loss = z_loss
+        self.z_loss, self.softcap, self.use_token_scaling = z_loss, softcap, use_token_scaling
+        self.return_lse, self.return_token_accuracy = return_lse, return_token_accuracy
         self._mesh = None if group is None else resolve_mesh(group)
 
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> Any:
         """Computes :func:`tensorshard.nn.functional.parallel_cross_entropy` with this module's options."""
         return parallel_cross_entropy(
             input,
@@ -41,5 +49,9 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
+            softcap=self.softcap,
+            use_token_scaling=self.use_token_scaling,
+            return_lse=self.return_lse,
+            return_token_accuracy=self.return_token_accuracy,
             group=self._mesh,
         )

@@ -1,12 +1,11 @@
 """What a head refuses, before anything is allocated."""
 
-import math
-
 import torch
 
 from tensorshard.heads.loss.head_loss import Extras
-from tensorshard.heads.loss.head_spec import REDUCTIONS, autocast_dtype
+from tensorshard.heads.loss.head_spec import autocast_dtype
 from tensorshard.heads.loss.margins import Margin
+from tensorshard.layers.softmax_cross_entropy import CrossEntropySpec
 from tensorshard.torch_private.operators import assert_async
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -18,12 +17,9 @@ def check_head(
     target: torch.Tensor,
     bias: torch.Tensor | None,
     *,
-    classes: int,
+    loss: CrossEntropySpec,
     class_weight: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
+    keep_logits: bool | None,
     margin: Margin | None,
     scale: float,
     normalize: bool,
@@ -33,36 +29,31 @@ def check_head(
 
     Args:
         weight, bias: this rank's part.
-        classes: of all ranks.
 
     Raises:
         IndexError: a target is outside the classes.
         ValueError: anything else.
     """
-    check_options(reduction, label_smoothing, z_loss, margin, scale, normalize, bias is not None)
+    check_options(loss, keep_logits, margin, scale, normalize, bias is not None)
     _check_tensors(input, weight, target, bias, extras)
     if class_weight is not None:
-        if list(class_weight.shape) != [classes]:
+        if list(class_weight.shape) != [loss.classes]:
             raise ValueError(
-                f"class_weight {list(class_weight.shape)} was given for {classes} classes: expected [{classes}], all "
-                "classes on every rank"
+                f"class_weight {list(class_weight.shape)} was given for {loss.classes} classes: expected "
+                f"[{loss.classes}], all classes on every rank"
             )
         if class_weight.requires_grad:
             raise ValueError(
                 "class_weight requires a gradient, which a head does not compute: give class_weight.detach()"
             )
-    if extras.sample is not None and label_smoothing:
-        raise ValueError(
-            f"label_smoothing={label_smoothing} given with sample_rate: smoothing spreads over all classes, a sample "
-            "leaves most of them out. Use one of the two"
-        )
-    check_targets(target, classes, ignore_index)
+    if extras.sample is not None:
+        check_sampled(loss)
+    check_targets(target, loss.classes, loss.ignore_index)
 
 
 def check_options(
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
+    loss: CrossEntropySpec,
+    keep_logits: bool | None,
     margin: Margin | None,
     scale: float,
     normalize: bool,
@@ -73,12 +64,16 @@ def check_options(
     Raises:
         ValueError: they do not.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} was given: use one of {', '.join(map(repr, REDUCTIONS))}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing={label_smoothing} was given: use a number from 0 to 1")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss={z_loss} was given: use 0 or more")
+    if loss.softcap is not None and margin is not None:
+        raise ValueError(
+            f"softcap={loss.softcap} was given with {margin}: a margin changes a cosine, and a cap bends what it did. "
+            "Cosines are bounded without one: leave softcap out"
+        )
+    if loss.softcap is not None and keep_logits:
+        raise ValueError(
+            f"keep_logits=True was given with softcap={loss.softcap}: what is kept are exponentials, from which the "
+            "slope of the cap cannot be told. Leave keep_logits out"
+        )
     if not scale > 0:
         raise ValueError(f"scale={scale} was given: use a number above 0")
     if margin is not None and not normalize:
@@ -89,6 +84,24 @@ def check_options(
         what = f"{margin}" if margin is not None else "normalize=True"
         raise ValueError(
             f"a bias was given with {what}: logits are then cosines, to which nothing is added. Leave it out"
+        )
+
+
+def check_sampled(loss: CrossEntropySpec) -> None:
+    """Refuses what cannot be had of a sample of the classes.
+
+    Raises:
+        ValueError: it was asked for.
+    """
+    if loss.label_smoothing:
+        raise ValueError(
+            f"label_smoothing={loss.label_smoothing} was given with sample_rate: smoothing spreads over all classes, a "
+            "sample leaves most of them out. Use one of the two"
+        )
+    if loss.return_token_accuracy:
+        raise ValueError(
+            "return_token_accuracy=True was given with sample_rate: the largest logit may be of a class that the "
+            "sample leaves out. Use accuracy(), which computes all classes"
         )
 
 

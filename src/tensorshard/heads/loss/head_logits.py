@@ -35,6 +35,7 @@ def local_logits(
     bias: torch.Tensor | None,
     normalize: bool,
     scale: float,
+    softcap: float | None,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """This rank's columns of the logits of an input [*, D], differentiable.
@@ -53,7 +54,8 @@ def local_logits(
         logits = parallel_linear(features, local.to(features.dtype), local_bias, 1, group)
     if normalize:
         logits = logits / torch.linalg.vector_norm(local, dim=1).clamp(min=1e-12)
-    return logits * scale if scale != 1.0 else logits
+    logits = logits * scale if scale != 1.0 else logits
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _check_width(features: torch.Tensor, weight: torch.Tensor) -> None:

@@ -11,9 +11,10 @@ from torch.autograd.function import once_differentiable
 from tensorshard.comm import primitives
 from tensorshard.heads.loss.gradient_sinks import Gradients
 from tensorshard.heads.loss.head_spec import HeadSpec, without_autocast
-from tensorshard.heads.loss.two_passes import Slopes, Statistics, run_backward, run_forward
+from tensorshard.heads.loss.two_passes import OwnLogits, run_backward, run_forward
 from tensorshard.heads.tiles.tiles import Columns, Tiles
 from tensorshard.heads.update.head_sgd import HeadSGD
+from tensorshard.layers.softmax_cross_entropy import Statistics, find_slopes, reduce_loss, token_accuracy, weigh_targets
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,7 @@ class Extras:
 
 
 class _Head(Function):
-    """loss_i = (1 - s) w[t] (lse - z_t) + s / C sum_j w_j (lse - z_j) + zeta lse^2, for sample i of target t.
-
-    C is the number of classes of all ranks, s the label smoothing, w the class weights, lse the log-sum-exp of the
-    logits z, and zeta the z-loss.
-    """
+    """The loss, and what else was asked for: see :mod:`tensorshard.layers.softmax_cross_entropy`."""
 
     @staticmethod
     def forward(
@@ -51,19 +48,26 @@ class _Head(Function):
         class_weight: torch.Tensor | None,
         sample: torch.Tensor | None,
         spec: HeadSpec,
-    ) -> torch.Tensor:
-        precision = spec.precision
+    ) -> tuple[torch.Tensor | None, ...]:
+        precision, options = spec.precision, spec.loss
         with without_autocast(input):
             norms = input.new_empty(len(weight), dtype=precision.wide) if spec.normalize else None
             tiles = Tiles(input.to(precision.compute), weight, bias, sample, norms, precision)
-            columns = Columns(targets, spec.start, len(weight), sample)
-            found = run_forward(tiles, columns, _own(class_weight, weight, spec), spec)
-            weighing = _weigh(targets, class_weight, spec)
-            loss = _reduce(found, weighing, class_weight, spec)
-        ctx.spec, ctx.has_anchor = spec, anchor is not None
+            columns = Columns(targets, options.ignore_index, spec.start, len(weight), sample)
+            found, own = run_forward(tiles, columns, _own(class_weight, weight, spec), spec)
+            weights = weigh_targets(targets, class_weight, options, torch.float64)
+            loss = reduce_loss(found, weights, options)
+            accuracy = token_accuracy(found, weights, options)
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
         # The result's own bytes are not to be kept alive by what is saved: all of it is made here.
-        ctx.save_for_backward(input, weight, bias, targets, class_weight, sample, norms, *found)
-        return loss.to(precision.wide)
+        ctx.save_for_backward(
+            input, weight, bias, targets, class_weight, sample, norms, found.lse, found.target_logit, *own
+        )
+        if accuracy is not None:
+            ctx.mark_non_differentiable(accuracy)
+        lse = found.lse.to(precision.wide, copy=True) if options.return_lse else None
+        return loss.to(precision.wide), lse, accuracy
 
     @staticmethod
     @once_differentiable
@@ -72,20 +76,21 @@ class _Head(Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if spec.optimizer is not None:
             spec.optimizer.check_unchanged(spec.step)
-        input, weight, bias, targets, class_weight, sample, norms, *rest = ctx.saved_tensors
-        found = Statistics(*rest)
+        input, weight, bias, targets, class_weight, sample, norms, lse, target_logit, *rest = ctx.saved_tensors
         precision = spec.precision
         with without_autocast(input):
             tiles = Tiles(input.to(precision.compute), weight, bias, sample, norms, precision)
-            columns = Columns(targets, spec.start, len(weight), sample)
-            slopes = _slopes(grads[0].double(), found, _weigh(targets, class_weight, spec), class_weight, spec)
+            columns = Columns(targets, spec.loss.ignore_index, spec.start, len(weight), sample)
+            weights = weigh_targets(targets, class_weight, spec.loss, torch.float64)
+            slopes = find_slopes(grads[0], grads[1], Statistics(lse, target_logit), weights, spec.loss)
             sink: Any = None
             if spec.optimizer is not None:
                 sink = spec.optimizer.begin(tiles)
             elif needs_weight or needs_bias:
                 sink = Gradients(tiles, weight if needs_weight else None, bias if needs_bias else None)
             total = torch.zeros_like(input, dtype=precision.wide) if needs_input else None
-            run_backward(tiles, columns, _own(class_weight, weight, spec), found, slopes, sink, total, spec)
+            own_weight = _own(class_weight, weight, spec)
+            run_backward(tiles, columns, own_weight, lse, OwnLogits(*rest), slopes, sink, total, spec)
             if spec.optimizer is not None:
                 spec.optimizer.end()
             if total is not None and spec.group is not None and spec.sum_input_grad:
@@ -104,8 +109,8 @@ def head_loss(
     class_weight: torch.Tensor | None,
     spec: HeadSpec,
     extras: Extras,
-) -> torch.Tensor:
-    """The loss of an input [*, D] and targets [N], which were checked; unreduced, it is [N].
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The loss of an input [*, D] and targets [N], which were checked, and what else was asked for; unreduced each [N].
 
     Args:
         weight, bias: this rank's part.
@@ -135,61 +140,6 @@ def head_loss(
     if optimizer is not None:
         weight, bias = weight.detach(), None if bias is None else bias.detach()
     return _Head.apply(flat, weight, bias, anchor, targets, class_weight, extras.sample, spec)
-
-
-@dataclass(frozen=True)
-class _Weighing:
-    """How much each sample's target counts ([N] fp64), which are not ignored ([N] bool), and the sums of both."""
-
-    target: torch.Tensor
-    valid: torch.Tensor
-    normalizer: torch.Tensor
-    count: torch.Tensor
-    all_classes: torch.Tensor | float
-
-
-def _weigh(targets: torch.Tensor, class_weight: torch.Tensor | None, spec: HeadSpec) -> _Weighing:
-    valid = targets != spec.ignore_index
-    if class_weight is None:
-        target = valid.double()
-        return _Weighing(target, valid, target.sum(), valid.sum(), float(spec.classes))
-    target = class_weight[targets.where(valid, 0)].double() * valid
-    return _Weighing(target, valid, target.sum(), valid.sum(), class_weight.double().sum())
-
-
-def _reduce(found: Statistics, weighing: _Weighing, class_weight: torch.Tensor | None, spec: HeadSpec) -> torch.Tensor:
-    valid = weighing.valid
-    losses = (1 - spec.label_smoothing) * weighing.target * (found.log_sum - found.target_logit).where(valid, 0)
-    if spec.label_smoothing:
-        smooth = weighing.all_classes * found.log_sum - found.weighted_sum
-        losses = losses + (spec.label_smoothing / spec.classes) * smooth.where(valid, 0)
-    squares = (spec.z_loss * found.log_sum.square()).where(valid, 0)
-    if spec.reduction == "none":
-        return losses + squares
-    if spec.reduction == "sum":
-        return losses.sum() + squares.sum()
-    mean = losses.sum() / weighing.normalizer
-    return mean + squares.sum() / weighing.count if spec.z_loss else mean
-
-
-def _slopes(
-    grad: torch.Tensor, found: Statistics, weighing: _Weighing, class_weight: torch.Tensor | None, spec: HeadSpec
-) -> Slopes:
-    mean, valid = spec.reduction == "mean", weighing.valid
-    of_loss = (grad / weighing.normalizer if mean else grad).where(valid, 0)
-    of_target = (1 - spec.label_smoothing) * of_loss * weighing.target
-    smoothing = of_loss * (spec.label_smoothing / spec.classes)
-    of_softmax = of_target + smoothing * weighing.all_classes
-    if spec.z_loss:
-        of_square = (grad / weighing.count if mean else grad).where(valid, 0)
-        of_softmax = of_softmax + 2 * spec.z_loss * of_square * found.log_sum
-    probability = (found.target_logit - found.log_sum).exp()
-    at_target = (of_softmax * probability - of_target).where(valid, 0)
-    if spec.label_smoothing:
-        at_target = at_target - (smoothing if class_weight is None else smoothing * weighing.target)
-    if spec.margin is not None:
-        at_target = at_target * spec.margin.apply(found.own_target / spec.scale)[1]
-    return Slopes(of_softmax, smoothing if spec.label_smoothing else None, at_target)
 
 
 def _own(class_weight: torch.Tensor | None, weight: torch.Tensor, spec: HeadSpec) -> torch.Tensor | None:

@@ -9,11 +9,10 @@ import torch.distributed as dist
 
 from tensorshard.heads.loss.margins import Margin
 from tensorshard.heads.tiles.precision import Precision
+from tensorshard.layers.softmax_cross_entropy import CrossEntropySpec
 
 if TYPE_CHECKING:
     from tensorshard.heads.update.head_sgd import HeadSGD
-
-REDUCTIONS = ("none", "mean", "sum")
 
 
 @dataclass(frozen=True)
@@ -21,9 +20,8 @@ class HeadSpec:
     """One loss.
 
     Args:
+        loss: of which logits.
         start: the first class of this rank.
-        classes: of all ranks.
-        ignore_index, label_smoothing, z_loss, reduction: as in ``parallel_cross_entropy``.
         group: the ranks that hold the classes; None where one holds all.
         precision: see there.
         keep: in which type exponentials of logits are kept between the passes; None: they are computed again.
@@ -34,12 +32,8 @@ class HeadSpec:
         step: the optimizer's steps when forward ran.
     """
 
+    loss: CrossEntropySpec
     start: int
-    classes: int
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    reduction: str
     group: dist.ProcessGroup | None
     precision: Precision
     keep: torch.dtype | None = None
@@ -70,13 +64,17 @@ def choose_keep(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     sample: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.dtype | None:
     """In which type exponentials are kept for backward, or None.
 
     Args:
         keep_logits: as the user gave it. True: in bf16. None: where they take at most half of the bytes of this rank's
-            weight; in bf16 for narrow inputs, which are no more exact themselves, else as wide as they are.
+            weight; in bf16 for narrow inputs, which are no more exact themselves, else as wide as they are. With a
+            `softcap` never: how it changes logits cannot be told from their exponentials.
     """
+    if softcap is not None:
+        return None
     if keep_logits is not None:
         return torch.bfloat16 if keep_logits else None
     narrow = (torch.bfloat16, torch.float16)

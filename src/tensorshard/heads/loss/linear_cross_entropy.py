@@ -1,9 +1,11 @@
 """A linear layer and the cross entropy of its outputs, with the classes split over a group and never all at once.
 
 However many classes there are, no more than a tile of their logits exists at a time: see
-:mod:`tensorshard.heads.loss.two_passes`. One exchange of two or three numbers per sample and rank in forward, and the
+:mod:`tensorshard.heads.loss.two_passes`. One exchange of a few numbers per sample and rank in forward, and the
 sum of the input's gradient in backward, are all that travels.
 """
+
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from tensorshard.heads.loss.head_loss import Extras, head_loss
 from tensorshard.heads.loss.head_spec import HeadSpec, autocast_dtype, choose_keep
 from tensorshard.heads.loss.margins import Margin
 from tensorshard.heads.tiles.precision import Precision
+from tensorshard.layers.softmax_cross_entropy import CrossEntropySpec
 from tensorshard.transforms.compile import never_compiled
 
 
@@ -30,13 +33,17 @@ def parallel_linear_cross_entropy(
     class_weight: torch.Tensor | None = None,
     z_loss: float = 0.0,
     reduction: str = "mean",
+    softcap: float | None = None,
+    use_token_scaling: bool = False,
+    return_lse: bool = False,
+    return_token_accuracy: bool = False,
     num_classes: int | None = None,
     group: Group | None = None,
     keep_logits: bool | None = None,
     margin: Margin | None = None,
     scale: float = 1.0,
     normalize: bool = False,
-) -> torch.Tensor:
+) -> Any:
     """``F.cross_entropy(F.linear(input, weight, bias), target)`` without its logits, the classes split over a group.
 
     Exact: every class is in every softmax. Sums are in fp32, or fp64 for fp64 tensors, those over the classes of a
@@ -52,6 +59,12 @@ def parallel_linear_cross_entropy(
         class_weight: [C]: of all classes, on every rank. It gets no gradient.
         z_loss: this times the squared log-sum-exp is added per target that is not ignored (Chowdhery et al. 2022);
             with "mean", its mean over those.
+        softcap: the loss is of softcap * tanh(logits / softcap) (Gemma 2, 2024); None: of the logits as they are. Not
+            with `margin`, nor with ``keep_logits=True``.
+        use_token_scaling: whether each target's loss, its z-loss included, is multiplied by the probability that the
+            softmax gives it, taken as a constant (dynamic fine-tuning: Wu et al. 2025). What "mean" divides by stays.
+        return_lse, return_token_accuracy: what else is returned, as :class:`tensorshard.nn.CrossEntropyOutput` has it.
+            The log-sum-exp is of the logits that the loss sees; accuracy is without the margin.
         num_classes: C, where `weight` is this rank's rows; without it the ranks exchange what they hold.
         group: the ranks that hold the classes; by default the weight's own, else the model-parallel group. A process
             that has not joined a process group holds them all.
@@ -64,24 +77,34 @@ def parallel_linear_cross_entropy(
         normalize: whether the rows of input and weight are taken at length 1, so that logits are `scale` times cosines.
 
     Returns:
-        The loss, the same on every rank of the group; fp32, or fp64 for fp64 tensors.
+        The loss, the same on every rank of the group; fp32, or fp64 for fp64 tensors. With any ``return_`` option a
+        :class:`tensorshard.nn.CrossEntropyOutput`.
 
     Raises:
         IndexError: a target outside the classes.
         ValueError: shapes, types or options that do not fit.
         RuntimeError: there is a process group, but no model-parallel one, and none was given.
     """
+    place = find_place(weight, num_classes, head_group(weight, group))
+    loss = CrossEntropySpec(
+        place.classes,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        reduction,
+        softcap,
+        use_token_scaling,
+        return_lse,
+        return_token_accuracy,
+    )
     return tiled_loss(
         input,
         weight,
         target,
         bias,
-        find_place(weight, num_classes, head_group(weight, group)),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
+        place,
+        loss,
         class_weight=class_weight,
-        z_loss=z_loss,
-        reduction=reduction,
         keep_logits=keep_logits,
         margin=margin,
         scale=scale,
@@ -97,18 +120,15 @@ def tiled_loss(
     target: torch.Tensor,
     bias: torch.Tensor | None,
     place: Place,
+    loss: CrossEntropySpec,
     *,
-    ignore_index: int,
-    label_smoothing: float,
     class_weight: torch.Tensor | None,
-    z_loss: float,
-    reduction: str,
     keep_logits: bool | None,
     margin: Margin | None,
     scale: float,
     normalize: bool,
     extras: Extras,
-) -> torch.Tensor:
+) -> Any:
     """:func:`parallel_linear_cross_entropy` with what only the module asks for."""
     local_weight, local_bias = to_local(weight), None if bias is None else to_local(bias)
     check_head(
@@ -116,31 +136,23 @@ def tiled_loss(
         local_weight,
         target,
         local_bias,
-        classes=place.classes,
+        loss=loss,
         class_weight=class_weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        reduction=reduction,
+        keep_logits=keep_logits,
         margin=margin,
         scale=scale,
         normalize=normalize,
         extras=extras,
     )
-    precision = Precision.choose(input, autocast_dtype(input))
     spec = HeadSpec(
+        loss,
         place.start,
-        place.classes,
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        reduction,
         place.group,
-        precision,
-        keep=choose_keep(keep_logits, input, local_weight, local_bias, extras.sample),
+        Precision.choose(input, autocast_dtype(input)),
+        keep=choose_keep(keep_logits, input, local_weight, local_bias, extras.sample, loss.softcap),
         margin=margin,
         scale=scale,
         normalize=normalize,
     )
-    loss = head_loss(input, local_weight, target.reshape(-1), local_bias, class_weight, spec, extras)
-    return loss.view(target.shape) if reduction == "none" else loss
+    value, lse, accuracy = head_loss(input, local_weight, target.reshape(-1), local_bias, class_weight, spec, extras)
+    return loss.result(value, lse, accuracy, target.shape)

@@ -5,12 +5,13 @@ import torch.distributed as dist
 
 from tensorshard.comm import primitives
 from tensorshard.heads.tiles.tiles import Tiles
+from tensorshard.layers.softmax_cross_entropy import cap
 
 
 def largest_logits(
-    tiles: Tiles, k: int, start: int, group: dist.ProcessGroup | None
+    tiles: Tiles, k: int, start: int, group: dist.ProcessGroup | None, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, k] logits, largest first, and their classes, numbered over all ranks.
+    """[N, k] logits, capped, largest first, and their classes, numbered over all ranks.
 
     Args:
         k: at most the classes of all ranks.
@@ -22,7 +23,9 @@ def largest_logits(
     for tile in tiles:
         weight = tiles.weight(tile)
         tiles.note_norms(tile, weight)
-        values, columns = tiles.logits(tile, weight).topk(min(k, tile.width), dim=1)
+        logits = tiles.logits(tile, weight)
+        logits = logits if softcap is None else cap(logits, softcap)
+        values, columns = logits.topk(min(k, tile.width), dim=1)
         best, classes = _merge(torch.cat([best, values], 1), torch.cat([classes, columns + (start + tile.begin)], 1), k)
     if group is not None and group.size() > 1:
         best = primitives.gather_flat(best, group).transpose(0, 1).flatten(1)

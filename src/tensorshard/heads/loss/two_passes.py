@@ -11,45 +11,45 @@ from typing import NamedTuple
 
 import torch
 
-from tensorshard.comm import primitives
 from tensorshard.heads.loss.gradient_sinks import Sink
 from tensorshard.heads.loss.head_spec import HeadSpec
-from tensorshard.heads.tiles.kernels import choose_kernels, smooth
+from tensorshard.heads.tiles.kernels import choose_kernels
 from tensorshard.heads.tiles.tiles import Columns, Tiles
+from tensorshard.layers.softmax_cross_entropy import Slopes, Statistics, combine, set_target_slopes, smooth
 
 
-class Statistics(NamedTuple):
-    """What forward finds out about each sample, over the classes of all ranks but where it says otherwise.
+class OwnLogits(NamedTuple):
+    """What backward has to know of this rank's logits.
 
     Args:
-        log_sum: [N] fp64: log-sum-exp of the logits.
-        target_logit: [N] fp64, after the margin; 0 for ignored samples.
-        weighted_sum: [N] fp64: of the logits, by the class weights; 0 without label smoothing.
-        own_target: [N] fp64: this rank's target logits before the margin, 0 where they are elsewhere.
+        own_target: [N] fp64: the target logits before the margin, 0 where they are elsewhere.
         reference: [N]: the largest logit of this rank.
         kept: exponentials of this rank's logits, tile after tile, or None.
         references: [tiles, N]: what was subtracted from the logits of each tile in `kept`.
     """
 
-    log_sum: torch.Tensor
-    target_logit: torch.Tensor
-    weighted_sum: torch.Tensor
     own_target: torch.Tensor
     reference: torch.Tensor
     kept: torch.Tensor | None
     references: torch.Tensor | None
 
 
-def run_forward(tiles: Tiles, columns: Columns, class_weight: torch.Tensor | None, spec: HeadSpec) -> Statistics:
-    """One pass over this rank's classes, and one exchange of two or three numbers per sample and rank.
+def run_forward(
+    tiles: Tiles, columns: Columns, class_weight: torch.Tensor | None, spec: HeadSpec
+) -> tuple[Statistics, OwnLogits]:
+    """One pass over this rank's classes, and one exchange of a few numbers per sample and rank.
 
     Args:
         class_weight: [V] of this rank, in the wide type, or None.
+
+    Returns:
+        The statistics of the classes of all ranks in fp64, target logits after the margin; and what is this rank's own.
     """
     samples, wide = len(tiles.input), spec.precision.wide
-    zeros = tiles.input.new_zeros((3, samples), dtype=torch.float64)
-    total, own_target, weighted_sum = zeros.unbind()
+    zeros = tiles.input.new_zeros((4, samples), dtype=torch.float64)
+    total, own_target, weighted_sum, hit = zeros.unbind()
     reference = tiles.input.new_full((samples,), -torch.inf, dtype=wide)
+    largest = reference.clone() if spec.loss.return_token_accuracy else None
     kept = references = None
     if spec.keep is not None:
         kept = tiles.input.new_empty(samples * tiles.columns, dtype=spec.keep)
@@ -60,13 +60,20 @@ def run_forward(tiles: Tiles, columns: Columns, class_weight: torch.Tensor | Non
         weight = tiles.weight(tile)
         tiles.note_norms(tile, weight)
         logits = tiles.logits(tile, weight)
+        if spec.loss.softcap is not None:
+            logits = kernels.cap(logits, spec.loss.softcap)
         column, inside = columns.inside(tile)
+        if largest is not None:  # before the margin, which no prediction has
+            values, first = logits.max(1, keepdim=True)
+            larger = values[:, 0] > largest
+            hit = torch.where(larger, ((first == column) & inside)[:, 0].double(), hit)
+            largest = torch.where(larger, values[:, 0], largest)
         picked = logits.gather(1, column).double()
         own_target += picked.where(inside, 0)[:, 0]
         if spec.margin is not None:
             picked = picked.where(~inside, spec.margin.apply(picked / spec.scale)[0] * spec.scale)
             logits.scatter_(1, column, picked.to(wide))
-        if spec.label_smoothing:
+        if spec.loss.label_smoothing:
             weighted_sum += logits.sum(1) if class_weight is None else logits.mv(class_weight[tile.rows])
         reference = kernels.online_softmax(logits, reference, total)
         if kept is not None and references is not None:
@@ -76,29 +83,22 @@ def run_forward(tiles: Tiles, columns: Columns, class_weight: torch.Tensor | Non
     changed = own_target
     if spec.margin is not None:
         changed = (spec.margin.apply(own_target / spec.scale)[0] * spec.scale).where(columns.here, 0)
-    parts = torch.stack([reference + total.log(), changed, weighted_sum][: 3 if spec.label_smoothing else 2])[None]
-    if spec.group is not None:
-        parts = primitives.gather_flat(parts[0], spec.group)
-    sums = parts[:, 1:].sum(0)
-    weighted_sum = sums[1] if spec.label_smoothing else weighted_sum
-    return Statistics(parts[:, 0].logsumexp(0), sums[0], weighted_sum, own_target, reference, kept, references)
-
-
-class Slopes(NamedTuple):
-    """How the loss of each sample changes with its logits z: of_softmax * softmax(z) - smoothing * class weight,
-    and at the target `at_target`. All [N], fp64.
-    """
-
-    of_softmax: torch.Tensor
-    smoothing: torch.Tensor | None
-    at_target: torch.Tensor
+    own = Statistics(
+        reference + total.log(),
+        changed,
+        weighted_sum if spec.loss.label_smoothing else None,
+        None if largest is None else largest.double(),
+        None if largest is None else hit,
+    )
+    return combine(own, spec.group), OwnLogits(own_target, reference, kept, references)
 
 
 def run_backward(
     tiles: Tiles,
     columns: Columns,
     class_weight: torch.Tensor | None,
-    found: Statistics,
+    lse: torch.Tensor,
+    own: OwnLogits,
     slopes: Slopes,
     sink: Sink | None,
     input_grad: torch.Tensor | None,
@@ -107,27 +107,38 @@ def run_backward(
     """One pass over this rank's classes.
 
     Args:
+        lse: [N] fp64: of the classes of all ranks.
+        slopes: [N] fp64.
         sink: takes the gradients of the weight and the bias; None if they are not needed.
         input_grad: [N, D] zeros in the wide type, to which this rank's part is added; or None.
     """
-    wide = spec.precision.wide
+    wide, softcap = spec.precision.wide, spec.loss.softcap
     scratch = tiles.new_scratch() if spec.normalize and sink is not None else None
-    of_softmax = (slopes.of_softmax * (found.reference.double() - found.log_sum).exp()).to(wide)[:, None]
+    of_softmax = (slopes.of_softmax * (own.reference.double() - lse).exp()).to(wide)[:, None]
     smoothing = None if slopes.smoothing is None else slopes.smoothing.to(wide)
-    at_target = slopes.at_target.to(wide)[:, None]
+    at_target = slopes.at_target
+    if spec.margin is not None:
+        at_target = at_target * spec.margin.apply(own.own_target / spec.scale)[1]
+    at_target = at_target.to(wide)[:, None]
+    room_of_cap = None if softcap is None else tiles.new_buffer()
     samples, kernels = len(tiles.input), choose_kernels(tiles.input)
     for tile in tiles:
         weight = tiles.weight(tile)
         weights = None if class_weight is None else class_weight[tile.rows]
-        if found.kept is None or found.references is None:
+        capped = None if room_of_cap is None else tiles.as_tile(room_of_cap, tile)  # slopes of the cap
+        if own.kept is None or own.references is None:
             logits = tiles.logits(tile, weight)
-            slope = kernels.softmax_slope(logits, found.reference, of_softmax, smoothing, weights)
+            if softcap is not None and capped is not None:
+                kernels.cap_slope(kernels.cap(logits, softcap), softcap, capped)
+            slope = kernels.softmax_slope(logits, own.reference, of_softmax, smoothing, weights)
         else:
-            kept = found.kept[samples * tile.begin : samples * tile.end].view(samples, tile.width)
-            factor = slopes.of_softmax * (found.references[tile.index].double() - found.log_sum).exp()
+            kept = own.kept[samples * tile.begin : samples * tile.end].view(samples, tile.width)
+            factor = slopes.of_softmax * (own.references[tile.index].double() - lse).exp()
             slope = smooth(torch.mul(kept, factor.to(wide)[:, None], out=tiles.buffer(tile)), smoothing, weights)
         column, inside = columns.inside(tile)
-        slope.scatter_(1, column, at_target.where(inside, slope.gather(1, column)))
+        set_target_slopes(slope, column, inside, at_target)
+        if capped is not None:
+            slope.mul_(capped)
 
         if sink is not None:
             sink.put_bias(tile, slope)

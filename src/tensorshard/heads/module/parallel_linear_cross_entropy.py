@@ -8,7 +8,7 @@ from torch import nn
 from tensorshard.comm.groups import Group
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import shard_range
-from tensorshard.heads.loss.argument_checks import check_options
+from tensorshard.heads.loss.argument_checks import check_options, check_sampled
 from tensorshard.heads.loss.head_logits import head_tiles, local_logits
 from tensorshard.heads.loss.head_loss import Extras
 from tensorshard.heads.loss.linear_cross_entropy import tiled_loss
@@ -16,6 +16,7 @@ from tensorshard.heads.loss.margins import Margin
 from tensorshard.heads.loss.topk import largest_logits
 from tensorshard.heads.module.class_sampling import sample_classes
 from tensorshard.heads.module.head_module import HeadModule
+from tensorshard.layers.softmax_cross_entropy import CrossEntropySpec
 
 _DEFAULT_SCALE = 64.0  # of cosines, as in ArcFace and CosFace
 
@@ -29,7 +30,8 @@ class ParallelLinearCrossEntropy(HeadModule):
 
     Args:
         in_features: of the input. num_classes: of all ranks; it need not divide. bias: whether there is one.
-        ignore_index, label_smoothing, class_weight, z_loss, reduction, keep_logits: as in the functional form.
+        ignore_index, label_smoothing, class_weight, z_loss, reduction, softcap, use_token_scaling, return_lse,
+            return_token_accuracy, keep_logits: as in the functional form.
         margin: ``ArcFace(...)`` or ``CosFace(...)``, for the target's logit; without a bias.
         normalize: whether logits are cosines times `scale`; None: where there is a margin.
         scale: multiplies the logits; None: 64 for cosines, else 1.
@@ -76,6 +78,10 @@ class ParallelLinearCrossEntropy(HeadModule):
         class_weight: torch.Tensor | None = None,
         z_loss: float = 0.0,
         reduction: str = "mean",
+        softcap: float | None = None,
+        use_token_scaling: bool = False,
+        return_lse: bool = False,
+        return_token_accuracy: bool = False,
         keep_logits: bool | None = None,
         margin: Margin | None = None,
         normalize: bool | None = None,
@@ -90,8 +96,21 @@ class ParallelLinearCrossEntropy(HeadModule):
     ) -> None:
         normalize = margin is not None if normalize is None else normalize
         scale = (_DEFAULT_SCALE if normalize else 1.0) if scale is None else scale
-        check_options(reduction, label_smoothing, z_loss, margin, scale, normalize, bias)
-        _check_module(in_features, num_classes, class_weight, sample_rate, label_smoothing)
+        loss = CrossEntropySpec(
+            num_classes,
+            ignore_index,
+            label_smoothing,
+            z_loss,
+            reduction,
+            softcap,
+            use_token_scaling,
+            return_lse,
+            return_token_accuracy,
+        )
+        check_options(loss, keep_logits, margin, scale, normalize, bias)
+        _check_module(in_features, num_classes, class_weight, sample_rate)
+        if sample_rate < 1:
+            check_sampled(loss)
         super().__init__(
             in_features,
             num_classes,
@@ -104,7 +123,9 @@ class ParallelLinearCrossEntropy(HeadModule):
             dtype=dtype,
         )
         self.ignore_index, self.label_smoothing, self.z_loss = ignore_index, label_smoothing, z_loss
-        self.reduction, self.keep_logits = reduction, keep_logits
+        self.reduction, self.softcap, self.use_token_scaling = reduction, softcap, use_token_scaling
+        self.return_lse, self.return_token_accuracy = return_lse, return_token_accuracy
+        self.keep_logits = keep_logits
         self.margin, self.normalize, self.scale = margin, normalize, scale
         self.sample_rate = sample_rate
         self.register_buffer("class_weight", class_weight, persistent=False)
@@ -129,8 +150,10 @@ class ParallelLinearCrossEntropy(HeadModule):
             head._update_in_backward(update)
         return head.train(linear.training)
 
-    def forward(self, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss, the same on every rank of the group.
+    def forward(self, features: torch.Tensor, targets: torch.Tensor) -> Any:
+        """The loss, the same on every rank of the group; with any ``return_`` option a ``CrossEntropyOutput``.
+
+        What that has for each token it has for those of all ranks whose inputs are gathered.
 
         Args:
             features: [*, in_features]: the same on every rank, unless inputs are gathered (along the first dimension).
@@ -154,11 +177,8 @@ class ParallelLinearCrossEntropy(HeadModule):
             targets,
             self.bias,
             self._place(),
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
+            self._loss(),
             class_weight=self.class_weight,
-            z_loss=self.z_loss,
-            reduction=self.reduction,
             keep_logits=self.keep_logits,
             margin=self.margin,
             scale=self.scale,
@@ -169,6 +189,20 @@ class ParallelLinearCrossEntropy(HeadModule):
                 sum_input_grad=not self._gathers_over_classes(),
                 casts=self.optimizer is not None,
             ),
+        )
+
+    def _loss(self) -> CrossEntropySpec:
+        """As its attributes say now."""
+        return CrossEntropySpec(
+            self.num_classes,
+            self.ignore_index,
+            self.label_smoothing,
+            self.z_loss,
+            self.reduction,
+            self.softcap,
+            self.use_token_scaling,
+            self.return_lse,
+            self.return_token_accuracy,
         )
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
@@ -187,8 +221,8 @@ class ParallelLinearCrossEntropy(HeadModule):
                 "alone: call it under torch.no_grad(), or build the head without update="
             )
         self._check_rows()
-        output = local_logits(features, self.weight, self.bias, self.normalize, self.scale, self._process_group())
         group = self._process_group()
+        output = local_logits(features, self.weight, self.bias, self.normalize, self.scale, self.softcap, group)
         return output if group is None else set_mark(output, ParallelMark(-1, self.num_classes, group))
 
     @torch.no_grad()
@@ -210,7 +244,7 @@ class ParallelLinearCrossEntropy(HeadModule):
         self._check_rows()
         features, _ = self._gather(features, None)
         tiles = head_tiles(features, self.weight, self.bias, self.normalize, self.scale)
-        values, classes = largest_logits(tiles, k, self._range()[0], self._process_group())
+        values, classes = largest_logits(tiles, k, self._range()[0], self._process_group(), self.softcap)
         return values.view(*features.shape[:-1], k), classes.view(*features.shape[:-1], k)
 
     @torch.no_grad()
@@ -229,14 +263,13 @@ class ParallelLinearCrossEntropy(HeadModule):
         options = [f"{self.in_features}, {self.num_classes}, bias={self.bias is not None}"]
         options += [] if self.margin is None else [f"margin={self.margin}"]
         options += [f"scale={self.scale}"] if self.normalize else []
+        options += [] if self.softcap is None else [f"softcap={self.softcap}"]
         options += [f"sample_rate={self.sample_rate}"] if self.sample_rate < 1 else []
         options += [] if self.optimizer is None else [f"update={self.optimizer.options()}"]
         return ", ".join(options)
 
 
-def _check_module(
-    in_features: int, num_classes: int, class_weight: torch.Tensor | None, sample_rate: float, label_smoothing: float
-) -> None:
+def _check_module(in_features: int, num_classes: int, class_weight: torch.Tensor | None, sample_rate: float) -> None:
     if in_features < 1 or num_classes < 1:
         raise ValueError(f"in_features={in_features}, num_classes={num_classes} were given: use at least 1 of each")
     if class_weight is not None and list(class_weight.shape) != [num_classes]:
@@ -245,8 +278,3 @@ def _check_module(
         )
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate={sample_rate} was given: use a share of the classes, above 0 and at most 1")
-    if sample_rate < 1 and label_smoothing:
-        raise ValueError(
-            f"label_smoothing={label_smoothing} was given with sample_rate={sample_rate}: smoothing spreads over all "
-            "classes, a sample leaves most of them out. Use one of the two"
-        )

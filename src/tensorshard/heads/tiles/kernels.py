@@ -13,12 +13,13 @@ benchmark ``gpu`` sets it to measure both side by side.
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
 
 from tensorshard.heads.tiles.rounding import dequantize, quantize, round_to_bfloat16_
+from tensorshard.layers.softmax_cross_entropy import cap, cap_slope, softmax_slope
 from tensorshard.torch_private.dispatch import has_dispatch_mode
 
 KERNELS_VARIABLE = "TENSORSHARD_HEAD_KERNELS"
@@ -41,43 +42,22 @@ def online_softmax(logits: torch.Tensor, reference: torch.Tensor, total: torch.T
     return after
 
 
-def softmax_slope(
-    logits: torch.Tensor,
-    reference: torch.Tensor,
-    of_softmax: torch.Tensor,
-    smoothing: torch.Tensor | None,
-    class_weight: torch.Tensor | None,
-) -> torch.Tensor:
-    """Makes of a tile of logits the loss's gradient with respect to them, but for the targets', in place.
-
-    Args:
-        logits: [N, width].
-        reference: [N], of which `of_softmax` [N, 1] takes account.
-        smoothing: [N]: what label smoothing takes off, times the class weights [width] if there are any.
-    """
-    logits.sub_(reference[:, None]).exp_().mul_(of_softmax)
-    return smooth(logits, smoothing, class_weight)
-
-
-def smooth(slope: torch.Tensor, smoothing: torch.Tensor | None, class_weight: torch.Tensor | None) -> torch.Tensor:
-    """Takes label smoothing's share off a tile's slopes, in place."""
-    if smoothing is None:
-        return slope
-    return slope.sub_(smoothing[:, None]) if class_weight is None else slope.addr_(smoothing, class_weight, alpha=-1)
-
-
 @dataclass(frozen=True)
 class Kernels:
-    """The functions of this module and of :mod:`rounding`: as they stand, compiled, or written by hand."""
+    """What is done to a tile by this module, :mod:`tensorshard.layers.softmax_cross_entropy` and :mod:`rounding`: as it
+    stands, compiled, or written by hand.
+    """
 
     online_softmax: Callable[..., torch.Tensor]
     softmax_slope: Callable[..., torch.Tensor]
+    cap: Callable[..., torch.Tensor]
+    cap_slope: Callable[..., torch.Tensor]
     round_to_bfloat16_: Callable[..., torch.Tensor]
     quantize: Callable[..., None]
     dequantize: Callable[..., torch.Tensor]
 
 
-REFERENCE = Kernels(online_softmax, softmax_slope, round_to_bfloat16_, quantize, dequantize)
+REFERENCE = Kernels(online_softmax, softmax_slope, cap, cap_slope, round_to_bfloat16_, quantize, dequantize)
 
 
 @functools.cache
@@ -89,7 +69,7 @@ def compiled_kernels(backend: str = "inductor") -> Kernels:
 
 @functools.cache
 def triton_kernels() -> Kernels:
-    """Those written by hand.
+    """Those written by hand, and the others compiled.
 
     Raises:
         RuntimeError: Triton is not installed.
@@ -100,7 +80,8 @@ def triton_kernels() -> Kernels:
         )
     from tensorshard.heads.tiles import triton_kernels as written
 
-    return Kernels(**{name: getattr(written, name) for name in vars(REFERENCE)})
+    names = [name for name in vars(REFERENCE) if hasattr(written, name)]
+    return replace(compiled_kernels(), **{name: getattr(written, name) for name in names})
 
 
 def choose_kernels(tensor: torch.Tensor) -> Kernels:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tensorshard.heads.tiles.precision import Precision
+from tensorshard.layers.softmax_cross_entropy import local_columns
 
 # A tile's logits and rows of the weight together take about this many bytes: on the CPU what the caches of two cores
 # hold (widths of 1024 to 2048 were fastest at 256 samples of 512 features), elsewhere enough to fill a GPU.
@@ -69,7 +70,7 @@ class Tiles:
         self.columns = len(weight) if sample is None else len(sample)
         samples, features = input.shape
         self._width = min(max(self.columns, 1), tile_width(samples, features, input.device))
-        self._logits = input.new_empty(samples * self._width, dtype=precision.wide)
+        self._logits = self.new_buffer()
         self._narrow = None
         if precision.compute != precision.wide:
             self._narrow = input.new_empty(samples * self._width, dtype=precision.compute)
@@ -95,12 +96,20 @@ class Tiles:
         rows = self._weight[tile.rows]
         return rows if self._rows is None else self._rows[: tile.width].copy_(rows)
 
+    def new_buffer(self) -> torch.Tensor:
+        """Room for a number for each of a tile's logits, flat."""
+        return self.input.new_empty(len(self.input) * self._width, dtype=self.precision.wide)
+
+    def as_tile(self, buffer: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """[N, width]: of a `new_buffer`."""
+        return buffer[: len(self.input) * tile.width].view(-1, tile.width)
+
     def buffer(self, tile: Tile) -> torch.Tensor:
         """[N, width]: the room of a tile's logits."""
-        return self._logits[: len(self.input) * tile.width].view(-1, tile.width)
+        return self.as_tile(self._logits, tile)
 
     def logits(self, tile: Tile, weight: torch.Tensor) -> torch.Tensor:
-        """[N, width], without margins, in the tiles' one buffer."""
+        """[N, width], without softcap and margins, in the tiles' one buffer."""
         logits = self.multiply(self.input, weight.t(), self.buffer(tile))
         if self._inverse_norms is not None:
             logits.mul_(self._inverse_norms[tile.rows])
@@ -144,14 +153,15 @@ class Columns:
 
     Args:
         targets: [N], numbered over all ranks.
+        ignore_index: of those that are nowhere.
         start, width: this rank's classes.
         sample: those that are computed, ascending; every target that is here is among them.
     """
 
-    def __init__(self, targets: torch.Tensor, start: int, width: int, sample: torch.Tensor | None) -> None:
-        local = targets - start
-        self.here = (local >= 0) & (local < width)
-        local = local.where(self.here, 0)
+    def __init__(
+        self, targets: torch.Tensor, ignore_index: int, start: int, width: int, sample: torch.Tensor | None
+    ) -> None:
+        local, self.here = local_columns(targets, ignore_index, start, width)
         self._columns = local if sample is None else torch.searchsorted(sample, local)
 
     def inside(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,9 +1,9 @@
 """What is done to a tile of logits and to its states, as kernels written in Triton: one launch each.
 
-The same functions as :mod:`kernels` and :mod:`rounding` have, to the same numbers but for the order of sums. What each
-saves, against the operations one after the other: the online softmax reads a row a second time while it is still in
-the cache; 8-bit codes are made of a block that is read once, with no room beside it. The target's column is left to
-PyTorch: a number a sample.
+They do what the functions of the same names in :mod:`kernels`, :mod:`tensorshard.layers.softmax_cross_entropy` and
+:mod:`rounding` do, to the same numbers but for the order of sums. What each saves, against the operations one after the
+other: the online softmax reads a row a second time while it is still in the cache; 8-bit codes are made of a block that
+is read once, with no room beside it. The target's column is left to PyTorch: a number a sample.
 
 This module needs Triton, and is imported only where it is asked for.
 """
@@ -84,7 +84,7 @@ def softmax_slope(
     smoothing: torch.Tensor | None,
     class_weight: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes :func:`kernels.softmax_slope` on contiguous tensors."""
+    """Computes the ``softmax_slope`` of :mod:`tensorshard.layers.softmax_cross_entropy` on contiguous tensors."""
     rows, width = logits.shape
     _check_contiguous(logits, reference, of_softmax, smoothing, class_weight)
     if logits.numel():

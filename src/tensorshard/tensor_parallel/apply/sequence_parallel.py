@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm import primitives
 from tensorshard.comm.sharding import shard_range, to_local
-from tensorshard.layers.sequence_linear import gathered_columns, scattered_row
+from tensorshard.layers.activation_sharding import ActivationSharding, SequenceSharded
+from tensorshard.layers.column_linear import column_linear
+from tensorshard.layers.row_linear import row_linear
 from tensorshard.layers.split_linear import parallel_linear
 from tensorshard.modules.tensors import map_tensors, tensor_leaves
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
@@ -48,6 +49,11 @@ class _Sequence:
         """Positions that this rank has."""
         assert self.length is not None
         return shard_range(self.length, self.group.size(), self.group.rank())[1]
+
+    def sharding(self) -> SequenceSharded:
+        """Which positions each rank has."""
+        assert self.length is not None
+        return SequenceSharded.of_length(self.dim, self.length, self.group)
 
 
 def apply_sequence_parallel(
@@ -138,20 +144,17 @@ class _SequenceColumns(SharedColumns):
         self._sequence = sequence
         self._gathers = gathers
 
-    def _outputs(
-        self, input: torch.Tensor, parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-    ) -> Sequence[torch.Tensor]:
-        if not self._gathers:  # a module around them did
-            return [F.linear(input, weight, bias) for weight, bias in parameters]
-        assert self._sequence.length is not None
-        return gathered_columns(input, parameters, self._sequence.dim, self._sequence.length, self._sequence.group)
+    def _sharding(self) -> ActivationSharding | None:
+        return self._sequence.sharding() if self._gathers else None  # else a module around them has gathered it
 
 
 def _row_forward(layer: nn.Module, sequence: _Sequence, input: torch.Tensor) -> torch.Tensor:
     weight = to_local(layer.weight)  # type: ignore[arg-type]
     bias = None if layer.bias is None else to_local(layer.bias)  # type: ignore[arg-type]
     weight = weight.t() if is_transposed(layer) else weight
-    return scattered_row(input, weight, bias, sequence.dim, sequence.group)
+    return row_linear(
+        input, weight, bias, SequenceSharded.of_length(sequence.dim, input.size(sequence.dim), sequence.group)
+    )
 
 
 def _attention_forward(
@@ -164,8 +167,7 @@ def _attention_forward(
     def column(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if id(input) not in parts:
             return parallel_linear(input, weight, bias, 1, sequence.group)
-        assert sequence.length is not None
-        return gathered_columns(input, [(weight, bias)], sequence.dim, sequence.length, sequence.group)[0]
+        return column_linear(input, [(weight, bias)], sequence.sharding())[0]
 
     return attention_forward(module, sequence.group, column, *args, **kwargs)
 

@@ -7,56 +7,17 @@ so while all the weights' gradients are computed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from tensorshard.comm import primitives
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import to_local
-from tensorshard.layers.arguments import as_rows, autocast
+from tensorshard.layers.activation_sharding import ActivationSharding, Replicated
+from tensorshard.layers.column_linear import column_linear
 from tensorshard.tensor_parallel.table.layer_kinds import is_transposed
 from tensorshard.torch_private.tensors import tensor_version
-
-
-class _Columns(Function):
-    """A whole input, this rank's rows of several weights: this rank's columns of their outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, group: dist.ProcessGroup, *parameters: Any) -> tuple[torch.Tensor, ...]:
-        weights, biases = parameters[::2], parameters[1::2]
-        ctx.group = group
-        ctx.save_for_backward(input, *weights)
-        ctx.set_materialize_grads(False)  # a layer whose output goes unused costs nothing
-        return tuple(F.linear(input, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        input, *weights = ctx.saved_tensors
-        grad_input = reduction = None
-        if ctx.needs_input_grad[0]:
-            flat = torch.zeros_like(as_rows(input)) if all(grad is None for grad in grads) else None
-            for grad, weight in zip(grads, weights, strict=True):
-                if grad is not None:
-                    flat = as_rows(grad).mm(weight) if flat is None else flat.addmm_(as_rows(grad), weight)
-            assert flat is not None
-            reduction = primitives.all_reduce(flat, ctx.group, async_op=True)
-            grad_input = flat.view(input.shape)
-        grad_parameters: list[torch.Tensor | None] = []
-        for index, grad in enumerate(grads):
-            needs_weight, needs_bias = ctx.needs_input_grad[2 + 2 * index : 4 + 2 * index]
-            rows = None if grad is None else as_rows(grad)
-            grad_parameters.append(None if rows is None or not needs_weight else rows.t().mm(as_rows(input)))
-            grad_parameters.append(None if rows is None or not needs_bias else rows.sum(0))
-        if reduction is not None:
-            reduction.wait()
-        return grad_input, None, *grad_parameters
 
 
 @dataclass
@@ -109,12 +70,9 @@ class SharedColumns:
             weight = to_local(layer.weight)  # type: ignore[arg-type]
             bias = None if layer.bias is None else to_local(layer.bias)  # type: ignore[arg-type]
             parameters.append((weight.t() if is_transposed(layer) else weight, bias))
-        outputs = self._outputs(input, parameters)
+        outputs = column_linear(input, parameters, self._sharding())
         return [set_mark(output, ParallelMark(-1, None, self._group)) for output in outputs]
 
-    def _outputs(
-        self, input: torch.Tensor, parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-    ) -> Sequence[torch.Tensor]:
-        """This rank's columns of the outputs of layers of these weights and biases."""
-        computed, *flat = autocast(input, *(tensor for pair in parameters for tensor in pair))
-        return _Columns.apply(computed, self._group, *flat)
+    def _sharding(self) -> ActivationSharding | None:
+        """How the input lies on the ranks."""
+        return Replicated(self._group)

@@ -1,0 +1,94 @@
+"""Linear layers of which each rank computes some output features: column layers (Shoeybi et al. 2019, section 3)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from tensorshard.comm.collectives import advance
+from tensorshard.layers.activation_sharding import ActivationSharding
+from tensorshard.layers.arguments import as_rows, autocast
+
+
+class _ColumnLinear(Function):
+    """One input, this rank's rows of several weights: this rank's columns of the outputs.
+
+    However many weights there are, backward sums the input's gradient over the ranks once, while it computes the
+    weights' gradients. An input that was gathered is not kept: backward gathers it again beside a matrix product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, sharding: ActivationSharding, *parameters: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        weights: Any = parameters[::2]
+        ctx.sharding = sharding
+        if sharding.group.size() > 1:
+            # By which a loss recognises a shard that lost its mark.
+            ctx.split_features = [weight.size(0) for weight in weights]
+        ctx.save_for_backward(input, *weights)
+        ctx.set_materialize_grads(False)  # a layer whose output goes unused costs nothing
+        full = sharding.gather(input)
+        return tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, parameters[1::2], strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        input, *weights = ctx.saved_tensors
+        needs_weight, needs_bias = ctx.needs_input_grad[2::2], ctx.needs_input_grad[3::2]
+        of_outputs = [None if grad is None else as_rows(grad) for grad in grads]
+        gathering = ctx.sharding.start_gather(input) if any(needs_weight) else None
+        reduction = None
+        if ctx.needs_input_grad[0]:
+            shape = ctx.sharding.full_shape(input)
+            of_input = _sum_of_products(of_outputs, weights)
+            of_input = input.new_zeros(shape) if of_input is None else of_input.view(shape)
+            # The sum over the ranks travels while the weights' gradients are computed.
+            reduction = ctx.sharding.start_reduce(of_input)
+        of_weights: list[torch.Tensor | None] = [None] * len(weights)
+        if gathering is not None:
+            rows = as_rows(gathering.wait())
+            of_weights = [
+                rows_of.t().mm(rows) if needed and rows_of is not None else None
+                for rows_of, needed in zip(of_outputs, needs_weight, strict=True)
+            ]
+        if reduction is not None:
+            advance(reduction.work)
+        of_biases = [
+            rows_of.sum(0) if needed and rows_of is not None else None
+            for rows_of, needed in zip(of_outputs, needs_bias, strict=True)
+        ]
+        of_parameters = [grad for pair in zip(of_weights, of_biases, strict=True) for grad in pair]
+        return None if reduction is None else reduction.wait(), None, *of_parameters
+
+
+def _sum_of_products(lefts: list[torch.Tensor | None], rights: list[torch.Tensor]) -> torch.Tensor | None:
+    total: torch.Tensor | None = None
+    for left, right in zip(lefts, rights, strict=True):
+        if left is not None:
+            total = left.mm(right) if total is None else total.addmm_(left, right)
+    return total
+
+
+def column_linear(
+    input: torch.Tensor,
+    parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    sharding: ActivationSharding | None,
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of column layers that read one input.
+
+    Args:
+        input: [*, in_features], which lies as `sharding` says.
+        parameters: of each layer its weight [this rank's part of out_features, in_features] and its bias.
+        sharding: how the input lies on the ranks; None where the caller has gathered it and sums its gradient.
+
+    Returns:
+        For each layer [*, this rank's part of out_features], with all positions.
+    """
+    if sharding is None:
+        return tuple(F.linear(input, weight, bias) for weight, bias in parameters)
+    given, *flat = autocast(input, *(tensor for pair in parameters for tensor in pair))
+    return _ColumnLinear.apply(given, sharding, *flat)
