@@ -1,6 +1,5 @@
 """Copies of modules that share nothing with the original, on fake or real tensors, without its weights."""
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -8,6 +7,8 @@ import torch
 from torch import nn
 
 from tensorshard.torch_private.pytree import tree_leaves
+
+from tensorshard.modules.forwards import deepcopy_module
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -24,7 +25,7 @@ def copy_with(module: _Module, tensor_for: Callable[[str, torch.Tensor], torch.T
             memo[id(tensor)] = (
                 nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             )
-    return copy.deepcopy(module, memo | computed_attributes(module))
+    return deepcopy_module(module, memo | computed_attributes(module))
 
 
 def computed_attributes(module: nn.Module) -> dict[int, torch.Tensor]:

@@ -1,6 +1,5 @@
 """Mixtures of experts whose weights are stacked into parameters [experts, ...]: finding them, and faking their runs."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +8,8 @@ from torch import nn
 
 from tensorshard.torch_private.modules import own_parameters
 from tensorshard.torch_private.pytree import tree_leaves
+
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
 
 
 def find_experts(block: nn.Module) -> dict[str, nn.Module]:
@@ -30,10 +31,10 @@ def stand_in(model: nn.Module) -> None:
     they were given.
     """
     for module in find_experts(model).values():
-        module.forward = partial(_pretended, module, module.forward)  # type: ignore[method-assign]
+        wrap_forward(module, Role.FAKE_EXPERTS, partial(_pretended, module))
 
 
-def _pretended(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _pretended(module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if all(tensor.is_floating_point() for tensor in tensors):
         return forward(*args, **kwargs)

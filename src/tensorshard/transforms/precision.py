@@ -1,13 +1,17 @@
 """Mixed precision: which type is computed in, and what stays fp32 whatever it is (Micikevicius et al. 2018)."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from tensorshard.torch_private.modules import NormBase, own_parameters
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.modules.running_statistics import spectral_norm_hooks
+from tensorshard.torch_private.modules import NormBase
 from tensorshard.torch_private.pytree import tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,15 +41,41 @@ def widen_output(output: Any) -> Any:
     return tree_map(_widen, output)
 
 
-def keep_norms_fp32(model: nn.Module) -> None:
-    """Makes torch's normalization layers compute in fp32 with fp32 weights, as autocast does for their inputs.
+def keep_norms_fp32(modules: Iterable[nn.Module]) -> None:
+    """Makes norms among `modules`, and what computes a weight from parameters, compute from fp32 parameters.
 
-    They cost little, their sums lose most in 16 bits, and some kernels refuse weights narrower than the statistics.
+    Norms are torch's normalization layers and subclasses of these, whose own forward runs; autocast sees to their
+    inputs. They cost little, their sums lose most in 16 bits, and some kernels refuse weights narrower than the
+    statistics. What computes a weight are parametrizations and spectral norms; their vectors stay fp32, too.
     """
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, _NORMS):
-            forward: Any = type(module).forward
-            module.forward = partial(forward, _WideParameters(module))  # type: ignore[method-assign]
+            wrap_forward(module, Role.FP32, partial(_from_fp32, [module]))
+        elif isinstance(module, ParametrizationList):
+            wrap_forward(module, Role.FP32, partial(_without_autocast, module))
+        for hook in spectral_norm_hooks(module):
+            compute = partial(_without_autocast, module, hook.compute_weight)
+            vars(hook)["compute_weight"] = compute  # the hook is the module's, and is copied with it
+
+
+def _without_autocast(module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """`forward`, all in fp32, where `module` and those in it have the parameters that it reads."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    with torch.autocast(device.type, enabled=False):
+        return _from_fp32(list(module.modules()), forward, *args, **kwargs)
+
+
+def _from_fp32(modules: list[nn.Module], forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """`forward`, while the own parameters of `modules` are read as fp32."""
+    slots: list[dict[str, Any]] = [module._parameters for module in modules]
+    held = [dict(own) for own in slots]
+    for own in slots:
+        own.update({name: _widen(parameter) for name, parameter in own.items()})
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for own, parameters in zip(slots, held, strict=True):
+            own.update(parameters)
 
 
 def check_supported(precision: str, device: torch.device) -> None:
@@ -65,20 +95,6 @@ def check_supported(precision: str, device: torch.device) -> None:
             f"precision={precision!r} does not work on {device.type} ({error}); use 'fp32'"
             + (" or 'bf16'" if precision == "fp16" else "")
         ) from error
-
-
-class _WideParameters:
-    """Stands for a module whose parameters are read as fp32."""
-
-    def __init__(self, module: nn.Module) -> None:
-        object.__setattr__(self, "_module", module)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        return _widen(value) if name in own_parameters(self._module) else value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._module, name, value)
 
 
 def _widen(value: Any) -> Any:

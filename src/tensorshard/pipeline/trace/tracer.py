@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tensorshard.modules.batches import call_model
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.modules.tensors import storage_key
 from tensorshard.modules.values import tensors_in
@@ -178,7 +179,7 @@ class Tracer:
     def _watch(self, name: str) -> None:
         # Hooks, as on the stages: what users hooked to a unit is a part of it.
         unit = self._copy.get_submodule(name)
-        unit.forward = partial(self._computed, name, unit.forward)  # type: ignore[method-assign]
+        wrap_forward(unit, Role.TRACE, partial(self._computed, name))
         unit.register_forward_pre_hook(partial(self._begun, name), prepend=True, with_kwargs=True)
         unit.register_forward_hook(partial(self._ended, name))
         self._watched |= {f"{name}.{inner}".rstrip(".") for inner, _ in unit.named_modules()}
@@ -187,7 +188,7 @@ class Tracer:
         if self._recording is not None:
             self._recording.begin(name, unit, args, kwargs)
 
-    def _computed(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _computed(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if self._recording is None:
             return forward(*args, **kwargs)
         return self._recording.compute(name, forward, args, kwargs)

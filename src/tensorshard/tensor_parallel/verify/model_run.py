@@ -1,6 +1,5 @@
 """What of a model is searched and checked on its own, and how one of it may stand for others."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from tensorshard.modules.blocks import find_blocks
+from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.sample_inputs import example_inputs
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
@@ -105,7 +105,7 @@ def without_repetition(model: nn.Module, calls: Mapping[str, BlockCall]) -> nn.M
     """A copy of `model` on the meta device that keeps two of each run of blocks that are alike, under their
     names."""
     parameters = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
-    smaller = copy.deepcopy(model, parameters)
+    smaller = deepcopy_module(model, parameters)
     alike: dict[tuple[object, ...], int] = {}
     for name, call in calls.items():
         if not name:
