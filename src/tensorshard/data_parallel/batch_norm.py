@@ -12,16 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.data_parallel.batch_norm_calls import BatchNormCalls
-from tensorshard.data_parallel.batch_norm_checks import by_hand, examine
+from tensorshard.data_parallel.batch_norm_checks import INSTANCE_NORMS, by_hand, examine
 from tensorshard.data_parallel.global_batch_norm import global_batch_norm
 from tensorshard.modules.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
 from tensorshard.modules.running_statistics import keeps_statistics
 from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.torch_private.modules import BatchNormBase, check_batch_norm_input, own_buffers
+from tensorshard.torch_private.tensors import tensor_version
+from tensorshard.transforms.compile import never_compiled
+
+InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 
 
 def synchronize_batch_norm(modules: Mapping[str, nn.Module], group: dist.ProcessGroup | None) -> None:
@@ -35,7 +38,7 @@ def synchronize_batch_norm(modules: Mapping[str, nn.Module], group: dist.Process
     for name, module in modules.items():
         if runs_forward_of(module, nn.SyncBatchNorm):
             # It would synchronize over the world, of which the data ranks may be a part, and on GPUs alone.
-            replace_forward(module, Role.LOCAL_STATISTICS, MethodType(_BatchNorm.forward, module))
+            replace_forward(module, Role.LOCAL_STATISTICS, MethodType(BatchNormBase.forward, module))
         around = None if group is None else _synchronization(name, module, group)
         if around is not None:
             wrap_forward(module, Role.SYNCHRONIZED_STATISTICS, around)
@@ -43,11 +46,11 @@ def synchronize_batch_norm(modules: Mapping[str, nn.Module], group: dist.Process
 
 def _synchronization(name: str, module: nn.Module, group: dist.ProcessGroup) -> Forward | None:
     """What goes around the forward of `module`; None for nothing."""
-    if isinstance(module, _InstanceNorm):
+    if isinstance(module, INSTANCE_NORMS):
         return partial(_averaged, module, group) if module.track_running_stats else None
-    if isinstance(module, _BatchNorm) and runs_forward_of(module, _BatchNorm, nn.SyncBatchNorm):
+    if isinstance(module, BatchNormBase) and runs_forward_of(module, BatchNormBase, nn.SyncBatchNorm):
         return partial(_plain, module, group)
-    if not keeps_statistics(module) and not isinstance(module, _BatchNorm):
+    if not keeps_statistics(module) and not isinstance(module, BatchNormBase):
         return None
     seen = examine(module)
     if seen is not None and not seen.calls_batch_norm:  # frozen statistics, say
@@ -55,11 +58,11 @@ def _synchronization(name: str, module: nn.Module, group: dist.ProcessGroup) -> 
     return partial(_synchronized, name, module, group)
 
 
-def _plain(module: _BatchNorm, group: dist.ProcessGroup, forward: Forward, /, input: torch.Tensor) -> torch.Tensor:
+def _plain(module: BatchNormBase, group: dist.ProcessGroup, forward: Forward, /, input: torch.Tensor) -> torch.Tensor:
     """The forward of torch's own classes, which needs no interception, and can be compiled without."""
     if not module.training and not (module.running_mean is None and module.running_var is None):
         return forward(input)
-    module._check_input_dim(input)
+    check_batch_norm_input(module, input)
     running_mean = running_var = None
     momentum: float | torch.Tensor | None = module.momentum
     if module.training and module.track_running_stats:
@@ -74,7 +77,7 @@ def _plain(module: _BatchNorm, group: dist.ProcessGroup, forward: Forward, /, in
     )
 
 
-@torch.compiler.disable
+@never_compiled
 def _synchronized(
     name: str, module: nn.Module, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any
 ) -> Any:
@@ -82,23 +85,26 @@ def _synchronized(
     before = _running(module)
     with BatchNormCalls(partial(global_batch_norm, group=group)) as calls:
         output = forward(*args, **kwargs)
-    if module.training and not calls.count and (isinstance(module, _BatchNorm) or _running(module) != before):
+    if module.training and not calls.count and (isinstance(module, BatchNormBase) or _running(module) != before):
         raise ValueError(by_hand(name, module))
     return output
 
 
 def _running(module: nn.Module) -> list[tuple[int, int]]:
-    buffers = [module._buffers.get(name) for name in ("running_mean", "running_var")]
-    return [(id(buffer), buffer._version) for buffer in buffers if buffer is not None]
+    buffers = own_buffers(module)
+    return [
+        (id(buffers[key]), tensor_version(buffers[key])) for key in ("running_mean", "running_var") if key in buffers
+    ]
 
 
-def _averaged(module: _InstanceNorm, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+def _averaged(module: InstanceNorm, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """An instance normalization: each sample by itself, and running statistics that are a mean over all samples."""
     output = forward(*args, **kwargs)
     if module.training and module.track_running_stats:
         buffers = [buffer for buffer in (module.running_mean, module.running_var) if buffer is not None]
         input = tensor_leaves((args, kwargs))[0]
-        samples = 1 if input.dim() == module._get_no_batch_dim() else input.size(0)
+        unbatched = 2 + next(index for index, kind in enumerate(INSTANCE_NORMS) if isinstance(module, kind))
+        samples = 1 if input.dim() == unbatched else input.size(0)
         with torch.no_grad():
             sums = torch.cat([*(buffer.reshape(-1) * samples for buffer in buffers), buffers[0].new_tensor([samples])])
             all_reduce_(sums, group)

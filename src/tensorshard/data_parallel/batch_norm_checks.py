@@ -8,15 +8,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from tensorshard.data_parallel.batch_norm_calls import BatchNormCalls
 from tensorshard.modules.fake_copies import copy_with, random_values
 from tensorshard.modules.forwards import runs_forward_of
 from tensorshard.modules.running_statistics import keeps_statistics
 from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
+from tensorshard.torch_private.modules import BatchNormBase, clear_forward_hooks, own_buffers
+
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""Of 1, 2 and 3 dimensions beside the channels: they normalize each sample by itself."""
 
 _SAMPLES, _FEWER = 4, 2
 _SIZES: tuple[tuple[int, ...], ...] = ((), (3,), (3, 3), (3, 3, 3))  # of what follows samples and channels
@@ -48,7 +50,7 @@ def check_batch_norms(model: nn.Module, *, ranks: int, data_ranks: int) -> None:
             forward of its own.
     """
     for name, module in model.named_modules():
-        if runs_forward_of(module, _BatchNorm, nn.SyncBatchNorm) or isinstance(module, _InstanceNorm):
+        if runs_forward_of(module, BatchNormBase, nn.SyncBatchNorm) or isinstance(module, INSTANCE_NORMS):
             continue
         if isinstance(module, nn.SyncBatchNorm) and ranks > 1:
             raise ValueError(
@@ -56,7 +58,7 @@ def check_batch_norms(model: nn.Module, *, ranks: int, data_ranks: int) -> None:
                 f"would synchronize over all {ranks} ranks by itself, and not over the plan's {data_ranks} data ranks; "
                 f"derive it from nn.BatchNorm1d, 2d or 3d, which a plan synchronizes"
             )
-        if data_ranks > 1 and (isinstance(module, _BatchNorm) or keeps_statistics(module)):
+        if data_ranks > 1 and (isinstance(module, BatchNormBase) or keeps_statistics(module)):
             examined = examine(module)
             if examined is not None and not examined.samples_alone:
                 raise ValueError(by_hand(name, module))
@@ -81,7 +83,7 @@ def examine(module: nn.Module) -> Examined | None:
     """
     channels = getattr(module, "num_features", None)
     if not isinstance(channels, int):
-        channels = next((b.numel() for b in module._buffers.values() if b is not None and b.dim() > 0), 1)
+        channels = next((buffer.numel() for buffer in own_buffers(module).values() if buffer.dim() > 0), 1)
     for size in _SIZES:
         try:
             with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -96,7 +98,7 @@ def _examine(module: nn.Module, shape: tuple[int, ...]) -> Examined:
     copied = copy_with(module, random_values(generator)).eval()
     copied.training = True  # alone: dropout in it would draw, and norms in it are examined by themselves
     for inner in copied.modules():
-        inner._forward_hooks.clear()
+        clear_forward_hooks(inner)
     input = torch.randn(shape, generator=generator)
     start = [buffer.clone() for buffer in copied.buffers()]
     found = []

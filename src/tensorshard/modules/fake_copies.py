@@ -6,9 +6,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from tensorshard.torch_private.pytree import tree_leaves
-
 from tensorshard.modules.forwards import deepcopy_module
+from tensorshard.torch_private.pytree import tree_leaves
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

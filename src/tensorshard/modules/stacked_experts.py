@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.torch_private.modules import own_parameters
 from tensorshard.torch_private.pytree import tree_leaves
-
-from tensorshard.modules.forwards import Forward, Role, wrap_forward
 
 
 def find_experts(block: nn.Module) -> dict[str, nn.Module]:

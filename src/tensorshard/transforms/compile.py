@@ -19,7 +19,6 @@ def compile_blocks(blocks: list[nn.Module]) -> None:
         convert_forward(block, Role.COMPILATION, torch.compile)
 
 
-
 def never_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """`function`, which runs as it is under ``torch.compile`` too, between two graphs.
 

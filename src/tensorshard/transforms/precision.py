@@ -3,20 +3,22 @@
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.modules.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
 from tensorshard.modules.running_statistics import spectral_norm_hooks
-from tensorshard.torch_private.modules import NormBase
+from tensorshard.torch_private.modules import NormBase, own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, NormBase)
+_PER_SAMPLE = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NORMS = (*_PER_SAMPLE, NormBase)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -49,7 +51,10 @@ def keep_norms_fp32(modules: Iterable[nn.Module]) -> None:
     statistics. What computes a weight are parametrizations and spectral norms; their vectors stay fp32, too.
     """
     for module in modules:
-        if isinstance(module, _NORMS):
+        if runs_forward_of(module, *_PER_SAMPLE):
+            # On another self: nothing is changed meanwhile, so that recomputed blocks are compiled in one piece.
+            replace_forward(module, Role.FP32, MethodType(type(module).forward, _WideParameters(module)))
+        elif isinstance(module, _NORMS):
             wrap_forward(module, Role.FP32, partial(_from_fp32, [module]))
         elif isinstance(module, ParametrizationList):
             wrap_forward(module, Role.FP32, partial(_without_autocast, module))
@@ -67,15 +72,14 @@ def _without_autocast(module: nn.Module, forward: Forward, /, *args: Any, **kwar
 
 def _from_fp32(modules: list[nn.Module], forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """`forward`, while the own parameters of `modules` are read as fp32."""
-    slots: list[dict[str, Any]] = [module._parameters for module in modules]
-    held = [dict(own) for own in slots]
-    for own in slots:
-        own.update({name: _widen(parameter) for name, parameter in own.items()})
+    held = [(module, name, own) for module in modules for name, own in own_parameters(module).items()]
+    for module, name, parameter in held:
+        set_parameter(module, name, _widen(parameter))
     try:
         return forward(*args, **kwargs)
     finally:
-        for own, parameters in zip(slots, held, strict=True):
-            own.update(parameters)
+        for module, name, parameter in held:
+            set_parameter(module, name, parameter)
 
 
 def check_supported(precision: str, device: torch.device) -> None:
@@ -95,6 +99,16 @@ def check_supported(precision: str, device: torch.device) -> None:
             f"precision={precision!r} does not work on {device.type} ({error}); use 'fp32'"
             + (" or 'bf16'" if precision == "fp16" else "")
         ) from error
+
+
+class _WideParameters:
+    """Stands for a norm whose parameters are read as fp32."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self._norm = norm
+
+    def __getattr__(self, name: str) -> Any:
+        return _widen(getattr(self._norm, name))
 
 
 def _widen(value: Any) -> Any:

@@ -8,6 +8,9 @@ from torch import nn
 
 from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.modules.forwards import has_users_forward, own_forward, runs_forward_of
+from tensorshard.torch_private.modules import own_parameters
+
+_IN_PROJECTIONS = {"in_proj_weight", "q_proj_weight"}  # an nn.MultiheadAttention has one of them
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def as_splittable(module: nn.Module) -> SplittableLayer | None:
     """
     if isinstance(module, ParallelLinearCrossEntropy):  # it splits itself
         return SplittableLayer("head", module.in_features, module.num_classes, 1, 0)
-    weight = module._parameters.get("weight")
+    weight = own_parameters(module).get("weight")
     if weight is None:
         return None
     if runs_forward_of(module, nn.Linear):
@@ -49,7 +52,7 @@ def as_splittable(module: nn.Module) -> SplittableLayer | None:
 
 def is_multihead_attention(module: nn.Module) -> bool:
     """Whether `module` is an unmodified ``nn.MultiheadAttention``, which reads its weights past its layers."""
-    return runs_forward_of(module, nn.MultiheadAttention) and "in_proj_weight" in module._parameters
+    return runs_forward_of(module, nn.MultiheadAttention) and not _IN_PROJECTIONS.isdisjoint(own_parameters(module))
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:
