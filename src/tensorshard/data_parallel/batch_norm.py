@@ -1,117 +1,114 @@
 """Batch normalization over the whole batch, as one device would compute it, when data ranks hold parts of it.
 
-The formulas are those of Ioffe & Szegedy 2015; sums run over every rank's samples. Statistics are taken in two passes
-(mean, then squared distance from it), because one pass cancels badly in fp32.
+A module's own forward runs. While it does, the function ``batch_norm`` that it calls takes its statistics from the
+samples of all data ranks.
 """
 
+from collections.abc import Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from tensorshard.comm.collectives import all_reduce_
-from tensorshard.torch_private.modules import BatchNormBase, NormBase, check_batch_norm_input
+from tensorshard.data_parallel.batch_norm_calls import BatchNormCalls
+from tensorshard.data_parallel.batch_norm_checks import INSTANCE_NORMS, by_hand, examine
+from tensorshard.data_parallel.global_batch_norm import global_batch_norm
+from tensorshard.modules.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
+from tensorshard.modules.running_statistics import keeps_statistics
+from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.torch_private.modules import BatchNormBase, check_batch_norm_input, own_buffers
+from tensorshard.torch_private.tensors import tensor_version
+from tensorshard.transforms.compile import never_compiled
+
+InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 
 
-def synchronize_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Makes every batch normalization of `model` take its training statistics over `group`."""
-    for module in model.modules():
-        if isinstance(module, BatchNormBase):
-            module.forward = partial(_forward, module, module.forward, group)  # type: ignore[method-assign]
+def synchronize_batch_norm(modules: Mapping[str, nn.Module], group: dist.ProcessGroup | None) -> None:
+    """Makes every normalization among `modules` take and keep its training statistics over `group`.
+
+    Args:
+        modules: by name. That they can be synchronized has been checked
+            (:func:`tensorshard.data_parallel.batch_norm_checks.check_batch_norms`).
+        group: the data ranks; None for one alone.
+    """
+    for name, module in modules.items():
+        if runs_forward_of(module, nn.SyncBatchNorm):
+            # It would synchronize over the world, of which the data ranks may be a part, and on GPUs alone.
+            replace_forward(module, Role.LOCAL_STATISTICS, MethodType(BatchNormBase.forward, module))
+        around = None if group is None else _synchronization(name, module, group)
+        if around is not None:
+            wrap_forward(module, Role.SYNCHRONIZED_STATISTICS, around)
 
 
-def running_statistics(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers that a training forward of `model`'s batch and instance normalizations changes."""
-    return [buffer for module in model.modules() if isinstance(module, NormBase) for buffer in module.buffers()]
+def _synchronization(name: str, module: nn.Module, group: dist.ProcessGroup) -> Forward | None:
+    """What goes around the forward of `module`; None for nothing."""
+    if isinstance(module, INSTANCE_NORMS):
+        return partial(_averaged, module, group) if module.track_running_stats else None
+    if isinstance(module, BatchNormBase) and runs_forward_of(module, BatchNormBase, nn.SyncBatchNorm):
+        return partial(_plain, module, group)
+    if not keeps_statistics(module) and not isinstance(module, BatchNormBase):
+        return None
+    seen = examine(module)
+    if seen is not None and not seen.calls_batch_norm:  # frozen statistics, say
+        return None
+    return partial(_synchronized, name, module, group)
 
 
-def _forward(module: BatchNormBase, local_forward: Any, group: dist.ProcessGroup, input: torch.Tensor) -> torch.Tensor:
-    if not module.training and module.track_running_stats:
-        return local_forward(input)
+def _plain(module: BatchNormBase, group: dist.ProcessGroup, forward: Forward, /, input: torch.Tensor) -> torch.Tensor:
+    """The forward of torch's own classes, which needs no interception, and can be compiled without."""
+    if not module.training and not (module.running_mean is None and module.running_var is None):
+        return forward(input)
     check_batch_norm_input(module, input)
-    weight = None if module.weight is None else _wide(module.weight)
-    bias = None if module.bias is None else _wide(module.bias)
-    with torch.no_grad():
-        mean, variance, count = _statistics(input, group)
-        if module.training and module.track_running_stats:
-            _update_running(module, mean, variance, count)
-    return _Normalize.apply(input, weight, bias, mean, variance, count, module.eps, group)
+    running_mean = running_var = None
+    momentum: float | torch.Tensor | None = module.momentum
+    if module.training and module.track_running_stats:
+        running_mean, running_var = module.running_mean, module.running_var
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+            if momentum is None:  # a plain average over all batches so far
+                momentum = 1.0 / module.num_batches_tracked.double()
+    share = 0.0 if momentum is None else momentum
+    return global_batch_norm(
+        input, running_mean, running_var, module.weight, module.bias, share, module.eps, group=group
+    )
 
 
-def _statistics(input: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of each channel [C] and the number of values a channel has, over the group."""
-    dims = _reduced(input)
-    wide = _wide(input)
-    sums = torch.cat([wide.sum(dims), wide.new_full((1,), input.numel() / input.size(1))])
-    all_reduce_(sums, group)
-    count = sums[-1]
-    mean = sums[:-1] / count
-    squares = (wide - _as_channels(mean, input)).square_().sum(dims)
-    all_reduce_(squares, group)
-    return mean, squares / count, count
+@never_compiled
+def _synchronized(
+    name: str, module: nn.Module, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any
+) -> Any:
+    """A forward of a subclass's own, whose calls of ``batch_norm`` are of all ranks' samples."""
+    before = _running(module)
+    with BatchNormCalls(partial(global_batch_norm, group=group)) as calls:
+        output = forward(*args, **kwargs)
+    if module.training and not calls.count and (isinstance(module, BatchNormBase) or _running(module) != before):
+        raise ValueError(by_hand(name, module))
+    return output
 
 
-def _update_running(module: BatchNormBase, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-    assert module.num_batches_tracked is not None
-    assert module.running_mean is not None and module.running_var is not None
-    module.num_batches_tracked.add_(1)
-    if module.momentum is None:  # a plain average over all batches so far
-        momentum = 1.0 / module.num_batches_tracked.double()
-    else:
-        momentum = torch.tensor(module.momentum, dtype=torch.float64, device=mean.device)
-    unbiased = variance * (count / (count - 1))
-    module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum.to(module.running_mean.dtype))
-    module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum.to(module.running_var.dtype))
+def _running(module: nn.Module) -> list[tuple[int, int]]:
+    buffers = own_buffers(module)
+    return [
+        (id(buffers[key]), tensor_version(buffers[key])) for key in ("running_mean", "running_var") if key in buffers
+    ]
 
 
-class _Normalize(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        variance: torch.Tensor,
-        count: torch.Tensor,
-        eps: float,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight, mean, variance, count)
-        ctx.eps, ctx.group = eps, group
-        return F.batch_norm(input, mean, variance, weight, bias, training=False, eps=eps)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        input, weight, mean, variance, count = ctx.saved_tensors
-        dims = _reduced(input)
-        grad = _wide(grad_outputs[0])
-        inverse_std = torch.rsqrt(variance + ctx.eps)
-        normalized = (_wide(input) - _as_channels(mean, input)) * _as_channels(inverse_std, input)
-        grad_bias = grad.sum(dims)
-        grad_weight = (grad * normalized).sum(dims)
-        sums = torch.cat([grad_bias, grad_weight])
-        all_reduce_(sums, ctx.group)
-        mean_grad, mean_product = (sums / count).chunk(2)
-        scale = inverse_std if weight is None else inverse_std * weight
-        grad_input = normalized.mul_(_as_channels(mean_product, input)).add_(_as_channels(mean_grad, input))
-        grad_input = grad.sub(grad_input).mul_(_as_channels(scale, input)).to(input.dtype)
-        if weight is None:
-            return grad_input, None, None, None, None, None, None, None
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _reduced(input: torch.Tensor) -> list[int]:
-    """Every dimension but the channels', which are dimension 1."""
-    return [dim for dim in range(input.dim()) if dim != 1]
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _as_channels(values: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    return values.view([1, -1] + [1] * (input.dim() - 2))
+def _averaged(module: InstanceNorm, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """An instance normalization: each sample by itself, and running statistics that are a mean over all samples."""
+    output = forward(*args, **kwargs)
+    if module.training and module.track_running_stats:
+        buffers = [buffer for buffer in (module.running_mean, module.running_var) if buffer is not None]
+        input = tensor_leaves((args, kwargs))[0]
+        unbatched = 2 + next(index for index, kind in enumerate(INSTANCE_NORMS) if isinstance(module, kind))
+        samples = 1 if input.dim() == unbatched else input.size(0)
+        with torch.no_grad():
+            sums = torch.cat([*(buffer.reshape(-1) * samples for buffer in buffers), buffers[0].new_tensor([samples])])
+            all_reduce_(sums, group)
+            means = (sums[:-1] / sums[-1]).chunk(len(buffers))
+            for buffer, mean in zip(buffers, means, strict=True):
+                buffer.copy_(mean.view_as(buffer))
+    return output

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from tensorshard.data_parallel.batch_norm import running_statistics
 from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
@@ -17,6 +16,7 @@ from tensorshard.engine.step_runner import StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.mesh import Mesh
+from tensorshard.modules.running_statistics import running_statistics
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode

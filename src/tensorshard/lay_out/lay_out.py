@@ -53,11 +53,11 @@ def lay_out(
         split_tensors: splits the part over the tensor-parallel ranks.
     """
     names = [name for name, _ in part.module.named_parameters()]
-    for module in part.computed:
-        if plan.precision != "fp32":
-            keep_norms_fp32(module)
-        if mesh.dp_size > 1:
-            synchronize_batch_norm(module, mesh.dp_group)
+    within = {inner for module in part.computed for inner in module.modules()}
+    computed = {name: module for name, module in part.module.named_modules() if module in within}
+    synchronize_batch_norm(computed, mesh.dp_group if mesh.dp_size > 1 else None)
+    if plan.precision != "fp32":
+        keep_norms_fp32(computed.values())
     split = split_tensors()
     apply_recompute(part.repeated, plan.recompute)
     if plan.compile:

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.data_parallel.batch_norm_checks import check_batch_norms
 from tensorshard.heads.under_plan.head_checks import check_heads
 from tensorshard.heads.update.updated_parameter import UpdatedParameter
 from tensorshard.layers.parallel_module import ParallelModule
@@ -22,8 +23,9 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 
     Raises:
         ValueError: a parameter that cannot be trained or laid out, or that has hooks, a layer that is split already, a
-            module with sparse gradients, nothing to train, a head that does what a plan does, a cache that
-            recomputation would fill twice, or a name in ``plan.shard_units`` that no module has.
+            module with sparse gradients, a batch normalization that cannot be synchronized, nothing to train, a head
+            that does what a plan does, a cache that recomputation would fill twice, or a name in ``plan.shard_units``
+            that no module has.
     """
     check_heads(model)
     _check_not_split(model, plan)
@@ -50,6 +52,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             f"{type(model).__name__}.config.use_cache is True, and recompute='selective' would run its layers again on "
             f"a cache that has grown; training needs none: set config.use_cache=False"
         )
+    data_ranks = plan.dp_replicate * plan.dp_shard
+    check_batch_norms(model, ranks=data_ranks * plan.tp * plan.pp * plan.cp, data_ranks=data_ranks)
     if isinstance(plan.shard_units, list):
         select_modules(model, plan.shard_units)
 

@@ -106,7 +106,7 @@ def _tracer(source: TensorSource, found: VerifiedTable | None, plan: Plan, mesh:
             if dtype != parameter.dtype:
                 places.replace(parameter, like(parameter, parameter.detach().to(dtype)))
         if plan.precision != "fp32":
-            keep_norms_fp32(fake_copy)
+            keep_norms_fp32(fake_copy.modules())
         if found is not None:
             fake_tensor_split(fake_copy, found, mesh.group("tp"))
 

@@ -1,6 +1,5 @@
 """Copies of modules that share nothing with the original, on fake or real tensors, without its weights."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.stacked_experts import use_placeholder_outputs
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.torch_private.dispatch import TorchDispatchMode
@@ -30,7 +30,7 @@ def copy_with(module: _Module, tensor_for: Callable[[str, torch.Tensor], torch.T
             memo[id(tensor)] = (
                 nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             )
-    return copy.deepcopy(module, memo | computed_attributes(module))
+    return deepcopy_module(module, memo | computed_attributes(module))
 
 
 def computed_attributes(module: nn.Module) -> dict[int, torch.Tensor]:

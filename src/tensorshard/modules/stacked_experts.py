@@ -1,11 +1,11 @@
 """Mixtures of experts whose weights are stacked into parameters [experts, ...]: finding them, and faking their runs."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.torch_private.modules import own_parameters
 
@@ -29,10 +29,10 @@ def use_placeholder_outputs(model: nn.Module) -> None:
     they were given.
     """
     for module in find_experts(model).values():
-        module.forward = partial(_placeholder_output, module, module.forward)  # type: ignore[method-assign]
+        wrap_forward(module, Role.FAKE_EXPERTS, partial(_placeholder_output, module))
 
 
-def _placeholder_output(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _placeholder_output(module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     tensors = tensor_leaves((args, kwargs))
     if all(tensor.is_floating_point() for tensor in tensors):
         return forward(*args, **kwargs)

@@ -1,7 +1,8 @@
 """A module's own tensors, hooks and conversions; base classes of its layers.
 
 `BatchNormBase`, `NormBase`, `DropoutBase`: what batch normalizations, those and instance normalizations, and dropouts
-of all dimensions derive from.
+of all dimensions derive from. `SpectralNormVectors`: what :func:`torch.nn.utils.parametrizations.spectral_norm`
+registers, which takes a step of a power iteration in each training forward.
 
 Why: layers of one's own derive from them, and so does what later versions of torch add.
 
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNormVectors
 
 __all__ = [
     "MODULE_CALLS",
@@ -27,9 +29,11 @@ __all__ = [
     "ConvertibleModule",
     "DropoutBase",
     "NormBase",
+    "SpectralNormVectors",
     "check_batch_norm_input",
     "clear_forward_hooks",
     "clear_hooks",
+    "forward_pre_hooks",
     "has_backward_hooks",
     "own_buffers",
     "own_parameters",
@@ -126,6 +130,18 @@ def clear_hooks(module: nn.Module) -> None:
     )
     for table in hooks:
         table.clear()
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks that are called before the forward of `module`, in their order.
+
+    Why: some compute a weight, and must do so in fp32.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    return list(module._forward_pre_hooks.values())
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -7,6 +7,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from tensorshard.modules.forwards import Role, convert_forward
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -14,7 +16,7 @@ _Result = TypeVar("_Result")
 def compile_blocks(blocks: list[nn.Module]) -> None:
     """Compiles each block's forward. Hooks stay outside of what is compiled."""
     for block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        convert_forward(block, Role.COMPILATION, torch.compile)
 
 
 def never_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

@@ -1,18 +1,24 @@
 """Mixed precision: which type is computed in, and what stays fp32 whatever it is (Micikevicius et al. 2018)."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from tensorshard.torch_private.modules import NormBase, own_parameters
+from tensorshard.modules.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
+from tensorshard.modules.running_statistics import spectral_norm_hooks
+from tensorshard.torch_private.modules import NormBase, own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, NormBase)
+_PER_SAMPLE = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NORMS = (*_PER_SAMPLE, NormBase)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,15 +43,43 @@ def widen_output(output: Any) -> Any:
     return tree_map(_widen, output)
 
 
-def keep_norms_fp32(model: nn.Module) -> None:
-    """Makes torch's normalization layers compute in fp32 with fp32 weights, as autocast does for their inputs.
+def keep_norms_fp32(modules: Iterable[nn.Module]) -> None:
+    """Makes norms among `modules`, and what computes a weight from parameters, compute from fp32 parameters.
 
-    They cost little, their sums lose most in 16 bits, and some kernels refuse weights narrower than the statistics.
+    Norms are torch's normalization layers and subclasses of these, whose own forward runs; autocast sees to their
+    inputs. They cost little, their sums lose most in 16 bits, and some kernels refuse weights narrower than the
+    statistics. What computes a weight are parametrizations and spectral norms; their vectors stay fp32, too.
     """
-    for module in model.modules():
-        if isinstance(module, _NORMS):
-            forward: Any = type(module).forward
-            module.forward = partial(forward, _WideParameters(module))  # type: ignore[method-assign]
+    for module in modules:
+        if runs_forward_of(module, *_PER_SAMPLE):
+            # On another self: nothing is changed meanwhile, so that recomputed blocks are compiled in one piece.
+            replace_forward(module, Role.FP32, MethodType(type(module).forward, _WideParameters(module)))
+        elif isinstance(module, _NORMS):
+            wrap_forward(module, Role.FP32, partial(_from_fp32, [module]))
+        elif isinstance(module, ParametrizationList):
+            wrap_forward(module, Role.FP32, partial(_without_autocast, module))
+        for hook in spectral_norm_hooks(module):
+            compute = partial(_without_autocast, module, hook.compute_weight)
+            vars(hook)["compute_weight"] = compute  # the hook is the module's, and is copied with it
+
+
+def _without_autocast(module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """`forward`, all in fp32, where `module` and those in it have the parameters that it reads."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    with torch.autocast(device.type, enabled=False):
+        return _from_fp32(list(module.modules()), forward, *args, **kwargs)
+
+
+def _from_fp32(modules: list[nn.Module], forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """`forward`, while the own parameters of `modules` are read as fp32."""
+    held = [(module, name, own) for module in modules for name, own in own_parameters(module).items()]
+    for module, name, parameter in held:
+        set_parameter(module, name, _widen(parameter))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for module, name, parameter in held:
+            set_parameter(module, name, parameter)
 
 
 def check_supported(precision: str, device: torch.device) -> None:
@@ -68,17 +102,13 @@ def check_supported(precision: str, device: torch.device) -> None:
 
 
 class _WideParameters:
-    """Stands for a module whose parameters are read as fp32."""
+    """Stands for a norm whose parameters are read as fp32."""
 
-    def __init__(self, module: nn.Module) -> None:
-        object.__setattr__(self, "_module", module)
+    def __init__(self, norm: nn.Module) -> None:
+        self._norm = norm
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        return _widen(value) if name in own_parameters(self._module) else value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._module, name, value)
+        return _widen(getattr(self._norm, name))
 
 
 def _widen(value: Any) -> Any:

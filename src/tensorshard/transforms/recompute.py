@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tensorshard.torch_private.modules import NormBase
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.modules.running_statistics import buffers_of, modules_with_statistics
 from tensorshard.torch_private.operators import ATTENTION_KERNELS
 
 _aten = torch.ops.aten
@@ -37,37 +38,59 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: str) -> None:
     if mode == "none":
         return
     for block in blocks:
-        norms = [module for module in block.modules() if isinstance(module, NormBase)]
+        norms = modules_with_statistics(block)
         contexts = partial(_contexts, norms, mode == "selective") if norms or mode == "selective" else None
         # A module of its own would put its name into every parameter's; checkpoints would then depend on the plan.
-        block.forward = partial(_recomputed, block.forward, contexts)  # type: ignore[method-assign]
+        wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, contexts))
 
 
-def _recomputed(forward: Any, contexts: Any, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(contexts: Any, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     extra = {} if contexts is None else {"context_fn": contexts}
     return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
 
 
-def _contexts(norms: list[NormBase], selective: bool) -> tuple[Any, Any]:
-    """What surrounds the first forward, and what surrounds its repetition in backward."""
+def _contexts(norms: list[nn.Module], selective: bool) -> tuple[Any, Any]:
+    """What surrounds the first forward, and what surrounds its repetition in backward.
+
+    Args:
+        norms: those whose buffers a forward changes.
+    """
     first, again = (nullcontext(), nullcontext())
     if selective:
         first, again = create_selective_checkpoint_contexts(_keep_costly)
-    return first, _repetition(norms, again)
+    if not norms:
+        return first, again
+    changed = buffers_of(norms)
+    before: list[torch.Tensor] = []
+    return _first(changed, before, first), _repetition(changed, before, again)
 
 
 @contextmanager
-def _repetition(norms: list[NormBase], inner: Any) -> Iterator[None]:
-    """A repeated forward must not count its batch twice in the running statistics."""
-    kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+def _first(changed: list[torch.Tensor], before: list[torch.Tensor], inner: Any) -> Iterator[None]:
+    """Notes what the buffers are `before` the forward."""
+    before[:] = [buffer.clone() for buffer in changed]
+    with inner:
+        yield
+
+
+@contextmanager
+def _repetition(changed: list[torch.Tensor], before: list[torch.Tensor], inner: Any) -> Iterator[None]:
+    """A repeated forward starts from the same buffers as the first, and must not count its batch a second time."""
+    kept = [buffer.clone() for buffer in changed]
+    _write(changed, before)
     try:
         with inner:
             yield
     finally:
-        for buffer, value in kept:
-            buffer.copy_(value)
+        _write(changed, kept)
+
+
+@torch.no_grad()
+def _write(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value)
 
 
 def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

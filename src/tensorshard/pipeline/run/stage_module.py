@@ -9,6 +9,7 @@ from torch import nn
 
 from tensorshard.modules.batches import call_model
 from tensorshard.modules.blocks import find_blocks
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.modules.values import Layout, take_apart
 from tensorshard.pipeline.run.crossings import Shapes
 from tensorshard.pipeline.run.stage_run import StageLeft, StageRun
@@ -59,12 +60,13 @@ class StageModule:
         if not self.is_last:
             clear_forward_hooks(self.module)  # they are for the model's output
         self._run: StageRun | None = None
-        self._forward = self.module.forward
-        self.module.forward = self._enter  # type: ignore[method-assign]
+        wrap_forward(self.module, Role.PIPELINE_STAGE, self._enter)
         for name in self._stubs:
             stub = self.module.get_submodule(name)
             clear_hooks(stub)
-            stub.forward = partial(self._stub, name, stub.forward)  # type: ignore[method-assign]
+            wrap_forward(stub, Role.PIPELINE_STAGE, partial(self._stub, name))
+        for name in self._elsewhere:
+            wrap_forward(self.units[name], Role.PIPELINE_STAGE, self._sometimes)
 
     @property
     def is_first(self) -> bool:
@@ -120,14 +122,14 @@ class StageModule:
 
     # -- inside of the model's forward --
 
-    def _enter(self, *args: Any, **kwargs: Any) -> Any:
+    def _enter(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None:
             raise RuntimeError(
                 f"the module of stage {self.index} was called by itself; call the stage, with what it receives"
             )
         try:
-            output = self._forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         except StageLeft:
             return run.sent()
         run.check_ended()
@@ -146,8 +148,6 @@ class StageModule:
             for name, unit in self.units.items():
                 unit.register_forward_pre_hook(partial(self._before, name), prepend=True)
                 unit.register_forward_hook(self._after)
-                if name in self._elsewhere:
-                    unit.forward = partial(self._sometimes, unit.forward)  # type: ignore[method-assign]
 
     def _before(self, name: str, module: nn.Module, args: Any) -> None:
         if self._run is not None:  # else a recomputation in backward
@@ -157,14 +157,14 @@ class StageModule:
         if self._run is not None:
             self._run.end(output)
 
-    def _sometimes(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _sometimes(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a unit that other stages call as well."""
         run = self._run
         if run is None or not run.depth or not self._is_foreign(run.position - 1):
             return forward(*args, **kwargs)
         return run.placeholder(run.position - 1, self._device)
 
-    def _stub(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _stub(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None:
             raise RuntimeError(

@@ -1,12 +1,12 @@
 """A model's skeleton that holds the parameters and buffers of one stage alone."""
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from tensorshard.modules.fake_copies import computed_attributes, keep_padding
+from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
@@ -35,7 +35,7 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
         stubs: names of modules that lose their buffers.
     """
     memo: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copied = copy.deepcopy(model, memo | computed_attributes(model))
+    copied = deepcopy_module(model, memo | computed_attributes(model))
     keep_padding(copied)
     removed: list[Removed] = []
     aliases = parameter_aliases(copied)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tensorshard.modules.fake_copies import copy_with
+from tensorshard.modules.forwards import Role, forward_within
 from tensorshard.modules.tensors import map_tensors
 
 
@@ -26,8 +27,7 @@ def run_for_real(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     copied = copy_with(unit, values)
-    # Its forward is the one that notes calls on fake tensors, which ends with the unit's own; hooks are around it.
-    forward = vars(copied)["forward"].args[-1]
+    forward = forward_within(copied, Role.TRACE)  # the tracer's notes calls on fake tensors; hooks are around it
     given = map_tensors(
         lambda tensor: values("", tensor).requires_grad_(tensor.requires_grad and tensor.is_floating_point()),
         (args, kwargs),

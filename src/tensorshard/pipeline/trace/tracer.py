@@ -10,6 +10,7 @@ from torch import nn
 
 from tensorshard.modules.batches import call_model
 from tensorshard.modules.fake_copies import make_fake_copy, make_sample
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.pipeline.trace.call_graph import CallGraph
@@ -173,7 +174,7 @@ class Tracer:
     def _watch(self, name: str) -> None:
         # Hooks, as on the stages: what users hooked to a unit is a part of it.
         unit = self._copy.get_submodule(name)
-        unit.forward = partial(self._computed, name, unit.forward)  # type: ignore[method-assign]
+        wrap_forward(unit, Role.TRACE, partial(self._computed, name))
         unit.register_forward_pre_hook(partial(self._begun, name), prepend=True, with_kwargs=True)
         unit.register_forward_hook(partial(self._ended, name))
         self._watched |= {f"{name}.{inner}".rstrip(".") for inner, _ in unit.named_modules()}
@@ -182,7 +183,7 @@ class Tracer:
         if self._recording is not None:
             self._recording.begin(name, unit, args, kwargs)
 
-    def _computed(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _computed(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if self._recording is None:
             return forward(*args, **kwargs)
         return self._recording.compute(name, forward, args, kwargs)

@@ -5,7 +5,7 @@ neither the model nor a checkpoint knows. Parameters are left to the caller, who
 :func:`local_shard` makes of them, as plain tensors or as DTensors.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.layers.split_embedding import parallel_embedding
 from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.modules.forwards import Forward, Role, replace_forward, wrap_forward
 from tensorshard.tensor_parallel.apply.divide import check_divides, divide
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_layouts, keep_layers_called, split_attention
 from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
@@ -83,14 +84,14 @@ def apply_tensor_parallel(
             _apply(module, style, process_group, outputs)
         parameters = [key for key in own_parameters(module) if (s := styles.get(_join(name, key))) and s.sums_gradients]
         if parameters and not (style is not None and style.sums_gradients):
-            module.forward = partial(_forward_summing, module, module.forward, parameters, process_group)  # type: ignore[method-assign]
+            wrap_forward(module, Role.SUMMED_GRADIENTS, partial(_forward_summing, module, parameters, process_group))
     for names in shared_inputs:
         layers = [
             model.get_submodule(name) for name in names if (style := styles.get(name)) and style.kind in COLUMN_KINDS
         ]
         shared = SharedColumns(layers, process_group)
         for index, layer in enumerate(layers):
-            layer.forward = partial(shared.forward, index)  # type: ignore[method-assign]
+            replace_forward(layer, Role.SHARED_INPUT, partial(shared.forward, index))
     return layouts
 
 
@@ -214,10 +215,10 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
         return
     if style.sums_gradients:
         names = list(own_parameters(module))
-        module.forward = partial(_forward_summing, module, module.forward, names, group)  # type: ignore[method-assign]
+        wrap_forward(module, Role.SUMMED_GRADIENTS, partial(_forward_summing, module, names, group))
         return
     if style.kind == "sum":
-        module.forward = partial(_sum_forward, module.forward, group)  # type: ignore[method-assign]
+        wrap_forward(module, Role.SUMMED_OUTPUT, partial(_sum_forward, group))
         return
     layer = as_splittable(module)
     if layer is None or style.kind in ("slice", "replicate"):
@@ -228,36 +229,34 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
         assert isinstance(module, ParallelLinearCrossEntropy)
         module.split_classes(group)
         return
-    forward: Callable[..., torch.Tensor]
+    forward: Forward
     if style.kind == "vocab":
         forward = partial(_embedding_forward, module, layer.inputs, group)
     elif style.kind == "rowwise":
-        forward = partial(_linear_forward, module, 0, group)
+        forward = partial(_linear_forward, module, is_transposed(module), 0, group)
     elif layer.kind == "linear":
-        forward = partial(_linear_forward, module, 1, group)
+        forward = partial(_linear_forward, module, is_transposed(module), 1, group)
         if style.kind == "colwise_gather":
-            forward = partial(_output_forward, forward, layer.outputs, group, outputs)
+            wrap_forward(module, Role.GATHERED_OUTPUT, partial(_output_forward, layer.outputs, group, outputs))
     else:
         return  # an embedding's features: each rank looks up its own
-    module.forward = forward  # type: ignore[method-assign]
+    replace_forward(module, Role.SPLIT_LAYER, forward)
 
 
-def _linear_forward(module: nn.Module, dim: int, group: dist.ProcessGroup, input: torch.Tensor) -> torch.Tensor:
-    weight = module.weight.t() if is_transposed(module) else module.weight  # type: ignore[operator]
+def _linear_forward(
+    module: nn.Module, transposed: bool, dim: int, group: dist.ProcessGroup, input: torch.Tensor
+) -> torch.Tensor:
+    weight = module.weight.t() if transposed else module.weight  # type: ignore[operator]
     return parallel_linear(input, weight, module.bias, dim, group)  # type: ignore[arg-type]
 
 
 def _output_forward(
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    size: int,
-    group: dist.ProcessGroup,
-    outputs: SplitOutputs,
-    input: torch.Tensor,
+    size: int, group: dist.ProcessGroup, outputs: SplitOutputs, forward: Forward, /, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    return outputs.finish(forward(input), size, group)
+    return outputs.finish(forward(*args, **kwargs), size, group)
 
 
-def _sum_forward(forward: Callable[..., Any], group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+def _sum_forward(group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """`forward`, which is a rank's part of a sum."""
 
     def given(tensor: torch.Tensor) -> torch.Tensor:
@@ -286,12 +285,7 @@ def _embedding_forward(
 
 
 def _forward_summing(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    names: list[str],
-    group: dist.ProcessGroup,
-    *args: Any,
-    **kwargs: Any,
+    module: nn.Module, names: list[str], group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any
 ) -> Any:
     """`forward` on parameters whose gradients are summed over the ranks, each of which has activations of its
     own."""

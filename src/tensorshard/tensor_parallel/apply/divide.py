@@ -6,7 +6,6 @@ of ALiBi do (Press et al. 2022), which BLOOM computes once for all of its blocks
 
 import copy
 import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm import differentiable as collectives
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.tensor_parallel.table.layer_kinds import signature_of
 
 _INPUT = "input."
@@ -70,16 +70,17 @@ def divide(module: nn.Module, options: tuple[str, ...], group: dist.ProcessGroup
         owner, key = _owner(module, target)
         setattr(owner, key, value)
     if inputs:
-        forward = partial(_forward, module.forward, signature_of(module), type(module).__name__, inputs, group)
-        module.forward = forward  # type: ignore[method-assign]
+        around = partial(_forward, signature_of(module), type(module).__name__, inputs, group)
+        wrap_forward(module, Role.DIVIDED_INPUTS, around)
 
 
 def _forward(
-    forward: Callable[..., Any],
     signature: inspect.Signature,
     name: str,
     inputs: dict[str, tuple[int, int]],
     group: dist.ProcessGroup,
+    forward: Forward,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

@@ -15,6 +15,7 @@ from torch import nn
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.modules.forwards import Role, replace_forward
 from tensorshard.tensor_parallel.table.layer_kinds import is_multihead_attention
 from tensorshard.tensor_parallel.table.layouts import Layout
 
@@ -47,7 +48,7 @@ def attention_layouts(name: str, module: nn.Module, size: int) -> dict[str, Layo
 def split_attention(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Makes `module` compute this rank's heads. Its ``out_proj`` is a row layer of its own, and is called as such."""
     assert isinstance(module, nn.MultiheadAttention)
-    module.forward = partial(attention_forward, module, group, partial(_column, group))  # type: ignore[method-assign]
+    replace_forward(module, Role.SPLIT_LAYER, partial(attention_forward, module, group, partial(_column, group)))
 
 
 def keep_layers_called(model: nn.Module, split: set[str]) -> None:

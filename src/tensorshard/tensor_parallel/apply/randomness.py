@@ -6,7 +6,7 @@ and from the rank, and afterwards they go on where they were. Nothing but the ge
 restores these, draws the same again, and so does a run with the same seed. (Megatron-LM keeps a second generator.)
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
@@ -43,8 +44,8 @@ def split_randomness(
         else:
             for key in split.whole:  # all ranks compute all of these
                 module = block.get_submodule(key)
-                module.forward = partial(_outside, module.forward, region)  # type: ignore[method-assign]
-        block.forward = partial(_around, block.forward, region, split is not None)  # type: ignore[method-assign]
+                wrap_forward(module, Role.RANDOM_STREAM, partial(_outside, region))
+        wrap_forward(block, Role.RANDOM_STREAM, partial(_around, region, split is not None))
 
 
 class _Region:
@@ -88,7 +89,7 @@ def _between_layers(block: nn.Module, prefix: str, styles: Mapping[str, Style], 
             module.register_forward_pre_hook(region.enter)
 
 
-def _around(forward: Callable[..., Any], region: _Region, everywhere: bool, *args: Any, **kwargs: Any) -> Any:
+def _around(region: _Region, everywhere: bool, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     if everywhere:
         region.enter()
     try:
@@ -97,7 +98,7 @@ def _around(forward: Callable[..., Any], region: _Region, everywhere: bool, *arg
         region.leave()
 
 
-def _outside(forward: Callable[..., Any], region: _Region, *args: Any, **kwargs: Any) -> Any:
+def _outside(region: _Region, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     region.leave()
     try:
         return forward(*args, **kwargs)

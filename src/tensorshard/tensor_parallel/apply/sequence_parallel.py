@@ -23,6 +23,7 @@ from tensorshard.layers.activation_sharding import ActivationSharding, SequenceS
 from tensorshard.layers.column_linear import column_linear
 from tensorshard.layers.row_linear import row_linear
 from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.modules.forwards import Forward, Role, replace_forward, wrap_forward
 from tensorshard.modules.tensors import map_tensors, tensor_leaves
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
 from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
@@ -96,23 +97,23 @@ def _split_block(
         layers = [block.get_submodule(key) for key in names]
         columns = _SequenceColumns(layers, inner, gathers=split.columns[names[0]])
         for index, layer in enumerate(layers):
-            layer.forward = partial(columns.forward, index)  # type: ignore[method-assign]
+            replace_forward(layer, Role.SEQUENCE_LAYER, partial(columns.forward, index))
     for key in split.rows:
         row = block.get_submodule(key)
-        row.forward = partial(_row_forward, row, inner)  # type: ignore[method-assign]
+        replace_forward(row, Role.SEQUENCE_LAYER, partial(_row_forward, row, is_transposed(row), inner))
     for key, leaves in split.attentions.items():
         attention = block.get_submodule(key)
         assert isinstance(attention, nn.MultiheadAttention)
-        attention.forward = partial(_attention_forward, attention, leaves, inner)  # type: ignore[method-assign]
+        replace_forward(attention, Role.SEQUENCE_LAYER, partial(_attention_forward, attention, leaves, inner))
     for key, leaves in split.modules.items():
         module = block.get_submodule(key)
-        module.forward = partial(_gathering_forward, module.forward, leaves, inner)  # type: ignore[method-assign]
+        wrap_forward(module, Role.SEQUENCE_INPUTS, partial(_gathering_forward, leaves, inner))
     for key, (gathered, cut) in split.whole.items():
         module = block.get_submodule(key)
-        module.forward = partial(_whole_forward, module.forward, gathered, cut, inner)  # type: ignore[method-assign]
+        wrap_forward(module, Role.SEQUENCE_WHOLE, partial(_whole_forward, gathered, cut, inner))
     for owner, places in _partial_places(block, split.partial, together=whole_units):
-        owner.forward = partial(_summing_forward, owner.forward, places, flow.group)  # type: ignore[method-assign]
-    block.forward = partial(_block_forward, block.forward, inner)  # type: ignore[method-assign]
+        wrap_forward(owner, Role.SEQUENCE_GRADIENTS, partial(_summing_forward, places, flow.group))
+    wrap_forward(block, Role.SEQUENCE_LENGTH, partial(_block_forward, inner))
     # Hooks stay outside of recomputation: what a recomputed block keeps is its part of the sequence.
     what = name or type(block).__name__
     block.register_forward_pre_hook(partial(_enter, what, split, flow), with_kwargs=True)
@@ -148,10 +149,10 @@ class _SequenceColumns(SharedColumns):
         return self._sequence.sharding() if self._gathers else None  # else a module around them has gathered it
 
 
-def _row_forward(layer: nn.Module, sequence: _Sequence, input: torch.Tensor) -> torch.Tensor:
+def _row_forward(layer: nn.Module, transposed: bool, sequence: _Sequence, input: torch.Tensor) -> torch.Tensor:
     weight = to_local(layer.weight)  # type: ignore[arg-type]
     bias = None if layer.bias is None else to_local(layer.bias)  # type: ignore[arg-type]
-    weight = weight.t() if is_transposed(layer) else weight
+    weight = weight.t() if transposed else weight
     return row_linear(
         input, weight, bias, SequenceSharded.of_length(sequence.dim, input.size(sequence.dim), sequence.group)
     )
@@ -173,7 +174,7 @@ def _attention_forward(
 
 
 def _gathering_forward(
-    forward: Callable[..., Any], leaves: tuple[int, ...], sequence: _Sequence, *args: Any, **kwargs: Any
+    leaves: tuple[int, ...], sequence: _Sequence, forward: Forward, /, *args: Any, **kwargs: Any
 ) -> Any:
     def whole(part: torch.Tensor) -> torch.Tensor:
         return collectives.gather_for_sum(part, sequence.dim, sequence.group, size=sequence.length)
@@ -183,10 +184,11 @@ def _gathering_forward(
 
 
 def _whole_forward(
-    forward: Callable[..., Any],
     gathered: tuple[int, ...],
     cut: tuple[int, ...],
     sequence: _Sequence,
+    forward: Forward,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -198,7 +200,7 @@ def _whole_forward(
     return _replace_leaves(output, cut, lambda t: collectives.scatter(t, sequence.dim, sequence.group))
 
 
-def _block_forward(forward: Callable[..., Any], sequence: _Sequence, *args: Any, **kwargs: Any) -> Any:
+def _block_forward(sequence: _Sequence, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     sequence.length = kwargs.pop(_LENGTH)
     return forward(*args, **kwargs)
 
@@ -292,9 +294,7 @@ def _partial_places(block: nn.Module, names: Iterable[str], *, together: bool) -
     return [(owner, [place for place in places if place[0] is owner]) for owner in owners.values()]
 
 
-def _summing_forward(
-    forward: Callable[..., Any], places: _Places, group: dist.ProcessGroup, *args: Any, **kwargs: Any
-) -> Any:
+def _summing_forward(places: _Places, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """`forward` on parameters whose gradients are summed over the ranks."""
     held = [own_parameters(owner).get(key) for owner, key in places]
     trained = [

@@ -5,7 +5,7 @@ ranks on its own. Here the first to be called computes the others' outputs too; 
 so while all the weights' gradients are computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,7 @@ class SharedColumns:
 
     def __init__(self, layers: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         self._layers = list(layers)
+        self._transposed = [is_transposed(layer) for layer in layers]
         self._group = group
         self._ready: dict[int, _Ready] = {}
 
@@ -58,18 +59,19 @@ class SharedColumns:
             return ready.output
         self._ready.clear()
         together = range(len(self._layers)) if index == 0 else [index]
-        outputs = self._compute([self._layers[i] for i in together], input)
+        outputs = self._compute(together, input)
         for i, output in zip(together, outputs, strict=True):
             if i != index:
                 self._ready[i] = _Ready(input, tensor_version(input), torch.is_grad_enabled(), output)
         return outputs[0]
 
-    def _compute(self, layers: list[nn.Module], input: torch.Tensor) -> list[torch.Tensor]:
+    def _compute(self, indices: Iterable[int], input: torch.Tensor) -> list[torch.Tensor]:
         parameters: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        for layer in layers:
+        for index in indices:
+            layer = self._layers[index]
             weight = to_local(layer.weight)  # type: ignore[arg-type]
             bias = None if layer.bias is None else to_local(layer.bias)  # type: ignore[arg-type]
-            parameters.append((weight.t() if is_transposed(layer) else weight, bias))
+            parameters.append((weight.t() if self._transposed[index] else weight, bias))
         outputs = column_linear(input, parameters, self._sharding())
         return [set_mark(output, ParallelMark(-1, None, self._group)) for output in outputs]
 

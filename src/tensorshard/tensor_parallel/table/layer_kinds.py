@@ -7,6 +7,10 @@ from typing import Any
 from torch import nn
 
 from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
+from tensorshard.modules.forwards import has_users_forward, own_forward, runs_forward_of
+from tensorshard.torch_private.modules import own_parameters
+
+_IN_PROJECTIONS = {"in_proj_weight", "q_proj_weight"}  # an nn.MultiheadAttention has one of them
 
 
 @dataclass(frozen=True)
@@ -29,30 +33,31 @@ class SplittableLayer:
 def as_splittable(module: nn.Module) -> SplittableLayer | None:
     """How `module` could be split, or None if it is no layer that could.
 
-    A subclass that computes something else than its base class (scaled embeddings, say) could not: its
-    forward would be lost.
+    A layer that computes something else than its base class (scaled embeddings, say) could not: its forward, be it a
+    subclass's or set on the instance, would be lost. Nor could one whose weight is computed from other parameters.
     """
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return SplittableLayer("linear", module.weight.shape[1], module.weight.shape[0], 1, 0)
-    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
-        return SplittableLayer("embedding", module.weight.shape[0], module.weight.shape[1], 0, 1)
-    if isinstance(module, ParallelLinearCrossEntropy):
+    if isinstance(module, ParallelLinearCrossEntropy):  # it splits itself
         return SplittableLayer("head", module.in_features, module.num_classes, 1, 0)
+    weight = own_parameters(module).get("weight")
+    if weight is None:
+        return None
+    if runs_forward_of(module, nn.Linear):
+        return SplittableLayer("linear", weight.shape[1], weight.shape[0], 1, 0)
+    if runs_forward_of(module, nn.Embedding):
+        return SplittableLayer("embedding", weight.shape[0], weight.shape[1], 0, 1)
     if is_transposed(module):
-        inputs, outputs = (int(size) for size in module.weight.shape)  # type: ignore[union-attr]
-        return SplittableLayer("linear", inputs, outputs, 0, 1)
+        return SplittableLayer("linear", weight.shape[0], weight.shape[1], 0, 1)
     return None
 
 
 def is_multihead_attention(module: nn.Module) -> bool:
     """Whether `module` is an unmodified ``nn.MultiheadAttention``, which reads its weights past its layers."""
-    return isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
+    return runs_forward_of(module, nn.MultiheadAttention) and not _IN_PROJECTIONS.isdisjoint(own_parameters(module))
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:
-    """What the forward of `module`'s class takes; that of the instance may have been replaced."""
-    signature = inspect.signature(type(module).forward)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+    """What the forward of `module` takes, without what tensorshard put around it."""
+    return inspect.signature(own_forward(module))
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -67,5 +72,7 @@ def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether `module` is GPT-2's ``Conv1D``: a linear layer whose weight is [inputs, outputs]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
+    """Whether `module` computes as the ``Conv1D`` of transformers: a linear layer whose weight is [inputs, outputs]."""
+    forward = type(module).forward
+    home, name = getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")
+    return name == "Conv1D.forward" and home.startswith("transformers.") and not has_users_forward(module)

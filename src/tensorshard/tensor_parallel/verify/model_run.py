@@ -1,6 +1,5 @@
 """What of a model is searched and checked on its own, and how one of it may stand for others."""
 
-import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from tensorshard.modules.blocks import find_blocks
+from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.sample_inputs import example_inputs
 from tensorshard.modules.tensors import tensor_leaves
@@ -97,7 +97,7 @@ def without_repetition(model: nn.Module, kinds: Mapping[str, int]) -> nn.Module:
         kinds: of its blocks, as of :class:`ModelRun`.
     """
     parameters = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
-    smaller = copy.deepcopy(model, parameters)
+    smaller = deepcopy_module(model, parameters)
     alike: Counter[tuple[str, int]] = Counter()
     for name, kind in kinds.items():
         if not name:

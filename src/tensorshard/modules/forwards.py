@@ -1,0 +1,289 @@
+"""The one place where a module's forward is changed, on the instance: in a stated order, and so that it can be undone.
+
+Transforms leave names, classes, parameters and hooks as they are, and put code around a module's forward, or in its
+place. Each says which :class:`Role` its code has. The roles are the order, whatever the order of the calls: with
+recomputation and compilation, say, it is always the recomputing forward that is compiled. It is put together when code
+is added, so that a call of the module costs no more than nested ``functools.partial`` do.
+
+A forward of the module's own is its class's, or what the user has set on the instance; the latter is never replaced.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, auto
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+Forward = Callable[..., Any]
+
+_RECORD = "_tensorshard_forwards"  # the key in a module's __dict__
+
+
+class Role(IntEnum):
+    """What code around a module's forward is for, from the innermost to the outermost."""
+
+    FAKE_EXPERTS = auto()
+    """On fake tensors: experts whose routing depends on values pretend to compute."""
+    LOCAL_STATISTICS = auto()
+    """A ``SyncBatchNorm`` computes as a plain batch normalization, which the next role synchronizes."""
+    SYNCHRONIZED_STATISTICS = auto()
+    """Batch statistics are those of all data ranks."""
+    FP32 = auto()
+    """What a norm or a parametrization computes, it computes from fp32 parameters."""
+    SPLIT_LAYER = auto()
+    """A linear layer, an embedding or an attention computes this tensor-parallel rank's part."""
+    SHARED_INPUT = auto()
+    """Split layers of one input are computed together, in place of one by one."""
+    SEQUENCE_LAYER = auto()
+    """A split layer whose input or output is this rank's part of the sequence."""
+    GATHERED_OUTPUT = auto()
+    """The output of a split layer is put together."""
+    DIVIDED_INPUTS = auto()
+    """Of inputs with an entry for each head, a module gets those of this rank's heads."""
+    SUMMED_OUTPUT = auto()
+    """The output is this rank's part of a sum over the tensor-parallel ranks."""
+    SUMMED_GRADIENTS = auto()
+    """The gradients of a module's own parameters are summed over the tensor-parallel ranks."""
+    RANDOM_STREAM = auto()
+    """Tensor-parallel ranks draw random numbers apart where their activations differ."""
+    SEQUENCE_INPUTS = auto()
+    """A module gets whole sequences though its ranks have parts."""
+    SEQUENCE_WHOLE = auto()
+    """A module computes whole sequences, from parts and to parts."""
+    SEQUENCE_GRADIENTS = auto()
+    """The gradients of parameters that see a part of the sequence are summed."""
+    SEQUENCE_LENGTH = auto()
+    """A block is told how long the sequence is."""
+    RECOMPUTATION = auto()
+    """Activations are computed again in backward."""
+    COMPILATION = auto()
+    """Everything further in is compiled."""
+    PIPELINE_STAGE = auto()
+    """What another stage computes is not computed here."""
+    TRACE = auto()
+    """Calls are noted, on a fake copy."""
+
+
+def wrap_forward(module: nn.Module, role: Role, around: Forward) -> None:
+    """Puts code around what runs further in.
+
+    Args:
+        around: called as ``around(forward, *args, **kwargs)`` with the arguments of the module's call, where `forward`
+            is what runs further in. It had better take that by position only (``/``), so that a module may have an
+            argument of the same name.
+
+    Raises:
+        ValueError: the module has code of this role already, or code further out that does not call what is further in.
+        RuntimeError: the module's forward was set by other code since tensorshard changed it.
+    """
+    _add(module, role, _Layer(partial(partial, around)))
+
+
+def convert_forward(module: nn.Module, role: Role, convert: Callable[[Forward], Forward]) -> None:
+    """Puts ``convert(forward)`` in the place of `forward`, all that runs further in, as ``torch.compile`` does.
+
+    Args:
+        convert: may be called several times, each time with a new `forward`.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`wrap_forward`.
+    """
+    _add(module, role, _Layer(convert))
+
+
+def replace_forward(module: nn.Module, role: Role, forward: Forward) -> None:
+    """Runs `forward` in place of the module's own forward and of replacements further in.
+
+    Raises:
+        ValueError: the module has code of this role already; code further in, or a forward that the user set on the
+            instance, would no longer run.
+        RuntimeError: as :func:`wrap_forward`.
+    """
+    _add(module, role, _Layer(partial(_second, forward), replaces=True))
+
+
+def restore_forwards(model: nn.Module) -> None:
+    """Gives every module of `model` the forward back that it had before :func:`wrap_forward` and the like changed it.
+
+    A forward that other code has set since is left as it is.
+    """
+    for module in model.modules():
+        record: _Record | None = vars(module).pop(_RECORD, None)
+        if record is None or vars(module).get("forward") is not record.composed:
+            continue
+        if record.own_is_the_users:
+            vars(module)["forward"] = record.own
+        else:
+            del vars(module)["forward"]
+
+
+def own_forward(module: nn.Module) -> Forward:
+    """The forward of `module`'s class, or that which the user set on the instance, without anything around it."""
+    record = _record_of(module)
+    return module.forward if record is None else record.own
+
+
+def forward_within(module: nn.Module, role: Role) -> Forward:
+    """What runs further in than the code that `module` has of `role`."""
+    record = _record_of(module)
+    return module.forward if record is None else record.compose(below=role)
+
+
+def has_users_forward(module: nn.Module) -> bool:
+    """Whether the user set a forward on the instance, which runs in place of the class's."""
+    record = _record_of(module)
+    return "forward" in vars(module) if record is None else record.own_is_the_users
+
+
+def runs_forward_of(module: nn.Module, *classes: type[nn.Module]) -> bool:
+    """Whether `module` computes what one of `classes` does: no subclass and no user gave it a forward of its own."""
+    return any(type(module).forward is cls.forward for cls in classes) and not has_users_forward(module)
+
+
+# -- the record of one module --
+
+
+@dataclass(frozen=True)
+class _Layer:
+    convert: Callable[[Forward], Forward]
+    replaces: bool = False
+
+
+@dataclass
+class _Record:
+    """What a module's forward is made of.
+
+    Args:
+        own: the module's own forward.
+        own_is_the_users: whether it was set on the instance.
+        composed: what was put on the instance last.
+    """
+
+    own: Forward
+    own_is_the_users: bool
+    layers: dict[Role, _Layer] = field(default_factory=dict)
+    composed: Forward | None = None
+
+    def compose(self, below: Role | None = None) -> Forward:
+        """All layers around each other; those further in than `below` alone if that is given."""
+        forward = self.own
+        for role in sorted(self.layers):
+            if below is None or role < below:
+                forward = self.layers[role].convert(forward)
+        return forward
+
+
+def _add(module: nn.Module, role: Role, layer: _Layer) -> None:
+    record = _record_of(module)
+    if record is None:
+        record = _Record(module.forward, "forward" in vars(module))
+    elif vars(module).get("forward") is not record.composed:
+        raise RuntimeError(
+            f"the forward of this {_name(module)} was set after tensorshard had changed it; set forwards before "
+            f"parallelize, around which the rest is then put"
+        )
+    if role in record.layers:
+        raise ValueError(f"this {_name(module)} has a forward for {role.name} already, and can have one")
+    layers = {**record.layers, role: layer}
+    outermost = max((r for r, other in layers.items() if other.replaces), default=None)
+    if outermost is not None:
+        lost = [r.name for r, other in layers.items() if r < outermost and not other.replaces]
+        if record.own_is_the_users:
+            lost.insert(0, "a forward that was set on the instance")
+        if lost:
+            raise ValueError(
+                f"the forward for {outermost.name} replaces that of this {_name(module)}, which would lose "
+                f"{', '.join(lost)}"
+            )
+    record.layers = layers
+    record.composed = record.compose()
+    # Past Module.__setattr__: a wrapper such as torch.compile's OptimizedModule would pass it on to what it wraps.
+    vars(module)[_RECORD] = record
+    vars(module)["forward"] = record.composed
+
+
+def _record_of(module: nn.Module) -> _Record | None:
+    return vars(module).get(_RECORD)
+
+
+def _second(forward: Forward, _: Forward) -> Forward:
+    return forward
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+# -- copies --
+
+
+def deepcopy_module(module: nn.Module, memo: Mapping[int, Any]) -> Any:
+    """:func:`copy.deepcopy`, with the forwards that users set on instances working on the copy.
+
+    A function is not copied by ``copy.deepcopy``: where it was made around a module (``old = m.forward``, then
+    ``m.forward = lambda x: 2 * old(x)``), the copy would run the original's. Here it is made anew around the copy.
+
+    Args:
+        memo: what to put for objects, by their ``id``.
+    """
+    made = dict(memo)
+    copied = copy.deepcopy(module, made)
+    for inner in module.modules():
+        if not has_users_forward(inner):
+            continue
+        counterpart = made.get(id(inner), inner)
+        record = _record_of(counterpart)
+        if record is None:
+            vars(counterpart)["forward"] = _rebound(vars(inner)["forward"], made)
+        else:
+            record.own = _rebound(own_forward(inner), made)
+            record.composed = vars(counterpart)["forward"] = record.compose()
+    return copied
+
+
+def _rebound(value: Any, made: dict[int, Any]) -> Any:
+    """`value`, with copies in the place of what was copied, also where methods and functions refer to it."""
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _rebound(value.__self__, made))
+    if isinstance(value, partial):
+        keywords = {key: _rebound(given, made) for key, given in value.keywords.items()}
+        again = partial(_rebound(value.func, made), *(_rebound(given, made) for given in value.args), **keywords)
+        vars(again).update(vars(value))
+        return again
+    if isinstance(value, FunctionType):
+        return _rebound_function(value, made)
+    return made.get(id(value), value)
+
+
+def _rebound_function(function: FunctionType, made: dict[int, Any]) -> FunctionType:
+    if id(function) in made:
+        return made[id(function)]
+    cells, defaults = function.__closure__ or (), function.__defaults__ or ()
+    if not any(_may_refer(value, made) for value in (*_contents(cells), *defaults)):
+        return function
+    new_cells = tuple(CellType() for _ in cells)
+    code, name = function.__code__, function.__name__
+    again = FunctionType(code, function.__globals__, name, tuple(_rebound(v, made) for v in defaults), new_cells)
+    again.__kwdefaults__ = function.__kwdefaults__
+    vars(again).update(vars(function))
+    made[id(function)] = again  # before its cells are filled, since it may refer to itself
+    for cell, new in zip(cells, new_cells, strict=True):
+        for value in _contents((cell,)):
+            new.cell_contents = _rebound(value, made)
+    return again
+
+
+def _may_refer(value: Any, made: dict[int, Any]) -> bool:
+    return isinstance(value, MethodType | partial | FunctionType) or id(value) in made
+
+
+def _contents(cells: tuple[CellType, ...]) -> Iterator[Any]:
+    for cell in cells:
+        try:
+            yield cell.cell_contents
+        except ValueError:  # an empty one
+            continue
