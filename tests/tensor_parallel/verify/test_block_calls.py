@@ -1,15 +1,12 @@
-"""How a model calls its blocks, found on fake tensors: arguments, where they come from, random numbers."""
+"""How a model calls its blocks, found on fake tensors: arguments, and where they come from."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tensorshard.modules.batches import call_model
-from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.verify.block_calls import as_call, capture_calls
 
@@ -89,28 +86,3 @@ def test_blocks_that_hand_on_dataclasses():
         "layers.*.up": "colwise",
         "layers.*.down": "rowwise",
     }
-
-
-class Drops(Mlp):
-    """Functional dropout, at a rate whose name says nothing."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-        self.drop_path = 0.5  # which nothing uses
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(super().forward(x), self.rate, self.training)
-
-
-def _not_random(*blocks: nn.Module, table: Any = None, **options: Any) -> frozenset[str]:
-    return choose_tensor_plan(Stack(*blocks), 2, table, inputs=torch.zeros(2, 8), **options).not_random
-
-
-def test_blocks_that_make_random_numbers_are_told_by_running_them():
-    assert _not_random(Drops(0.0), Drops(0.3), Mlp()) == {"layers.0", "layers.2"}
-    evaluating = [Drops(0.3).eval(), Drops(0.0).eval()]
-    assert _not_random(*evaluating) == {"layers.1"}  # training is what counts
-    table = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-    assert _not_random(Drops(0.0), Drops(0.3), table=table) == {"layers.0"}
-    assert _not_random(Mlp(), Mlp(), table=table, check=False) == frozenset()  # nobody looked
