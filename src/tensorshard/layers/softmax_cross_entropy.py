@@ -119,7 +119,7 @@ def combine(own: Statistics, group: dist.ProcessGroup | None) -> Statistics:
     """
     if group is None or group.size() == 1:
         return own
-    names = [name for name, value in own._asdict().items() if value is not None]
+    names = [name for name in Statistics.__annotations__ if getattr(own, name) is not None]
     gathered = primitives.gather_flat(torch.stack([getattr(own, name) for name in names]), group)
     parts = dict(zip(names, gathered.unbind(1), strict=True))  # each [ranks, N]
     largest = hit = None
