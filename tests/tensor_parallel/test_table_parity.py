@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bounds import assert_within
 from table_models import build, inputs
 from tensorshard.comm import primitives
 from tensorshard.modules.batches import call_model
@@ -72,7 +73,7 @@ def assert_same(found: Any, expected: Any) -> None:
     for name, got, want, least in pairs:
         assert got.shape == want.shape, name
         error = (got - want).abs().max() / max(want.abs().max(), least)
-        assert error <= 1e-5, f"{name} differs by {error:.1e}"
+        assert_within(error, 1e-5, name)
 
 
 KINDS = [
