@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+import seeds
 import tensorshard as ts
 from bounds import assert_within
 
@@ -33,7 +34,7 @@ class ArticleNet(nn.Module):
 
 
 def article_samples(step: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
+    generator = seeds.generator(step)
     return torch.randn(count, 3, 5, 5, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
 
 
@@ -45,7 +46,7 @@ def article_optimizer(parameters, zero: bool, **settings) -> torch.optim.Optimiz
 
 
 def converted_net(dim: int | None) -> nn.Module:
-    torch.manual_seed(0)
+    seeds.seed(0)
     model = ArticleNet(parallel=True)
     ts.nn.ParallelLinear.convert_parallel_linear(model, dim=dim)
     return model

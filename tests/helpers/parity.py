@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+import seeds
 import tensorshard as ts
 from bounds import assert_within
 from head_models import bert_with_head, gpt_with_head, resnet_with_head
@@ -29,7 +30,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-4)
 
 def build(kind: str) -> nn.Module:
     """A model small enough for hundreds of runs, its weights the same every time."""
-    torch.manual_seed(1)
+    seeds.seed(1)
     plain = kind.removesuffix(_HEAD)
     return _BUILDERS[kind]() if plain == kind else _HEADED[plain](_BUILDERS[plain]())
 
@@ -138,7 +139,7 @@ def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Te
     if kind.endswith(_HEAD):
         inputs, targets = batch(kind.removesuffix(_HEAD), step, size)
         return ({**inputs, "targets": targets} if isinstance(inputs, dict) else (inputs, targets)), targets
-    generator = torch.Generator().manual_seed(1000 + step)
+    generator = seeds.generator(1000 + step)
     if kind == "unet":
         images = torch.randn(size, 3, 16, 16, generator=generator)
         return images, torch.randint(0, 2, (size, 16, 16), generator=generator)
@@ -219,14 +220,18 @@ def shard(engine: ts.Engine, inputs: Any, targets: torch.Tensor) -> tuple[Any, t
     return tree_map(cut, inputs), cut(targets)
 
 
-@cache
 def reference(
     kind: str, clip: float | None = None, steps: int = STEPS, micro_batches: int = 1, data_ranks: int = 1
 ) -> dict[str, Any]:
-    """The same training in plain PyTorch on one process, with the whole batch at once.
+    """The same training in plain PyTorch on one process, with the whole batch at once; done once a session.
 
     Batch normalization sees micro-batches apart, so only for its sake `micro_batches` over `data_ranks` matter.
     """
+    return _reference(kind, clip, steps, micro_batches, data_ranks)
+
+
+@cache
+def _reference(kind: str, clip: float | None, steps: int, micro_batches: int, data_ranks: int) -> dict[str, Any]:
     model = build(kind)
     optimizer = ADAMW(model.parameters())
     loss_fn = loss_function(kind)

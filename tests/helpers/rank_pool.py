@@ -7,6 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -58,6 +59,8 @@ def _serve(connection: Connection) -> None:
             dist.barrier()  # a rank that raises at once must not leave while another is still joining
             torch.manual_seed(0)
             outcome = (True, function(*args, **kwargs))
+            with suppress(Exception):  # where a test ended the world, or another rank failed, which says so itself
+                dist.barrier()  # a rank that leaves takes with it what others have yet to receive
         except BaseException:  # whatever a test raises is reported, never lost
             outcome = (False, traceback.format_exc())
         finally:
