@@ -8,9 +8,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from bounds import record_comparisons
 from rank_pool import RankPool
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+record_comparisons()
 
 
 @pytest.fixture(scope="session")

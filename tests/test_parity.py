@@ -8,6 +8,8 @@ import torch
 
 import parity
 import tensorshard as ts
+from bounds import assert_within
+from slow_cases import mark_slow
 from tensorshard.models import GPT
 
 CLIP = 1.1  # some steps' norms are above it, some below
@@ -51,6 +53,21 @@ FP32: dict[str, tuple[str, int, dict[str, Any]]] = {
     "hf_bert-4-zero2": ("hf_bert", 4, dict(zero=2)),
 }
 
+# Of each model, level, layout, recomputation and number of micro-batches one stays that is not slow.
+SLOW_FP32 = [
+    "gpt-4-zero0-micro4",
+    "gpt-4-zero2-full",
+    "gpt-2x2-zero2-full",
+    "tied-4-zero1-full",
+    "tied-2x2-zero3",
+    "bert-4-zero3-selective",
+    "vit-4-zero0",
+    "vit-2x2-zero2-clip",
+    "resnet-4-zero1-full",
+    "llama-4-zero1",
+    "hf_bert-4-zero2",
+]
+
 BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-2-zero0": ("gpt", 2, dict(zero=0)),
     "gpt-2-zero2-micro4": ("gpt", 2, dict(zero=2, micro_batches=4)),
@@ -64,19 +81,14 @@ BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@cache
-def reference(kind: str, clip: float | None, micro_batches: int, data_ranks: int) -> dict[str, Any]:
-    return parity.reference(kind, clip, micro_batches=micro_batches, data_ranks=data_ranks)
-
-
-@pytest.mark.parametrize("case", FP32)
+@pytest.mark.parametrize("case", mark_slow(FP32, SLOW_FP32))
 def test_fp32_is_exact(ranks, case):
     kind, world_size, fields = FP32[case]
     clip = fields.get("clip_grad_norm")
     found = ranks(world_size, parity.train, kind, fields)
     # The parts of a batch can be told apart by batch normalization alone.
     cuts = (fields.get("micro_batches", 1), world_size) if kind == "resnet" else (1, 1)
-    expected = reference(kind, clip, *cuts)
+    expected = parity.reference(kind, clip, parity.STEPS, *cuts)
     parity.assert_same(found[0], expected, 1e-5)
     if clip is not None:
         assert min(expected["norms"]) < clip < max(expected["norms"])
@@ -99,7 +111,7 @@ def bf16_alone(ranks):
     return run
 
 
-@pytest.mark.parametrize("case", BF16)
+@pytest.mark.parametrize("case", mark_slow(BF16, ["gpt-4-zero1-full", "tied-2x2-zero3", "vit-4-zero2"]))
 def test_bf16_is_within_the_spread_of_reduction_orders(ranks, bf16_alone, case):
     """Which way a sum of 8-bit numbers rounds differs with the order of its terms, and training amplifies it."""
     kind, world_size, fields = BF16[case]
@@ -107,7 +119,7 @@ def test_bf16_is_within_the_spread_of_reduction_orders(ranks, bf16_alone, case):
     alone, flipped = bf16_alone(kind, fields.get("micro_batches", 1))
     assert [(n, v.dtype) for n, v in found["state"].items()] == [(n, v.dtype) for n, v in alone["state"].items()]
     for distance in (_loss_distance, _weight_distance):
-        assert distance(found, alone) <= 3 * distance(flipped, alone)
+        assert_within(distance(found, alone), 3 * distance(flipped, alone), distance.__name__)
 
 
 def _loss_distance(a: dict[str, Any], b: dict[str, Any]) -> float:

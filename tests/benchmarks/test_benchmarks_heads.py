@@ -88,7 +88,7 @@ def test_errors_are_seen(ranks, what):
 
 def test_heads_are_measured_on_ranks():
     job = HeadJob(WORK, "head_ours", {}, 1, exact=True, warmup_steps=1, measured_steps=1)
-    found = measure_head(job, 2, environment=heads.NO_GPU, timeout=120)
+    found = measure_head(job, 2, environment=heads.NO_GPU, timeout=300)
     assert found.bytes_per_class == 8 * 32 and 0 < found.error < 1e-5
     assert min(found.step_seconds, found.cpu_seconds) > 0
 

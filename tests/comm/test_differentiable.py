@@ -1,10 +1,13 @@
 """The differentiable collectives, against what they mean, in forward and backward (fp64)."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import gradcheck, gradgradcheck
 
+import tensorshard as ts
 import tensorshard.distributed as tsd
 from rank_pool import RankError
 from tensorshard.nn import ParallelLinear
@@ -224,3 +227,33 @@ def test_bad_input(ranks):
     for name, args in {"reduce_scatter": (0,), "gather_for_sum": (0,), "all_to_all": (0, 1)}.items():
         with pytest.raises(RankError, match=rf"{name} was given a DTensor \[4, 2\]"):
             ranks(2, _call_with_a_parameter, name, *args)
+
+
+def _gather_what_does_not_fit(what: str) -> None:
+    ts.init_process_group(2)
+    rank = dist.get_rank()
+    weight = ts.nn.ParallelLinear(4, 6, dim=0).weight
+    tensors = {
+        "shapes": torch.ones(3, 4 + rank),
+        "dimensions": torch.ones(3) if rank else torch.ones(3, 1),
+        "types": torch.ones(3, dtype=torch.float64 if rank else torch.int64),
+        "another dimension": weight,
+    }
+    if what == "reduce":
+        ts.distributed.reduce(weight)
+    ts.distributed.gather(tensors[what], dim=0)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shapes", "equal but for their size along it; there are rank 0: [3, 4] float32; rank 1: [3, 5] float32"),
+        ("dimensions", "there are rank 0: [3, 1] float32; rank 1: [3] float32"),
+        ("types", "there are rank 0: [3] int64; rank 1: [3] float64"),
+        ("another dimension", "gather along dimension 0 was given a DTensor [6, 4] with placements (Shard(dim=1),)"),
+        ("reduce", "reduce was given a DTensor [6, 4]"),
+    ],
+)
+def test_what_cannot_travel(ranks, what, message):
+    with pytest.raises(RankError, match=re.escape(message)):
+        ranks(2, _gather_what_does_not_fit, what)

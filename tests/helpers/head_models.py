@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import seeds
 import tensorshard as ts
 from tensorshard.models import GPT, Bert
 from tensorshard.nn import ParallelLinearCrossEntropy
@@ -88,7 +89,7 @@ class HeadClassifier(nn.Module):
 
 def classifier_batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of 8 samples."""
-    generator = torch.Generator().manual_seed(5)
+    generator = seeds.generator(5)
     return torch.randn(8, 6, generator=generator), torch.randint(37, (8,), generator=generator)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import seeds
 from tensorshard.models import GPT, Bert, ViT
 
 
@@ -27,8 +28,8 @@ class Example:
     output: Callable[[Any], torch.Tensor] = lambda output: output
 
     def make(self, samples: int = 2, size: int = 8) -> tuple[nn.Module, Any]:
-        torch.manual_seed(3)
-        return self.build(), self.inputs(samples, size, torch.Generator().manual_seed(samples + size))
+        seeds.seed(3)
+        return self.build(), self.inputs(samples, size, seeds.generator(samples + size))
 
     def loss(self, output: Any) -> torch.Tensor:
         """A sum in which every element has its own weight."""

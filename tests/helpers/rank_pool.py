@@ -1,16 +1,31 @@
 """A pool of processes that stays up for the whole test session, so that a distributed test starts in milliseconds."""
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_TIMEOUT_SECONDS = 120.0
+from bounds import record_comparisons
+
+_TIMEOUT_SECONDS = 300.0  # for machines that are busy with other things, too
+# What a worker takes seconds to import. One process imports it, and the workers are forked from that one, so that it
+# costs its time and memory once. None of these starts a thread, which a fork would lose.
+_IMPORTED_ONCE = [
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+    "torch.testing",
+    "tensorshard",
+    "transformers.modeling_utils",
+]
 
 
 class RankError(AssertionError):
@@ -23,7 +38,9 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    record_comparisons()
+    gc.freeze()  # what was imported stays, and need not be searched for garbage
     while True:
         try:
             task = connection.recv()
@@ -37,11 +54,13 @@ def _serve(connection: Connection) -> None:
                 store=dist.FileStore(store_path, world_size),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=_TIMEOUT_SECONDS - 60),
             )
             dist.barrier()  # a rank that raises at once must not leave while another is still joining
             torch.manual_seed(0)
             outcome = (True, function(*args, **kwargs))
+            with suppress(Exception):  # where a test ended the world, or another rank failed, which says so itself
+                dist.barrier()  # a rank that leaves takes with it what others have yet to receive
         except BaseException:  # whatever a test raises is reported, never lost
             outcome = (False, traceback.format_exc())
         finally:
@@ -51,6 +70,7 @@ def _serve(connection: Connection) -> None:
                 dist.destroy_process_group()
             # Its meshes belong to the groups of this test, but equal, by their ranks, those of later ones.
             _clear_sharding_prop_cache()
+            gc.collect()  # engines that hold themselves would keep their groups' threads
         try:
             connection.send(outcome)
         except Exception:
@@ -61,7 +81,8 @@ class RankPool:
     """Runs functions on ranks of process groups of any size, on processes that are started once."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(_IMPORTED_ONCE)
         self._workers: list[tuple[Any, Connection]] = []
 
     def __call__(
@@ -80,6 +101,7 @@ class RankPool:
             for rank in range(world_size):
                 env = {**(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 env["WORLD_SIZE"] = str(world_size)
+                env["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
                 self._workers[rank][1].send((rank, world_size, store, env, function, args, kwargs))
             return self._collect(world_size, timeout)
 

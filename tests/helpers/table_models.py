@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import seeds
 from tensorshard.models import GPT, Bert, ViT
 
 _SIZES = {
@@ -23,7 +24,7 @@ _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 def build(kind: str) -> nn.Module:
     """A model with the same weights every time; none of its biases and norms as their initialisation leaves
     them."""
-    torch.manual_seed(1)
+    seeds.seed(1)
     model = make(kind).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -38,7 +39,7 @@ def make(kind: str) -> nn.Module:
 
 def inputs(kind: str) -> Any:
     """What `kind` takes, as for ``Engine.step``."""
-    generator = torch.Generator().manual_seed(2)
+    generator = seeds.generator(2)
     if kind in ("vit", "hf_vit"):
         images = torch.randn(3, 3, 16, 16, generator=generator)
         return images if kind == "vit" else {"pixel_values": images}

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import seeds
+
 WIDE = 128  # a square weight of this width travels by itself at ZeRO 0 to 2; smaller ones are packed
 
 
@@ -25,7 +27,7 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(2)
+        seeds.seed(2)
         self.inlet = nn.Linear(6, WIDE)
         self.frozen = nn.Linear(WIDE, WIDE).requires_grad_(False)
         self.wide = nn.Linear(WIDE, WIDE)
@@ -73,7 +75,7 @@ def squares(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def data(step: int, size: int = 8, *, sometimes: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch for Odd; the first `sometimes` samples have a positive first entry, the others a negative one."""
-    generator = torch.Generator().manual_seed(step)
+    generator = seeds.generator(step)
     inputs, targets = torch.randn(size, 6, generator=generator), torch.randn(size, 3, generator=generator)
     if sometimes is not None:
         inputs[:, 0] = torch.where(torch.arange(size) < sometimes, 1.0, -1.0)

@@ -35,7 +35,7 @@ class _SumOfSquares(torch.autograd.Function):
 
 
 def _shifted(x: torch.Tensor) -> torch.Tensor:
-    shifted = x.float()[..., :-1, :].contiguous().view(-1, CLASSES)
+    shifted = x.float().double()[..., :-1, :].contiguous().view(-1, CLASSES)
     return F.cross_entropy(shifted, TARGETS[:, 1:].reshape(-1))
 
 
@@ -74,7 +74,7 @@ def _probabilities(x: torch.Tensor) -> torch.Tensor:
 
 
 def _to_bf16_and_back(x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(x.to(torch.bfloat16).float().view(-1, CLASSES), TARGETS.view(-1))
+    return F.cross_entropy(x.to(torch.bfloat16).double().view(-1, CLASSES), TARGETS.view(-1))
 
 
 LOSSES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {  # and whether the whole is needed

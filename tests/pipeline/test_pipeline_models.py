@@ -14,7 +14,7 @@ import tensorshard as ts
 from tensorshard.modules.batches import call_model, split_batch
 
 STEPS = 3
-ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-4)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-3)
 
 
 class Chain(nn.Module):

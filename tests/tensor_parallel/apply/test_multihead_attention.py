@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tensorshard as ts
+from bounds import assert_within
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.layouts import join_shards, local_shard
@@ -287,7 +288,7 @@ def test_training_and_inference(ranks, kind, world_size, fields):
     assert list(state) == list(expected_state)
     for name, value in expected_state.items():
         error = ((state[name] - value).norm() / value.norm().clamp(min=0.1)).item()
-        assert error <= 1e-5, f"{name} differs by {error:.1e}"
+        assert_within(error, 1e-5, name)
 
 
 def test_the_search_splits_every_attention_of_a_transformer():

@@ -1,0 +1,82 @@
+"""What the optimizer is given, and what it does with groups and schedules."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from engines import ADAMW, LEVELS, assert_same_state, engine_of, own_shard
+from toys import Regular, data, plain_loop
+
+
+def _by_dimension(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.3},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)  # far above what gradients of almost zero are off by rounding
+
+
+def _by_name(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for n, p in named_parameters if "norm" not in n]},
+        {"params": [p for n, p in named_parameters if "norm" in n], "weight_decay": 0.0},
+    ]
+    return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.3)
+
+
+def _with_schedule(factory: Any, level: int) -> tuple:
+    engine = engine_of(Regular(), factory, zero=level)
+    scheduler = LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
+    for step in range(4):
+        engine.step(*own_shard(engine, *data(step)))
+        scheduler.step()
+    return engine.full_state_dict(), [group["lr"] for group in engine.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("factory", [_by_dimension, _by_name])
+def test_parameter_groups_and_schedules(ranks, level, factory):
+    state, rates = ranks(2, _with_schedule, factory, level)[0]
+    model = Regular()
+    given = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = factory(given if factory is _by_name else [p for _, p in given])
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(4):
+        list(plain_loop(model, optimizer, [[data(step)]]))
+        scheduler.step()
+    assert rates == [group["lr"] for group in optimizer.param_groups]
+    assert_same_state(state, model.state_dict())
+
+
+def _kernels() -> list[Any]:
+    choices = [{}, {"foreach": False}, {"fused": False}, {"foreach": True}, {"fused": True}]
+    engines = [engine_of(Regular(), partial(torch.optim.AdamW, **choice)) for choice in choices]
+    for engine in engines:
+        engine.step(*own_shard(engine, *data(0)))
+    return [(group["fused"], group["foreach"]) for engine in engines for group in engine.optimizer.param_groups]
+
+
+def test_a_fused_optimizer_is_chosen_only_where_the_choice_was_left_open(ranks):
+    assert ranks(1, _kernels)[0] == [(True, None), (None, False), (False, None), (None, True), (True, None)]
+
+
+def _attributes(level: int, precision: str) -> list[Any]:
+    model = Regular()
+    model.wide.weight.no_decay = "yes"
+    seen: list[Any] = []
+
+    def factory(named_parameters):
+        seen.extend((name, tuple(p.shape), p.no_decay) for name, p in named_parameters if hasattr(p, "no_decay"))
+        return ADAMW([p for _, p in named_parameters])
+
+    engine_of(model, factory, zero=level, precision=precision)
+    return seen
+
+
+@pytest.mark.parametrize(("level", "precision"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_the_optimizer_sees_whole_shapes_and_what_was_hung_on_a_parameter(ranks, level, precision):
+    assert ranks(2, _attributes, level, precision)[0] == [("wide.weight", (128, 128), "yes")]
