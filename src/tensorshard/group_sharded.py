@@ -20,7 +20,9 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world, world_size
 from tensorshard.heads.under_plan.head_checks import refuse_updates
 from tensorshard.lay_out.apply_plan import apply_plan
+from tensorshard.lay_out.laid_out_mark import check_not_laid_out, mark_laid_out
 from tensorshard.lay_out.model_checks import check_model
+from tensorshard.lay_out.users_modules import UsersModules
 from tensorshard.materialize import from_module
 from tensorshard.mesh import Mesh
 from tensorshard.plan import ZERO_NAMES, Plan
@@ -77,8 +79,7 @@ def group_sharded_parallel(
         raise ValueError(f"segment_size is {segment_size!r}; it must be a number of bytes, at least 1, or None")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a built nn.Module")
-    if hasattr(model, _ATTRIBUTE):
-        raise ValueError("the model was already given to group_sharded_parallel; it can be sharded once")
+    check_not_laid_out(model)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not in the group; call group_sharded_parallel on the group's own ranks alone")
     names = _check_optimizer(model, optimizer)
@@ -91,7 +92,10 @@ def group_sharded_parallel(
     mesh = Mesh(plan, device.type, group)
     if mesh.rank == 0:
         print(mesh.describe(), flush=True)
-    sharded = apply_plan(from_module(model), plan, mesh, device, broadcast=mesh.world_size > 1)
+    with UsersModules() as users:
+        users.keep(model)
+        sharded = apply_plan(from_module(model), plan, mesh, device, broadcast=mesh.world_size > 1)
+    mark_laid_out([model], "tensorshard.group_sharded_parallel")
     object.__setattr__(model, _ATTRIBUTE, _Layout(sharded, mesh))
     masters = sharded.masters()
     for group_options in optimizer.param_groups:

@@ -18,7 +18,9 @@ from tensorshard.heads.under_plan.head_updates import (
     take_updates,
 )
 from tensorshard.lay_out.apply_plan import apply_plan
+from tensorshard.lay_out.laid_out_mark import check_not_laid_out, mark_laid_out
 from tensorshard.lay_out.model_checks import check_model
+from tensorshard.lay_out.users_modules import UsersModules, is_just_built
 from tensorshard.materialize import TensorSource, from_meta, from_module, record
 from tensorshard.mesh import Mesh
 from tensorshard.plan import Plan
@@ -56,33 +58,42 @@ def parallelize(
         sample_inputs: inputs as for :meth:`Engine.step`, of any values and sizes, on which the model is run on fake
             tensors to find out where `tp` can split and `pp` cut it. By default they are guessed from its layers.
 
+    The module becomes the Engine's when this returns. Whatever is raised instead, it is as it was before: parameters,
+    buffers, attributes, hooks and forwards.
+
     Raises:
-        ValueError, TypeError: the plan or an argument cannot be honoured; raised before any memory is taken.
+        ValueError, TypeError: the plan or an argument cannot be honoured, or the model is laid out already.
     """
     _check_arguments(model, plan, optimizer, loss_fn)
     device = torch.device(device) if device is not None else default_device()
     plan = plan.resolve(world_size())
     check_supported(plan.precision, device)
-    if isinstance(model, nn.Module):
-        check_model(model, plan)
-        _check_updates(model, find_updates(model), optimizer)
-    join_world(device)
-    source, agreed, updates = _weights_of(model, seed)
-    check_model(source.module, plan)
-    if not isinstance(model, nn.Module):
-        _check_updates(source.module, updates, optimizer)
-    mesh = Mesh(plan, device.type)
-    broadcast = not agreed and mesh.world_size > 1
-    sharded = apply_plan(source, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
+    with UsersModules() as users:
+        if isinstance(model, nn.Module):
+            users.keep(model)
+            check_model(model, plan)
+            _check_updates(model, find_updates(model), optimizer)
+        join_world(device)
+        source, agreed, updates = _weights_of(model, seed, users)
+        check_model(source.module, plan)
+        if not isinstance(model, nn.Module):
+            _check_updates(source.module, updates, optimizer)
+        mesh = Mesh(plan, device.type)
+        broadcast = not agreed and mesh.world_size > 1
+        sharded = apply_plan(source, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
+        groups = [update.group() for update in updates]
+        engine = Engine(sharded, plan, mesh, optimizer=optimizer, loss_fn=loss_fn, device=device, head_groups=groups)
+    mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
     # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
     torch.manual_seed(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank)
     if mesh.rank == 0:
         log_updates(updates)
-    groups = [update.group() for update in updates]
-    return Engine(sharded, plan, mesh, optimizer=optimizer, loss_fn=loss_fn, device=device, head_groups=groups)
+    return engine
 
 
-def _weights_of(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[TensorSource, bool, list[HeadUpdate]]:
+def _weights_of(
+    model: nn.Module | Callable[[], nn.Module], seed: int, users: UsersModules
+) -> tuple[TensorSource, bool, list[HeadUpdate]]:
     """Where the initial weights come from, whether they are the same on every rank by construction, and what the
     model's heads were to update by themselves, which is switched off."""
     if not isinstance(model, nn.Module):
@@ -91,6 +102,9 @@ def _weights_of(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[
         def build() -> nn.Module:
             built = model()
             if isinstance(built, nn.Module):
+                if not is_just_built(built):
+                    users.keep(built)
+                    check_not_laid_out(built)
                 updates[:] = take_updates(built)
             return built
 

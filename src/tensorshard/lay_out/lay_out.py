@@ -89,7 +89,10 @@ def lay_out(
 
 
 def from_first_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """`value` as the mesh's first rank has it. A collective of the mesh."""
-    value = value.contiguous()
+    """`value` as the mesh's first rank has it. A collective of the mesh.
+
+    What is received goes into a copy: `value` may be the user's own memory, whose plan may still be refused.
+    """
+    value = value.contiguous() if mesh.rank == 0 else value.clone(memory_format=torch.contiguous_format)
     dist.broadcast(value, group=mesh.world_group, group_src=0)
     return value

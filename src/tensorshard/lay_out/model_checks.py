@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.data_parallel.batch_norm_checks import check_batch_norms
 from tensorshard.heads.under_plan.head_checks import check_heads
 from tensorshard.heads.update.updated_parameter import UpdatedParameter
+from tensorshard.lay_out.laid_out_mark import check_not_laid_out
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.modules.blocks import select_modules
 from tensorshard.plan import Plan
@@ -22,11 +23,12 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         plan: a resolved plan.
 
     Raises:
-        ValueError: a parameter that cannot be trained or laid out, or that has hooks, a layer that is split already, a
-            module with sparse gradients, a batch normalization that cannot be synchronized, nothing to train, a head
-            that does what a plan does, a cache that recomputation would fill twice, or a name in ``plan.shard_units``
-            that no module has.
+        ValueError: a module that is laid out already, a parameter that cannot be trained or laid out, or that has
+            hooks, a layer that is split already, a module with sparse gradients, a batch normalization that cannot be
+            synchronized, nothing to train, a head that does what a plan does, a cache that recomputation would fill
+            twice, or a name in ``plan.shard_units`` that no module has.
     """
+    check_not_laid_out(model)
     check_heads(model)
     _check_not_split(model, plan)
     for name, parameter in model.named_parameters():

@@ -30,6 +30,7 @@ __all__ = [
     "DropoutBase",
     "NormBase",
     "SpectralNormVectors",
+    "all_buffers",
     "check_batch_norm_input",
     "clear_forward_hooks",
     "clear_hooks",
@@ -89,7 +90,19 @@ def set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
     module._parameters[name] = value  # type: ignore[assignment]
 
 
-def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
+def all_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers that are registered on `module` itself, those that are None included.
+
+    Why: a forward may put a tensor where there was only a name for one.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none for names without a tensor.
+    """
+    return dict(module._buffers)
+
+
+def set_buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
     """Has ``module.name``, a buffer, be `value`; whether it is persistent stays as it was.
 
     Why: a meta model gets its real buffers.

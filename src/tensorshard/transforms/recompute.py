@@ -1,7 +1,7 @@
 """Recomputation (activation checkpointing) of a model's blocks (Chen et al. 2016)."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tensorshard.modules.buffer_values import BufferValues, Exchanged
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
-from tensorshard.modules.running_statistics import buffers_of, modules_with_statistics
+from tensorshard.torch_private.modules import own_buffers
 from tensorshard.torch_private.operators import ATTENTION_KERNELS
 
 _aten = torch.ops.aten
@@ -38,8 +39,8 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: str) -> None:
     if mode == "none":
         return
     for block in blocks:
-        norms = modules_with_statistics(block)
-        contexts = partial(_contexts, norms, mode == "selective") if norms or mode == "selective" else None
+        holders = [module for module in block.modules() if own_buffers(module)]
+        contexts = partial(_contexts, holders, mode == "selective") if holders or mode == "selective" else None
         # A module of its own would put its name into every parameter's; checkpoints would then depend on the plan.
         wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, contexts))
 
@@ -51,46 +52,58 @@ def _recomputed(contexts: Any, forward: Forward, /, *args: Any, **kwargs: Any) -
     return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
 
 
-def _contexts(norms: list[nn.Module], selective: bool) -> tuple[Any, Any]:
-    """What surrounds the first forward, and what surrounds its repetition in backward.
-
-    Args:
-        norms: those whose buffers a forward changes.
-    """
+def _contexts(holders: list[nn.Module], selective: bool) -> tuple[Any, Any]:
+    """What surrounds the first forward of a call, and what surrounds its repetition in backward."""
     first, again = (nullcontext(), nullcontext())
     if selective:
         first, again = create_selective_checkpoint_contexts(_keep_costly)
-    if not norms:
-        return first, again
-    changed = buffers_of(norms)
-    before: list[torch.Tensor] = []
-    return _first(changed, before, first), _repetition(changed, before, again)
+    call = _FirstForward(holders, first)
+    return call, _Repetition(call, again)
 
 
-@contextmanager
-def _first(changed: list[torch.Tensor], before: list[torch.Tensor], inner: Any) -> Iterator[None]:
-    """Notes what the buffers are `before` the forward."""
-    before[:] = [buffer.clone() for buffer in changed]
-    with inner:
-        yield
+class _FirstForward:
+    """Surrounds the first forward of a call, and keeps the buffers that it changes as they were before.
+
+    The repetition sees these, and leaves the block's own alone. So what a forward changes (running statistics,
+    counters, averages, a codebook), in place or by assigning another tensor, is changed once.
+
+    Args:
+        holders: the block's modules that have buffers.
+        inner: what surrounds the forward besides.
+    """
+
+    def __init__(self, holders: list[nn.Module], inner: AbstractContextManager[Any]) -> None:
+        self._holders = holders
+        self._inner = inner
+        self.before: BufferValues | None = None
+
+    def __enter__(self) -> None:
+        self.before = BufferValues(self._holders)
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        assert self.before is not None
+        self.before.forget_unchanged()
+        return self._inner.__exit__(*error)
 
 
-@contextmanager
-def _repetition(changed: list[torch.Tensor], before: list[torch.Tensor], inner: Any) -> Iterator[None]:
-    """A repeated forward starts from the same buffers as the first, and must not count its batch a second time."""
-    kept = [buffer.clone() for buffer in changed]
-    _write(changed, before)
-    try:
-        with inner:
-            yield
-    finally:
-        _write(changed, kept)
+class _Repetition:
+    """Surrounds the forward when it is computed again in backward."""
 
+    def __init__(self, call: _FirstForward, inner: AbstractContextManager[Any]) -> None:
+        self._call = call
+        self._inner = inner
+        self._exchanged: Exchanged | None = None
 
-@torch.no_grad()
-def _write(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    for buffer, value in zip(buffers, values, strict=True):
-        buffer.copy_(value)
+    def __enter__(self) -> None:
+        assert self._call.before is not None
+        self._exchanged = self._call.before.exchange()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        assert self._exchanged is not None
+        self._exchanged.undo()
+        return self._inner.__exit__(*error)
 
 
 def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

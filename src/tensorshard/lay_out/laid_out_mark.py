@@ -1,0 +1,36 @@
+"""Marks on modules that a plan has laid out, so that none is laid out twice: the second would train nothing."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+_MARK = "_tensorshard_laid_out_by"
+
+
+def mark_laid_out(models: Iterable[nn.Module], by: str) -> None:
+    """Marks every module of `models` as laid out.
+
+    Args:
+        by: the function that was called, for :func:`check_not_laid_out`.
+    """
+    for model in models:
+        for module in model.modules():
+            vars(module)[_MARK] = by
+
+
+def check_not_laid_out(model: nn.Module) -> None:
+    """Refuses a model that is laid out already, or has a module that is.
+
+    Raises:
+        ValueError: it is, whether or not its Engine is still there.
+    """
+    for name, module in model.named_modules():
+        by = vars(module).get(_MARK)
+        if by is not None:
+            what = f"module {name!r} of the model" if name else "the model"
+            raise ValueError(
+                f"{what} is laid out already, by {by}, and it can be sharded once: its forwards and parameters are of "
+                f"that. Build the model anew, or give parallelize the callable that builds it; to go on with its "
+                f"weights, engine.save() them and load() them under the other plan, or load the old engine's "
+                f"full_state_dict() into the new model"
+            )

@@ -1,0 +1,106 @@
+"""What a module's buffers held at one time, to be put back if a computation is undone or done again."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tensorshard.torch_private.modules import all_buffers, set_buffer
+from tensorshard.torch_private.tensors import tensor_version
+
+Place = tuple[nn.Module, str]
+"""A module, and the name that it has a buffer under."""
+
+
+@dataclass
+class _Kept:
+    """One buffer.
+
+    Args:
+        places: where it is registered.
+        buffer: the tensor itself; None where there is only a name for one.
+        version: how often it had been written to.
+        values: a copy of what it held.
+    """
+
+    places: list[Place]
+    buffer: torch.Tensor | None
+    version: int
+    values: torch.Tensor | None
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor | None, places: list[Place]) -> "_Kept":
+        if buffer is None:  # a forward may put one there
+            return cls(places, None, 0, None)
+        return cls(places, buffer, tensor_version(buffer), buffer.detach().clone())
+
+    def is_changed(self) -> bool:
+        """Whether it was written to, or another tensor was put in its place."""
+        if any(all_buffers(module).get(name) is not self.buffer for module, name in self.places):
+            return True
+        return self.buffer is not None and tensor_version(self.buffer) != self.version
+
+
+class BufferValues:
+    """The buffers of `modules` as they are now.
+
+    Args:
+        modules: without repetition; those within them are not looked at.
+        wanted: which buffers are to be copied: called with each, and with the places where it is registered.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        wanted: Callable[[torch.Tensor, list[Place]], bool] = lambda buffer, places: True,
+    ) -> None:
+        found: dict[int, tuple[torch.Tensor | None, list[Place]]] = {}
+        for module in modules:
+            for name, buffer in all_buffers(module).items():
+                found.setdefault(id(buffer), (buffer, []))[1].append((module, name))
+        self._kept = [
+            _Kept.of(buffer, places) for buffer, places in found.values() if buffer is None or wanted(buffer, places)
+        ]
+
+    def changed(self) -> list[list[Place]]:
+        """The places of each buffer that was written to or replaced since."""
+        return [kept.places for kept in self._kept if kept.is_changed()]
+
+    def forget_unchanged(self) -> None:
+        """Keeps no copies of buffers that still are what they were."""
+        self._kept = [kept for kept in self._kept if kept.is_changed()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts the same tensors back, with the values that they had."""
+        for kept in self._kept:
+            if kept.is_changed():
+                for module, name in kept.places:
+                    set_buffer(module, name, kept.buffer)
+                if kept.buffer is not None and kept.values is not None:
+                    kept.buffer.copy_(kept.values)
+
+    def exchange(self) -> "Exchanged":
+        """Puts copies of the kept values in the buffers' places, until :meth:`Exchanged.undo`.
+
+        Nothing is written into the buffers themselves, which a graph may still need.
+        """
+        current = [(module, name, all_buffers(module)[name]) for kept in self._kept for module, name in kept.places]
+        for kept in self._kept:
+            copy = None if kept.values is None else kept.values.clone()
+            for module, name in kept.places:
+                set_buffer(module, name, copy)
+        return Exchanged(current)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Buffers that others stand for."""
+
+    _current: list[tuple[nn.Module, str, torch.Tensor | None]]
+
+    def undo(self) -> None:
+        """Puts the buffers back."""
+        for module, name, buffer in self._current:
+            set_buffer(module, name, buffer)
