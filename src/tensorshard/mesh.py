@@ -1,6 +1,7 @@
 """The Mesh: where to do it. The one place where process groups are made."""
 
 import math
+from datetime import timedelta
 from functools import cached_property
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tensorshard.plan import AXES, Plan
 from tensorshard.schedules import find_schedule
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
-from tensorshard.torch_private.process_groups import merged_group
+from tensorshard.torch_private.process_groups import merged_group, set_group_timeout
 
 _GROUPS_SHOWN = 8
 
@@ -26,12 +27,21 @@ class Mesh:
         plan: a resolved plan.
         device_type: of the tensors that travel, "cpu" or "cuda".
         group: the processes to use; all of the world if None.
+        timeout: how long ranks wait for each other in the groups that are made here; None for torch's own.
 
     Raises:
         ValueError: the plan's degrees do not multiply to the world size.
     """
 
-    def __init__(self, plan: Plan, device_type: str, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        device_type: str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._timeout = timeout
         self._members = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = len(self._members)
@@ -49,6 +59,12 @@ class Mesh:
             else:
                 ranks = torch.tensor(self._members, device="cpu").view(shape)
                 self.device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=self._axes)
+        for axis in self._axes:
+            self._apply_timeout(self.device_mesh.get_group(axis))
+
+    def _apply_timeout(self, made: dist.ProcessGroup) -> None:
+        if self._timeout is not None and made is not self.world_group and made is not dist.group.WORLD:
+            set_group_timeout(made, self._timeout)
 
     def index(self, axis: str) -> int:
         """This rank's place along `axis`."""
@@ -92,7 +108,9 @@ class Mesh:
         if self.degrees["dp_replicate"] == 1:
             return self.group("dp_shard")
         with unset_fake_temporarily():
-            return merged_group(self.along("dp_replicate", "dp_shard"), "dp")
+            made = merged_group(self.along("dp_replicate", "dp_shard"), "dp")
+        self._apply_timeout(made)
+        return made
 
     def describe(self) -> str:
         """One line an axis: its degree, this rank's index, and the ranks of its group; then every rank's groups."""

@@ -1,14 +1,16 @@
 """parallelize(): a model and a Plan in, an Engine out."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
-from tensorshard.comm.world import default_device, join_world, world_size
+from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, world_size
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.optimizer import OptimizerFactory, check_trains_heads
+from tensorshard.engine.random_streams import RandomStreams, kept_random_state
 from tensorshard.heads.under_plan.head_checks import check_loss_function
 from tensorshard.heads.under_plan.head_updates import (
     HeadUpdate,
@@ -36,6 +38,7 @@ def parallelize(
     seed: int = 0,
     device: torch.device | str | None = None,
     sample_inputs: Any = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
 ) -> Engine:
     """Lays `model` out over the world as `plan` says.
 
@@ -57,9 +60,11 @@ def parallelize(
         device: of this rank; the CUDA device of its local rank if there is one, else the CPU.
         sample_inputs: inputs as for :meth:`Engine.step`, of any values and sizes, on which the model is run on fake
             tensors to find out where `tp` can split and `pp` cut it. By default they are guessed from its layers.
+        timeout: how long a rank waits for the others in a collective, before it says which: a timedelta, or seconds.
+            It is that of the process groups that are made here; a world that exists already keeps its own.
 
     The module becomes the Engine's when this returns. Whatever is raised instead, it is as it was before: parameters,
-    buffers, attributes, hooks and forwards.
+    buffers, attributes, hooks and forwards. Torch's global random state is left alone either way.
 
     Raises:
         ValueError, TypeError: the plan or an argument cannot be honoured, or the model is laid out already.
@@ -68,24 +73,34 @@ def parallelize(
     device = torch.device(device) if device is not None else default_device()
     plan = plan.resolve(world_size())
     check_supported(plan.precision, device)
-    with UsersModules() as users:
+    patience = as_timedelta(timeout)
+    with UsersModules() as users, kept_random_state(device):
         if isinstance(model, nn.Module):
             users.keep(model)
             check_model(model, plan)
             _check_updates(model, find_updates(model), optimizer)
-        join_world(device)
+        join_world(device, timeout=patience)
         source, agreed, updates = _weights_of(model, seed, users)
         check_model(source.module, plan)
         if not isinstance(model, nn.Module):
             _check_updates(source.module, updates, optimizer)
-        mesh = Mesh(plan, device.type)
+        mesh = Mesh(plan, device.type, timeout=patience)
         broadcast = not agreed and mesh.world_size > 1
         sharded = apply_plan(source, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
+        # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
+        random = RandomStreams(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank, device)
         groups = [update.group() for update in updates]
-        engine = Engine(sharded, plan, mesh, optimizer=optimizer, loss_fn=loss_fn, device=device, head_groups=groups)
+        engine = Engine(
+            sharded,
+            plan,
+            mesh,
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            device=device,
+            random=random,
+            head_groups=groups,
+        )
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
-    # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
-    torch.manual_seed(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank)
     if mesh.rank == 0:
         log_updates(updates)
     return engine

@@ -108,6 +108,10 @@ class ShardedModel(ABC):
         for master in self.masters().values():
             master.grad = None
 
+    def abandon_step(self) -> None:
+        """Called after a step that failed, by every rank that did: ends what is under way, and forgets gradients."""
+        self.discard_gradients()
+
     @abstractmethod
     def begin_micro_batch(self, last: bool) -> None:
         """Called before each forward of a step; `last` when the step's gradients are complete after its backward."""

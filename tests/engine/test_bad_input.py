@@ -168,7 +168,7 @@ def _holds_others() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (_laid_out_already, "ValueError: parameter '0.weight' is a DTensor, so the model was laid out already"),
+        (_laid_out_already, "ValueError: the model is laid out already, by tensorshard.parallelize"),
         (_split_already, "ValueError: module '1' is a ParallelLinear that is split over 2 ranks already, but a plan"),
         (_no_module, "TypeError: the callable returned a str, where an nn.Module was expected"),
         (partial(_model_of_zeros, (2,), torch.float64), "ValueError: zero=3 gathers parameters of one type together"),

@@ -5,10 +5,11 @@ the original model, so that any other layout can read it), and ``engine.json`` f
 """
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,15 @@ from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, 
 from tensorshard.checkpoint.reader import SafeReader, read_metadata
 from tensorshard.comm.decisions import decide_once
 from tensorshard.mesh import Mesh
-from tensorshard.plan import Plan
+from tensorshard.plan import AXES, Plan
 from tensorshard.sharded_model import ShardedModel
 
+if TYPE_CHECKING:
+    from tensorshard.engine.random_streams import RandomStreams
+
 _FORMAT = 1
+
+logger = logging.getLogger("tensorshard")
 
 
 class TrainingState(Protocol):
@@ -35,6 +41,7 @@ class TrainingState(Protocol):
     optimizer: torch.optim.Optimizer
     scaler: Any
     step_count: int
+    random: "RandomStreams"
 
 
 def save(engine: TrainingState, path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
@@ -75,20 +82,18 @@ def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
         shape = engine.sharded.masters()[name].shape
         for key, value in values.items():
             tensors[f"optimizer.{key}.{name}"] = _laid_out(engine, name, value) if value.shape == shape else value
-    generators = {k: torch.empty(0) for k in _generator_states(engine) if k in metadata.state_dict_metadata}
-    for key in generators:
-        entry = metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        generators[key] = torch.empty(entry.size, dtype=torch.uint8)
-    tensors.update(generators)
+    generators = _stored_generators(engine, metadata, document)
+    tensors.update({_generator_key(engine, device): state for device, state in generators.items()})
     dcp.load(tensors, storage_reader=SafeReader(source), planner=PiecesLoadPlanner())
     _restore_optimizer(engine, states, document)
     engine.sharded.all_gather_loaded()
     engine.step_count = document["step_count"]
     if engine.scaler is not None and document["scaler"] is not None:
         engine.scaler.load_state_dict(document["scaler"])
-    if document["world_size"] == engine.mesh.world_size:
-        _set_generator_states(engine, generators)
+    if generators:
+        engine.random.load_states(generators)
+    else:
+        engine.random.begin(engine.step_count)
     return document["extra"]
 
 
@@ -172,7 +177,7 @@ def _tensors(engine: TrainingState) -> dict[str, Any]:
                 tensors[f"optimizer.{key}.{name}"] = (
                     _laid_out(engine, name, value) if value.shape == parameter.shape else value
                 )
-    tensors.update(_generator_states(engine))
+    tensors.update({_generator_key(engine, device): s for device, s in engine.random.states().items()})
     return tensors
 
 
@@ -255,19 +260,33 @@ def _options(groups: list[dict[str, Any]], members: list[str], place: int) -> di
     return {} if any(members) or place >= len(groups) else groups[place]["options"]
 
 
-def _generator_states(engine: TrainingState) -> dict[str, torch.Tensor]:
-    states = {f"generator.cpu.{engine.mesh.rank}": torch.get_rng_state()}
-    if engine.device.type == "cuda":
-        states[f"generator.cuda.{engine.mesh.rank}"] = torch.cuda.get_rng_state(engine.device)
-    return states
+def _generator_key(engine: TrainingState, device: str) -> str:
+    return f"generator.{device}.{engine.mesh.rank}"
 
 
-def _set_generator_states(engine: TrainingState, states: dict[str, torch.Tensor]) -> None:
-    for key, value in states.items():
-        if key.startswith("generator.cpu."):
-            torch.set_rng_state(value)
-        else:
-            torch.cuda.set_rng_state(value, engine.device)
+def _stored_generators(engine: TrainingState, metadata: Metadata, document: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Room for the stored state of each of this rank's random streams; {} where they do not belong to its place.
+
+    Which ranks draw alike and which apart depends on the layout: streams of data ranks would have tensor-parallel ranks
+    drop different things of one activation.
+    """
+    wanted = {device: _generator_key(engine, device) for device in engine.random.states()}
+    axes = {axis: (document["plan"].get(axis), getattr(engine.plan, axis)) for axis in AXES}
+    changed = [f"{axis}={old} then and {new} now" for axis, (old, new) in axes.items() if old != new]
+    if not changed and all(key in metadata.state_dict_metadata for key in wanted.values()):
+        rooms = {}
+        for device, key in wanted.items():
+            entry = metadata.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            rooms[device] = torch.empty(entry.size, dtype=torch.uint8)
+        return rooms
+    if engine.mesh.rank == 0:
+        logger.warning(
+            "the checkpoint's random state is not restored, as the ranks are laid out otherwise (%s); dropout and the "
+            "like go on with numbers made of the seed and the step",
+            ", ".join(changed) or "on other devices",
+        )
+    return {}
 
 
 def _write_durably(file: Path, text: str) -> None:

@@ -4,22 +4,35 @@ NCCL's own collectives are the fastest there are. Gloo's are not: it moves 64 MB
 of sends and receives, but takes 62 ms for an all-gather and 78 ms for a reduce-scatter of the same bytes (torch 2.13,
 loopback). So on Gloo these are built from sends and receives here. Sums are then taken in fp32 by the rank that keeps
 them, in the order of the ranks, so that they do not depend on timing.
+
+Every send and receive carries a tag made of what the call is for and of its size. So calls that do not belong together
+never meet: Gloo ends the process where a message is larger than the room for it. They wait instead, until the group's
+timeout, and then say what they were.
 """
 
+import logging
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tensorshard._compat import all_gather_single, reduce_scatter_single
-from tensorshard.torch_private.process_groups import backend_name
+from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.torch_private.process_groups import backend_name, group_timeout
+
+logger = logging.getLogger("tensorshard")
 
 # Up to this many bytes an all-reduce sends every rank's tensor to every other: one hop instead of two. Between two
 # ranks that moves no byte more; all that it costs is memory for the other's tensor, and a sum that both compute.
 _SMALL_BYTES = 1 << 16
 _SMALL_BYTES_OF_PAIR = 1 << 21
+
+# How long the rest of a failed step is waited for.
+_PATIENCE = timedelta(seconds=20)
 
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
@@ -30,32 +43,93 @@ class _Pending(dist.distributed_c10d.Work):
     A stage is called when the transfers before it are over; it returns the transfers that it starts in turn.
     """
 
-    def __init__(self, transfers: list[Any], stages: Sequence[Callable[[], list[Any]]] = (), keep: Any = None):
+    def __init__(
+        self,
+        call: "_Call",
+        transfers: list[Any],
+        stages: Sequence[Callable[[], list[Any]]] = (),
+        keep: Any = None,
+    ) -> None:
         super().__init__()
+        self._call = call
         self._transfers = transfers
         self._stages = deque(stages)
         self._keep = keep  # buffers must outlive their transfers
 
-    def advance(self) -> None:
+    def advance(self, timeout: timedelta | None = None) -> None:
         """Waits for what is under way and starts what follows."""
         transfers, self._transfers = self._transfers, []
-        for transfer in transfers:
-            transfer.wait()
+        patience = timeout or (self._call.timeout() if transfers else None)
+        try:
+            for transfer in transfers:
+                transfer.wait(patience)
+        except RuntimeError as error:
+            self._stages.clear()
+            raise self._call.failed(error) from error
         if self._stages:
             self._transfers = self._stages.popleft()()
         if not self._transfers:
             self._keep = None
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         while self._transfers or self._stages:
-            self.advance()
+            self.advance(timeout)
         return True
+
+
+class _Call:
+    """A collective that is made of sends and receives.
+
+    Args:
+        what: for whom it is, which all ranks say alike; "" for the name of the collective.
+        nbytes: of the full tensor, the same on all ranks.
+    """
+
+    def __init__(self, name: str, what: str, nbytes: int, group: dist.ProcessGroup) -> None:
+        self._description = f"{name} of {what} ({nbytes} bytes)" if what else f"{name} of {nbytes} bytes"
+        self.group = group
+        self.tag = zlib.crc32(self._description.encode()) >> 1 | 1  # a positive int of 31 bits; torch's own is 0
+
+    def send(self, tensor: torch.Tensor, rank: int, stage: int = 0) -> Any:
+        return self.group.send([tensor], rank, self.tag ^ (stage << 1))
+
+    def receive(self, tensor: torch.Tensor, rank: int, stage: int = 0) -> Any:
+        return self.group.recv([tensor], rank, self.tag ^ (stage << 1))
+
+    def timeout(self) -> timedelta:
+        """The group's, which Gloo's sends and receives would not learn of if it was set after the group was made."""
+        return group_timeout(self.group, torch.device("cpu"))
+
+    def failed(self, error: RuntimeError) -> CollectiveMismatchError:
+        """What is raised in the place of Gloo's `error`."""
+        ranks = dist.get_process_group_ranks(self.group)
+        cause = (str(error).splitlines() or ["no reason given"])[0]
+        return CollectiveMismatchError(
+            f"rank {ranks[self.group.rank()]} could not finish the {self._description} over the ranks {ranks}, as "
+            f"another rank has failed, has made another call, or took a branch without this one. Every rank of a group "
+            f"must make the same calls in the same order: nothing that computes on split or sharded tensors may stand "
+            f"under an `if rank == 0`, nor depend on a rank's own data. Its transfer ended with: {cause}"
+        )
 
 
 def advance(work: dist.Work | None) -> None:
     """Gives a collective that goes in several stages the chance to start its next; others advance by themselves."""
     if isinstance(work, _Pending):
         work.advance()
+
+
+def finish_unasked(work: dist.Work) -> None:
+    """Ends a collective whose result nobody wants, because something has failed, so that the next finds no rest of it.
+
+    Ranks that failed alike are all here. One that failed alone does not wait for long: the others will not come, and
+    its error is to be seen.
+    """
+    if not isinstance(work, _Pending):
+        return  # a collective of the backend, which goes on by itself
+    try:
+        work.wait(_PATIENCE)
+    except RuntimeError as error:
+        logger.warning("after a failed step: %s", error)
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -69,9 +143,13 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def all_gather_into(
-    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False, *, what: str = ""
 ) -> dist.Work | None:
-    """Concatenates every rank's `input` into `output`, both flat; `input` may be this rank's part of `output`."""
+    """Concatenates every rank's `input` into `output`, both flat; `input` may be this rank's part of `output`.
+
+    Args:
+        what: is gathered, for errors; calls that differ in it never meet. The same on all ranks.
+    """
     if not is_gloo(group, output.device):
         return all_gather_single(output, input, group=group, async_op=async_op)
     rank, size = group.rank(), group.size()
@@ -79,7 +157,8 @@ def all_gather_into(
     source = input.view(-1)
     if parts[rank].data_ptr() != source.data_ptr():
         parts[rank].copy_(source)
-    pending = _Pending(_exchange_parts(parts, rank, group), keep=output)
+    call = _Call("all_gather", what, output.nbytes, group)
+    pending = _Pending(call, _exchange_parts(parts, rank, call), keep=output)
     return _done_or_pending(pending, async_op)
 
 
@@ -89,32 +168,49 @@ def reduce_scatter_into(
     group: dist.ProcessGroup,
     op: Any = dist.ReduceOp.SUM,
     async_op: bool = False,
+    *,
+    what: str = "",
 ) -> dist.Work | None:
-    """Sums (or averages) `input` over the ranks and leaves this rank's part in `output`; both contiguous."""
+    """Sums (or averages) `input` over the ranks and leaves this rank's part in `output`; both contiguous.
+
+    Args:
+        what: as for :func:`all_gather_into`.
+    """
     if not is_gloo(group, output.device):
         return reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
     _check_sum_or_average(op)
     rank, size = group.rank(), group.size()
     parts = list(input.view(-1).chunk(size))
-    transfers, received = _collect_part(parts, rank, group)
+    call = _Call("reduce_scatter", what, input.nbytes, group)
+    transfers, received = _collect_part(parts, rank, call)
 
     def finish() -> list[Any]:
         _sum_into(output.view(-1), received, op)
         return []
 
-    return _done_or_pending(_Pending(transfers, [finish], keep=(input, received)), async_op)
+    return _done_or_pending(_Pending(call, transfers, [finish], keep=(input, received)), async_op)
 
 
 def all_reduce_(
-    tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, async_op: bool = False
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: Any = dist.ReduceOp.SUM,
+    async_op: bool = False,
+    *,
+    what: str = "",
 ) -> dist.Work | None:
-    """Reduces `tensor` over the ranks, in place."""
+    """Reduces `tensor` over the ranks, in place.
+
+    Args:
+        what: as for :func:`all_gather_into`.
+    """
     rank, size = group.rank(), group.size()
     small = tensor.numel() * tensor.element_size() <= (_SMALL_BYTES_OF_PAIR if size == 2 else _SMALL_BYTES)
     ours = op in _SUMS or (op == dist.ReduceOp.MAX and small)
     if not ours or not tensor.is_contiguous() or not is_gloo(group, tensor.device):
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
     flat = tensor.detach().view(-1)
+    call = _Call("all_reduce", what, tensor.nbytes, group)
     if small:
         copies = [flat if r == rank else torch.empty_like(flat) for r in range(size)]
 
@@ -125,34 +221,32 @@ def all_reduce_(
                 _sum_into(flat, copies, op)
             return []
 
-        return _done_or_pending(_Pending(_exchange_parts(copies, rank, group), [finish], keep=copies), async_op)
+        return _done_or_pending(_Pending(call, _exchange_parts(copies, rank, call), [finish], keep=copies), async_op)
 
     parts = list(flat.tensor_split(size))
-    transfers, received = _collect_part(parts, rank, group)
+    transfers, received = _collect_part(parts, rank, call)
 
     def reduce_own() -> list[Any]:
         _sum_into(parts[rank], received, op)
-        return _exchange_parts(parts, rank, group)
+        return _exchange_parts(parts, rank, call, stage=1)
 
-    return _done_or_pending(_Pending(transfers, [reduce_own], keep=(tensor, received)), async_op)
+    return _done_or_pending(_Pending(call, transfers, [reduce_own], keep=(tensor, received)), async_op)
 
 
-def _collect_part(
-    parts: list[torch.Tensor], rank: int, group: dist.ProcessGroup
-) -> tuple[list[Any], list[torch.Tensor]]:
+def _collect_part(parts: list[torch.Tensor], rank: int, call: _Call) -> tuple[list[Any], list[torch.Tensor]]:
     """Sends part r to rank r; returns the transfers and every rank's version of this rank's part, in their order."""
-    others = _others(rank, group.size())
+    others = _others(rank, call.group.size())
     received = [part if r == rank else torch.empty_like(parts[rank]) for r, part in enumerate(parts)]
-    transfers = [group.recv([received[r]], r, 0) for r in others]
-    transfers += [group.send([parts[r]], r, 0) for r in others]
+    transfers = [call.receive(received[r], r) for r in others]
+    transfers += [call.send(parts[r], r) for r in others]
     return transfers, received
 
 
-def _exchange_parts(parts: list[torch.Tensor], rank: int, group: dist.ProcessGroup) -> list[Any]:
+def _exchange_parts(parts: list[torch.Tensor], rank: int, call: _Call, stage: int = 0) -> list[Any]:
     """Sends this rank's part to all and fills the others with theirs."""
     others = _others(rank, len(parts))
-    transfers = [group.recv([parts[r]], r, 0) for r in others]
-    return transfers + [group.send([parts[rank]], r, 0) for r in others]
+    transfers = [call.receive(parts[r], r, stage) for r in others]
+    return transfers + [call.send(parts[rank], r, stage) for r in others]
 
 
 def _sum_into(output: torch.Tensor, terms: list[torch.Tensor], op: Any) -> None:

@@ -6,6 +6,23 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+"""How long a rank waits for the others in a collective, unless told otherwise."""
+
+
+def as_timedelta(timeout: timedelta | float) -> timedelta:
+    """A timeout given in seconds, or as a timedelta.
+
+    Raises:
+        TypeError, ValueError: it is neither, or not positive.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, timedelta | int | float):
+        raise TypeError(f"timeout={timeout!r} was given; it must be a number of seconds, or a datetime.timedelta")
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not 0 < seconds < 86_400 * 365:
+        raise ValueError(f"timeout={timeout!r} was given; it must be more than 0 seconds, and less than a year")
+    return timedelta(seconds=seconds)
+
 
 def default_device() -> torch.device:
     """This process's device: the CUDA device of its local rank where there is one, else the CPU."""

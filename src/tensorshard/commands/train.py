@@ -79,6 +79,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: a free port on one of them"
     )
     processes.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="how long a process waits for the others in a collective before it says which and ends (default: 300)",
+    )
+    processes.add_argument(
         "--log-dir", metavar="DIR", help="for what ranks other than 0 print (default: a temporary directory)"
     )
     parser.set_defaults(command=run, parser=parser)
@@ -100,12 +106,13 @@ def run(args: argparse.Namespace) -> int:
     world = None if _is_worker(args) else _world(args)
     world_size = int(os.environ["WORLD_SIZE"]) if world is None else world.size
     _check_paths(args)
+    _check_timeout(args.timeout)
     config = load_config(source, overrides)
     if args.print_config:
         print(to_yaml(config), end="")
         return 0
     _check(config, world_size)
-    call = (config, args.resume, args.output)
+    call = (config, args.resume, args.output, args.timeout)
     if world is None:
         run_worker(train_worker, call, report=True)
     else:
@@ -113,11 +120,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def train_worker(config: DictConfig, resume: str | None, output: str | None) -> None:
+def train_worker(config: DictConfig, resume: str | None, output: str | None, timeout: float | None = None) -> None:
     """What each process of a run does."""
     from tensorshard.trainer.run import run as run_trainer
 
-    run_trainer(config, resume=resume, output=output)
+    run_trainer(config, resume=resume, output=output, timeout=timeout)
 
 
 def _config_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -164,6 +171,16 @@ def _check_paths(args: argparse.Namespace) -> None:
         raise ConfigError(f"--resume {args.resume}: there is no such checkpoint directory")
     if args.output is not None and os.path.exists(args.output) and not os.path.isdir(args.output):
         raise ConfigError(f"--output {args.output}: that is a file; a run writes a directory")
+
+
+def _check_timeout(seconds: float | None) -> None:
+    from tensorshard.comm.world import as_timedelta
+
+    if seconds is not None:
+        try:
+            as_timedelta(seconds)
+        except ValueError as error:
+            raise ConfigError(f"--timeout {seconds:g}: it must be a number of seconds above 0") from error
 
 
 def _check(config: DictConfig, world_size: int) -> None:

@@ -107,7 +107,7 @@ def _averaged(module: InstanceNorm, group: dist.ProcessGroup, forward: Forward, 
         samples = 1 if input.dim() == unbatched else input.size(0)
         with torch.no_grad():
             sums = torch.cat([*(buffer.reshape(-1) * samples for buffer in buffers), buffers[0].new_tensor([samples])])
-            all_reduce_(sums, group)
+            all_reduce_(sums, group, what="batch statistics")
             means = (sums[:-1] / sums[-1]).chunk(len(buffers))
             for buffer, mean in zip(buffers, means, strict=True):
                 buffer.copy_(mean.view_as(buffer))

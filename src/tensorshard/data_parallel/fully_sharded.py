@@ -1,6 +1,6 @@
 """ZeRO 3: parameters are sharded too, and gathered unit by unit for forward and backward. On PyTorch's FSDP2."""
 
-import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tensorshard.comm.collectives import all_gather_into, all_reduce_, is_gloo, reduce_scatter_into
+from tensorshard.comm.collectives import all_gather_into, is_gloo, reduce_scatter_into
+from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.heads.under_plan.method_calls import gather_for_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces, like
 from tensorshard.sharded_model import ParameterSplit, ShardedModel
-from tensorshard.torch_private.fsdp import AllGather, ReduceScatter
+from tensorshard.torch_private.fsdp import AllGather, ReduceScatter, reset_iteration
 from tensorshard.torch_private.modules import own_parameters
 from tensorshard.transforms.precision import compute_dtype, master_dtype
 
@@ -50,7 +52,6 @@ class FullyShardedModel(ShardedModel):
         self._dtype = next((master_dtype(p.dtype) for p in self._names if p.requires_grad), torch.float32)
         hybrid = mesh.degrees["dp_replicate"] > 1
         self._dp_size = mesh.dp_size
-        self._dp_group = mesh.dp_group
         self._hybrid = hybrid
         self._scalars = self._keep_scalars_whole(value_of)
         options: dict[str, Any] = {
@@ -74,13 +75,14 @@ class FullyShardedModel(ShardedModel):
         self._masters = dict(model.named_parameters())
         for template, name in self._names.items():
             vars(self._masters[name]).update(vars(template))  # what users hung on it
-        self._last = True
+        self._gradients = ShardedGradients(model, self._masters, self._scalars, mesh.dp_group)
         model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
         if is_gloo(mesh.group("dp_shard"), torch.device(mesh.device_mesh.device_type)):
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_custom_all_gather(_AllGather())
-                    module.set_custom_reduce_scatter(_ReduceScatter())
+            names = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+            order = UnitOrder([name or type(model).__name__ for name in names.values()])
+            for module, name in names.items():
+                module.set_custom_all_gather(_AllGather(name or type(model).__name__, order))
+                module.set_custom_reduce_scatter(_ReduceScatter(name or type(model).__name__))
 
     def masters(self) -> dict[str, nn.Parameter]:
         return self._masters
@@ -97,8 +99,13 @@ class FullyShardedModel(ShardedModel):
     def gradient_divisor(self) -> int:
         return self._dp_size
 
+    def abandon_step(self) -> None:
+        self.discard_gradients()
+        self._gradients.forget()
+        reset_iteration(self.model)
+
     def begin_micro_batch(self, last: bool) -> None:
-        self._last = last
+        self._gradients.last = last
         assert isinstance(self.model, FSDPModule)
         self.model.set_is_last_backward(last)
         if self._hybrid:
@@ -135,15 +142,7 @@ class FullyShardedModel(ShardedModel):
                 scalar = like(meta, value.to(master_dtype(value.dtype)).clone())
                 self._places.replace(meta, scalar)
                 scalars.append(scalar)
-                if scalar.requires_grad:
-                    average = weakref.WeakMethod(self._average_scalar)  # else the model would never be freed
-                    scalar.register_post_accumulate_grad_hook(lambda s, average=average: average()(s))  # type: ignore[misc]
         return scalars
-
-    def _average_scalar(self, scalar: torch.Tensor) -> None:
-        if self._last and scalar.grad is not None:
-            all_reduce_(scalar.grad, self._dp_group)
-            scalar.grad.div_(self._dp_size)
 
 
 def _shared_between(model: nn.Module, units: list[list[nn.Module]]) -> set[nn.Parameter]:
@@ -169,8 +168,42 @@ class _Allocate:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
+class UnitOrder:
+    """Compares which unit each rank is about to gather: a model may call other modules on one rank than on another.
+
+    Args:
+        names: of all units.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = {zlib.crc32(name.encode()): name for name in names}
+
+    def check(self, name: str, group: dist.ProcessGroup) -> None:
+        """Waits until every rank is about to gather its next unit.
+
+        Raises:
+            CollectiveMismatchError: they are different ones.
+        """
+        mine = torch.tensor([zlib.crc32(name.encode())])
+        everyone = mine.new_empty(group.size())
+        all_gather_into(everyone, mine, group, what="the name of the next unit")
+        found = [self._names.get(code, "another module") for code in everyone.tolist()]
+        if len(set(found)) > 1:
+            listing = ", ".join(
+                f"rank {r}: {n}" for r, n in zip(dist.get_process_group_ranks(group), found, strict=True)
+            )
+            raise CollectiveMismatchError(
+                f"the data ranks call different modules of the model ({listing}), and zero=3 gathers their parameters "
+                f"from all ranks when they are called: make every rank call the same modules in the same order, or use "
+                f"zero=2, where every rank has the full parameters"
+            )
+
+
 class _AllGather(_Allocate, AllGather):
     """FSDP's all-gather by our primitive."""
+
+    def __init__(self, name: str, order: UnitOrder) -> None:
+        self._name, self._order = name, order
 
     def __call__(
         self,
@@ -179,11 +212,15 @@ class _AllGather(_Allocate, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        return all_gather_into(output_tensor, input_tensor, group, async_op)
+        self._order.check(self._name, group)
+        return all_gather_into(output_tensor, input_tensor, group, async_op, what=f"the parameters of {self._name}")
 
 
 class _ReduceScatter(_Allocate, ReduceScatter):
     """FSDP's reduce-scatter by our primitive."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __call__(
         self,
@@ -193,4 +230,5 @@ class _ReduceScatter(_Allocate, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        return reduce_scatter_into(output_tensor, input_tensor, group, op, async_op)
+        what = f"the gradients of {self._name}"
+        return reduce_scatter_into(output_tensor, input_tensor, group, op, async_op, what=what)

@@ -48,11 +48,11 @@ def _statistics(input: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Te
     dims = _reduced(input)
     wide = _wide(input)
     sums = torch.cat([wide.sum(dims), wide.new_full((1,), input.numel() / input.size(1))])
-    all_reduce_(sums, group)
+    all_reduce_(sums, group, what="batch statistics")
     count = sums[-1]
     mean = sums[:-1] / count
     squares = (wide - _as_channels(mean, input)).square_().sum(dims)
-    all_reduce_(squares, group)
+    all_reduce_(squares, group, what="batch statistics")
     return mean, squares / count, count
 
 
@@ -83,7 +83,7 @@ class _Normalize(torch.autograd.Function):
         grad_bias = grad.sum(dims)
         grad_weight = (grad * normalized).sum(dims)
         sums = torch.cat([grad_bias, grad_weight])
-        all_reduce_(sums, ctx.group)
+        all_reduce_(sums, ctx.group, what="batch statistics")
         mean_grad, mean_product = (sums / count).chunk(2)
         scale = inverse_std if weight is None else inverse_std * weight
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]

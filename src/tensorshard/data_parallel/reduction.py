@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tensorshard.comm.collectives import advance, all_reduce_, reduce_scatter_into
+from tensorshard.comm.collectives import advance, all_reduce_, finish_unasked, reduce_scatter_into
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 
@@ -96,13 +96,13 @@ class Reduction:
         groups = self._groups
         if groups.shard is None:
             assert groups.sum is not None
-            return all_reduce_(message, groups.sum, async_op=True), message
+            return all_reduce_(message, groups.sum, async_op=True, what="gradients"), message
         part = message.new_empty(message.numel() // groups.parts)
-        work = reduce_scatter_into(part, message, groups.shard, async_op=True)
+        work = reduce_scatter_into(part, message, groups.shard, async_op=True, what="gradients")
         if groups.sum is not None:
             assert work is not None
             work.wait()
-            work = all_reduce_(part, groups.sum, async_op=True)
+            work = all_reduce_(part, groups.sum, async_op=True, what="gradients")
         return work, part
 
     @torch.no_grad()
@@ -111,6 +111,11 @@ class Reduction:
         for _, work, _ in self._alone:
             advance(work)
         advance(self._packed[0])
+
+    def abandon(self) -> None:
+        """Ends it without a result."""
+        for work in (*(work for _, work, _ in self._alone), self._packed[0]):
+            finish_unasked(work)
 
     @torch.no_grad()
     def finish(self) -> None:

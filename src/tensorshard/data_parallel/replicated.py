@@ -27,6 +27,7 @@ from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.heads.under_plan.method_calls import call_before_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces
+from tensorshard.modules.running_statistics import keeps_statistics
 from tensorshard.sharded_model import ParameterSplit, ShardedModel
 from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.modules import own_parameters, set_parameter
@@ -80,6 +81,9 @@ class ReplicatedModel(ShardedModel):
         self._last = True
         self._final = True  # the step's gradients are complete after its next backward
         self._interleaved = False
+        # Backward of a batch normalization is a collective, too, and where a rank uses other parameters than another,
+        # their units are ready at other times. These come last, so that all ranks make the same calls in one order.
+        self._at_the_end = self._groups.communicate and any(map(keeps_statistics, model.modules()))
         for parameter in self._parameters.values():
             self._watch(parameter)
         self._swaps = self._registrations()
@@ -111,6 +115,15 @@ class ReplicatedModel(ShardedModel):
             parameter.compute.grad = None
         self._in_backward = False
         super().discard_gradients()
+
+    def abandon_step(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().abandon()
+        self.discard_gradients()
+        self._complete = True
+        self._in_step = False
+        self._interleaved = False
+        self._show(computing=False)
 
     def begin_micro_batch(self, last: bool) -> None:
         self._final = last
@@ -226,7 +239,7 @@ class ReplicatedModel(ShardedModel):
             self._take_local(parameter)
             return
         self._bucket_of[parameter].ready.add(parameter)
-        while self._launched < len(self._order):
+        while not self._at_the_end and self._launched < len(self._order):
             bucket = self._order[self._launched]
             if len(bucket.ready) < len(bucket.parameters):
                 break

@@ -1,6 +1,5 @@
 """The Engine: one optimizer step under any plan."""
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,20 +7,23 @@ from typing import Any
 
 import torch
 
+from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
+from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.engine.step_runner import StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.mesh import Mesh
-from tensorshard.modules.running_statistics import running_statistics
+from tensorshard.modules.buffer_values import BufferValues, Place
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 
-logger = logging.getLogger("tensorshard")
+# Buffers of at most this many bytes are copied before every step, larger ones only if a step has changed them before.
+_SMALL_BYTES = 1 << 20
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -43,6 +45,8 @@ class Engine:
         measure_grad_norm: whether the next steps set :attr:`grad_norm` even where the plan does not need it.
         grad_norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
         scaler: the loss scaler of fp16, or None.
+        random: where dropout and the like draw from, within the Engine's calls and the model's forward. Torch's global
+            generators are the user's.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Engine:
         optimizer: OptimizerFactory,
         loss_fn: LossFunction,
         device: torch.device,
+        random: RandomStreams,
         head_groups: Sequence[HeadGroup] = (),
     ) -> None:
         self.plan = plan
@@ -70,7 +75,10 @@ class Engine:
         self._num_shards = sharded.num_shards()
         objective = Objective(loss_fn, plan.precision, device)
         self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
-        self._running_statistics = running_statistics(sharded.model)
+        self.random = random
+        if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
+            random.install_in(sharded.model)
+        self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         self.optimizer = build_optimizer(optimizer, self._trained, head_groups)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
         self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters())
@@ -88,23 +96,38 @@ class Engine:
             The mean loss over the whole global batch before the update: a scalar, the same on every rank.
 
         Raises:
-            ValueError: the batch does not split into ``plan.micro_batches``.
-            NonFiniteLossError: the loss is NaN or infinite. Weights, optimizer and the running statistics of batch
-                normalizations are as before the step.
+            ValueError: the batch does not split into ``plan.micro_batches``; ranks that differ only along tp, cp or pp
+                pass different batches; the loss does not depend on the model.
+            NonFiniteLossError: the loss or the gradient's norm is NaN or infinite, on whichever rank.
+
+        Whatever it raises before the update, on every rank: weights, optimizer, buffers (running statistics among them)
+        and random streams are as before, and the next step is as if this one had not been. If one rank alone raised,
+        the others raise when the timeout of their groups is over, and the process group is of no more use.
         """
-        kept = [buffer.clone() for buffer in self._running_statistics]
+        before = self._buffers_before()
         try:
-            return self._step(inputs, targets)
-        except NonFiniteLossError:
+            with explained("engine.step"), self.random.installed():
+                loss = self._step(inputs, targets)
+        except BaseException:
+            self._step_runner.abandon()
             self.optimizer.zero_grad(set_to_none=True)
-            for buffer, value in zip(self._running_statistics, kept, strict=True):
-                buffer.copy_(value)
+            before.restore()
             raise
+        self._changing = self._changing or set()
+        self._changing.update((id(module), name) for places in before.changed() for module, name in places)
+        return loss
+
+    def _buffers_before(self) -> BufferValues:
+        def wanted(buffer: torch.Tensor, places: list[Place]) -> bool:
+            if self._changing is None or buffer.nbytes <= _SMALL_BYTES:
+                return True
+            return any((id(module), name) in self._changing for module, name in places)
+
+        return BufferValues(self.model.modules(), wanted)
 
     def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
-        self._check_finite(loss.mean, "loss")
-        if self._rescale_gradients(loss.correction):
+        if self._rescale_gradients(loss.mean, loss.correction):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step_count += 1
@@ -113,7 +136,7 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
-        with self._evaluation_mode():
+        with explained("engine.evaluate"), self.random.installed(), self._evaluation_mode():
             return self._step_runner.evaluate(inputs, targets)
 
     @torch.no_grad()
@@ -124,9 +147,10 @@ class Engine:
         goes through it in micro-batches, whose outputs are put together along their first dimension.
 
         Raises:
-            ValueError: outputs of micro-batches that cannot be put together.
+            ValueError: outputs of micro-batches that cannot be put together; ranks that should pass the same batch do
+                not.
         """
-        with self._evaluation_mode():
+        with explained("engine.predict"), self.random.installed(), self._evaluation_mode():
             return self._step_runner.predict(inputs)
 
     @contextmanager
@@ -139,38 +163,48 @@ class Engine:
             for module in training:
                 module.training = True
 
-    def _rescale_gradients(self, correction: torch.Tensor | None) -> bool:
-        """Normalizes, unscales and clips the gradients in one pass; False if fp16 overflowed and the step is off."""
+    def _rescale_gradients(self, loss: torch.Tensor, correction: torch.Tensor | None) -> bool:
+        """Normalizes, unscales and clips the gradients in one pass; False if fp16 overflowed and the step is off.
+
+        Raises:
+            NonFiniteLossError: the `loss`, or the gradient, is not finite.
+        """
         clip = self.plan.clip_grad_norm
         factor: torch.Tensor | float | None = correction
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
-        self.grad_norm = None
-        if clip is not None or self.scaler is not None or self.measure_grad_norm:
-            norm = global_norm(
-                self._trained.values(),
-                self._num_shards,
-                self.mesh.world_group,
-                device=self.device,
-                always_sum=self.mesh.degrees["pp"] > 1,
-            )
-            self.grad_norm = norm if factor is None else norm * factor
-            if self.scaler is not None:
-                overflowed = not _is_finite(self.grad_norm)
-                exhausted = overflowed and self.scaler.is_smallest
-                self.scaler.update(overflowed)
-                if overflowed and not exhausted:
-                    return False
-            self._check_finite(self.grad_norm, "norm of the gradient")
-            if clip is not None:
-                clipping = clip_factor(self.grad_norm, clip)
-                factor = clipping if factor is None else factor * clipping
+        norm = self._gradient_norm()
+        if not _are_finite(loss, norm):
+            self._check_finite(loss, "loss")
+            norm = self._gradient_norm(torch.float64)  # squares of large numbers overflow in fp32
+        norm = norm if factor is None else norm * factor
+        self.grad_norm = norm if clip is not None or self.scaler is not None or self.measure_grad_norm else None
+        if self.scaler is not None:
+            overflowed = not _are_finite(norm)
+            exhausted = overflowed and self.scaler.is_smallest
+            self.scaler.update(overflowed)
+            if overflowed and not exhausted:
+                return False
+        self._check_finite(norm, "norm of the gradient")
+        if clip is not None:
+            clipping = clip_factor(norm, clip)
+            factor = clipping if factor is None else factor * clipping
         if factor is not None and not _is_one(factor):
             scale_gradients(self._trained.values(), factor)
         return True
 
+    def _gradient_norm(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return global_norm(
+            self._trained.values(),
+            self._num_shards,
+            self.mesh.world_group,
+            device=self.device,
+            always_sum=self.mesh.degrees["pp"] > 1,
+            dtype=dtype,
+        )
+
     def _check_finite(self, value: torch.Tensor, what: str) -> None:
-        if _is_finite(value):
+        if _are_finite(value):
             return
         raise NonFiniteLossError(
             f"the {what} of step {self.step_count + 1} is {value.item()}; the step was not taken, so weights and "
@@ -253,8 +287,11 @@ def _step_runner_for(
     return PipelineStepRunner(sharded, plan, mesh, objective, device)
 
 
-def _is_finite(value: torch.Tensor) -> bool:
-    return detect_fake_mode(value) is not None or math.isfinite(value.item())
+def _are_finite(*values: torch.Tensor) -> bool:
+    """Whether all are, asked for once, because an answer from a GPU has to be waited for."""
+    if detect_fake_mode(values) is not None:
+        return True
+    return all(map(math.isfinite, torch.stack([value.detach().double() for value in values]).tolist()))
 
 
 def _is_one(factor: torch.Tensor | float) -> bool:

@@ -22,6 +22,7 @@ def global_norm(
     *,
     device: torch.device | None = None,
     always_sum: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """L2 norm over the gradients of all `parameters`, on every rank the same: a scalar in fp64.
 
@@ -33,20 +34,21 @@ def global_norm(
         device: where the sum travels.
         always_sum: whether ranks have different parameters, as in a pipeline, so that each takes part in the sum
             whatever its own are like.
+        dtype: in which squares are summed; the gradients' own by default.
     """
     world_size = group.size()
     with_gradient = [p for p in parameters if p.grad is not None]
     if not with_gradient:
         total = torch.zeros((), dtype=torch.float64, device=device)
         if always_sum:
-            all_reduce_(total, group)
+            all_reduce_(total, group, what="the norm of the gradient")
         return total.sqrt()
-    norms = foreach_norm(local_gradients(with_gradient), 2.0)
+    norms = foreach_norm(local_gradients(with_gradient), 2.0, dtype)
     copies = [world_size / num_shards[p] for p in with_gradient]
     squares = torch.stack([n.double() for n in norms]).square()
     total = (squares / torch.tensor(copies, dtype=torch.float64, device=squares.device)).sum()
     if always_sum or any(num_shards[p] > 1 for p in with_gradient):
-        all_reduce_(total, group)
+        all_reduce_(total, group, what="the norm of the gradient")
     else:
         total = total * world_size  # every rank holds everything
     return total.sqrt()

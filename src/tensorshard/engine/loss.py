@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.collectives import all_reduce_, finish_unasked
 from tensorshard.mesh import Mesh
 from tensorshard.modules.batches import batch_size
 from tensorshard.transforms.precision import widen_output
@@ -67,7 +67,7 @@ class LossTally:
             self._sum, self._count = loss_sum.detach(), count
             first = count.clone()
             if self._group is not None:
-                all_reduce_(first, self._group)
+                all_reduce_(first, self._group, what="the samples that count")
             self.normalizer = _nonzero(first) * micro_batches
         else:
             self._sum, self._count = self._sum + loss_sum.detach(), self._count + count
@@ -78,7 +78,13 @@ class LossTally:
         assert self._sum is not None and self._count is not None
         self._total = torch.stack([self._sum.double(), self._count.double()])
         if self._group is not None:
-            self._work = all_reduce_(self._total, self._group, async_op=True)
+            self._work = all_reduce_(self._total, self._group, async_op=True, what="the loss")
+
+    def abandon(self) -> None:
+        """Ends what :meth:`start_total` started and nobody will ask for, since the step failed."""
+        work, self._work = self._work, None
+        if work is not None:
+            finish_unasked(work)
 
     def _finished_total(self) -> torch.Tensor:
         if self._work is not None:
@@ -104,6 +110,19 @@ class LossTally:
 def _nonzero(count: torch.Tensor) -> torch.Tensor:
     """`count`, or one where nothing was counted: the loss is then zero, and so are the gradients."""
     return torch.where(count == 0, 1.0, count)
+
+
+def check_has_gradient(loss: torch.Tensor) -> None:
+    """Refuses a loss that nothing can be trained from.
+
+    Raises:
+        ValueError: it was computed without a graph.
+    """
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: nothing that is trained is behind what loss_fn returned. Return what was "
+            "computed from the model's output, without .detach(), .item(), torch.tensor(...) or torch.no_grad()"
+        )
 
 
 def _is_scalar(value: Any) -> bool:

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.decisions import decide_once
-from tensorshard.engine.loss import LossTally, Objective
-from tensorshard.engine.same_batch import check_same_batch
+from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.engine.step_runner import StepLoss, StepRunner
 from tensorshard.mesh import Mesh
 from tensorshard.modules.batches import batch_size, split_batch, split_unevenly, to_device
@@ -41,7 +40,6 @@ class PipelineStepRunner(StepRunner):
     ) -> None:
         super().__init__(sharded, plan, mesh, objective, device)
         self._group = mesh.group("pp")
-        self._compared: set[str] = set()
         self._is_last = self._group.rank() == sharded.last_rank
         self._runner = self._make_runner(plan.pp_schedule)
         forward = _FORWARD_SCHEDULES.get(plan.pp_schedule, plan.pp_schedule)
@@ -59,13 +57,14 @@ class PipelineStepRunner(StepRunner):
         )
 
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
-        self._compare("step", inputs, targets)
+        self._same_batch.check("step", inputs, targets)
         parts = self._on_device(split_batch(inputs, targets, self._plan.micro_batches))
         self._sharded.discard_gradients()
-        tally = LossTally(self._mesh)
+        tally = self._tally = LossTally(self._mesh)
 
         def loss(index: int, output: Any) -> torch.Tensor:
             loss_sum, count = self._objective(output, *parts[index])
+            check_has_gradient(loss_sum)
             tally.add(loss_sum, count, micro_batches=len(parts))
             if tally.parts == len(parts):
                 tally.start_total()
@@ -78,7 +77,7 @@ class PipelineStepRunner(StepRunner):
         return self._broadcast_loss(tally, len(parts))
 
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
-        self._compare("evaluate", inputs, targets)
+        self._same_batch.check("evaluate", inputs, targets)
         parts = self._on_device(split_unevenly(inputs, targets, self._plan.micro_batches))
         tally = LossTally(self._mesh)
 
@@ -92,7 +91,7 @@ class PipelineStepRunner(StepRunner):
         return self._broadcast_loss(tally, len(parts)).mean
 
     def predict(self, inputs: Any) -> Any:
-        self._compare("predict", inputs, None)
+        self._same_batch.check("predict", inputs, None)
         parts = self._on_device(split_unevenly(inputs, None, self._plan.micro_batches))
         outputs: dict[int, Any] = {}
 
@@ -102,12 +101,6 @@ class PipelineStepRunner(StepRunner):
         self._forward_runner.forward([part for part, _ in parts], consume)
         sizes = [batch_size(part) for part, _ in parts]
         return self._shown_to_all(lambda: _joined([outputs[index] for index in range(len(parts))], sizes))
-
-    def _compare(self, call: str, inputs: Any, targets: Any) -> None:
-        # Of the first batches alone: it costs a copy to the host, and samplers that are wrong are so from the start.
-        if call not in self._compared:
-            check_same_batch(call, inputs, targets, self._group)
-            self._compared.add(call)
 
     def _on_device(self, parts: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         # Targets are of use where the loss is.

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tensorshard.engine.loss import LossTally, Objective
+from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
+from tensorshard.engine.same_batch import SameBatch
 from tensorshard.mesh import Mesh
 from tensorshard.modules.batches import call_model, split_batch, to_device
 from tensorshard.plan import Plan
@@ -38,6 +39,15 @@ class StepRunner(ABC):
         self._mesh = mesh
         self._objective = objective
         self._device = device
+        self._same_batch = SameBatch(mesh, device)
+        self._tally: LossTally | None = None  # of the step under way
+
+    def abandon(self) -> None:
+        """Called after a step that failed: ends what it left under way. A collective of the ranks that failed alike."""
+        tally, self._tally = self._tally, None
+        if tally is not None:
+            tally.abandon()
+        self._sharded.abandon_step()
 
     @abstractmethod
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
@@ -60,17 +70,19 @@ class WholeModelStepRunner(StepRunner):
     """This rank runs all of the model's forward."""
 
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
+        self._same_batch.check("step", inputs, targets)
         parts = split_batch(inputs, targets, self._plan.micro_batches)
         self._sharded.discard_gradients()
         with self._sharded.split.keep_outputs_split():
             return self._train(parts, loss_scale)
 
     def _train(self, parts: list[tuple[Any, Any]], loss_scale: float) -> StepLoss:
-        tally = LossTally(self._mesh)
+        tally = self._tally = LossTally(self._mesh)
         for index, (part_inputs, part_targets) in enumerate(parts):
             last = index == len(parts) - 1
             self._sharded.begin_micro_batch(last)
             loss_sum, count = self._loss(part_inputs, part_targets)
+            check_has_gradient(loss_sum)
             tally.add(loss_sum, count, micro_batches=len(parts))
             if last:
                 tally.start_total()
@@ -81,6 +93,7 @@ class WholeModelStepRunner(StepRunner):
         return StepLoss(tally.mean(), tally.correction())
 
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
+        self._same_batch.check("evaluate", inputs, targets)
         tally = LossTally(self._mesh)
         with self._sharded.split.keep_outputs_split():
             tally.add(*self._loss(inputs, targets), micro_batches=1)
@@ -88,6 +101,7 @@ class WholeModelStepRunner(StepRunner):
         return tally.mean()
 
     def predict(self, inputs: Any) -> Any:
+        self._same_batch.check("predict", inputs, None)
         return widen_output(self._output(to_device(inputs, self._device)))
 
     def _loss(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:

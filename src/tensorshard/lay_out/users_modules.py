@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from tensorshard.torch_private.fake_tensors import FakeTensor
-from tensorshard.torch_private.fsdp import forget_module_state
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 _TABLES = (dict, OrderedDict, list, set)
@@ -57,8 +56,10 @@ def _module_restorer(module: nn.Module) -> Callable[[], None]:
 
     def restore() -> None:
         if type(module) is not kind:
+            from tensorshard.torch_private.fsdp import forget_fully_shard
+
             module.__class__ = kind
-            forget_module_state(module)
+            forget_fully_shard(module)
         attributes()
 
     return restore

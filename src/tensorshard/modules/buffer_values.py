@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tensorshard.torch_private.modules import all_buffers, set_buffer
+from tensorshard.torch_private.modules import buffer_at, buffer_names, set_buffer
 from tensorshard.torch_private.tensors import tensor_version
 
 Place = tuple[nn.Module, str]
@@ -37,7 +37,7 @@ class _Kept:
 
     def is_changed(self) -> bool:
         """Whether it was written to, or another tensor was put in its place."""
-        if any(all_buffers(module).get(name) is not self.buffer for module, name in self.places):
+        if any(buffer_at(module, name) is not self.buffer for module, name in self.places):
             return True
         return self.buffer is not None and tensor_version(self.buffer) != self.version
 
@@ -57,7 +57,8 @@ class BufferValues:
     ) -> None:
         found: dict[int, tuple[torch.Tensor | None, list[Place]]] = {}
         for module in modules:
-            for name, buffer in all_buffers(module).items():
+            for name in buffer_names(module):
+                buffer = buffer_at(module, name)
                 found.setdefault(id(buffer), (buffer, []))[1].append((module, name))
         self._kept = [
             _Kept.of(buffer, places) for buffer, places in found.values() if buffer is None or wanted(buffer, places)
@@ -86,7 +87,7 @@ class BufferValues:
 
         Nothing is written into the buffers themselves, which a graph may still need.
         """
-        current = [(module, name, all_buffers(module)[name]) for kept in self._kept for module, name in kept.places]
+        current = [(module, name, buffer_at(module, name)) for kept in self._kept for module, name in kept.places]
         for kept in self._kept:
             copy = None if kept.values is None else kept.values.clone()
             for module, name in kept.places:

@@ -30,7 +30,8 @@ __all__ = [
     "DropoutBase",
     "NormBase",
     "SpectralNormVectors",
-    "all_buffers",
+    "buffer_at",
+    "buffer_names",
     "check_batch_norm_input",
     "clear_forward_hooks",
     "clear_hooks",
@@ -90,16 +91,28 @@ def set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
     module._parameters[name] = value  # type: ignore[assignment]
 
 
-def all_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The buffers that are registered on `module` itself, those that are None included.
+def buffer_names(module: nn.Module) -> list[str]:
+    """The names under which `module` itself registers buffers, those of None among them.
 
-    Why: a forward may put a tensor where there was only a name for one.
+    Why: a forward may put a tensor where there was none, and a repeated forward must find none again.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: none for names without a tensor.
+    Public way: none; ``named_buffers`` leaves out those of None.
     """
-    return dict(module._buffers)
+    return list(module._buffers)
+
+
+def buffer_at(module: nn.Module, name: str) -> torch.Tensor | None:
+    """What `module` has registered as its buffer `name`; None for nothing.
+
+    Why: as for :func:`buffer_names`.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``getattr``, where the class does not override ``__getattr__``.
+    """
+    return module._buffers.get(name)
 
 
 def set_buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None:

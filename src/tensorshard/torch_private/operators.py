@@ -59,8 +59,8 @@ def schema(operator: Any) -> Any:
     return operator._schema
 
 
-def foreach_norm(tensors: list[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
-    """The norm of each of `tensors`, in few kernels.
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[torch.Tensor]:
+    """The norm of each of `tensors`, in few kernels; summed in `dtype`, or in the tensors' own.
 
     Why: the norm of a model's gradient is taken every step.
 
@@ -68,7 +68,7 @@ def foreach_norm(tensors: list[torch.Tensor], order: float) -> Sequence[torch.Te
 
     Public way: ``torch.linalg.vector_norm`` of each: a kernel for every tensor.
     """
-    return torch._foreach_norm(tensors, order)
+    return torch._foreach_norm(tensors, order, dtype=dtype)
 
 
 def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:

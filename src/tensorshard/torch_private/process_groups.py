@@ -1,10 +1,12 @@
 """Process groups of one's own, and what a group is made of."""
 
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -17,6 +19,31 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     Public way: ``dist.get_backend_config(group)``, for groups that torch has made itself.
     """
     return group._get_backend(device).name()
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long ranks wait for each other in collectives of tensors on `device`.
+
+    Why: Gloo's sends and receives wait as long as was said when the group was made, unless told at each wait.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    return group._get_backend(device).options._timeout
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Sets how long the ranks of `group` wait for each other.
+
+    Why: a mesh makes its groups with torch's own timeout, 30 minutes on Gloo.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``dist.new_group(timeout=...)``, for groups that one makes by oneself.
+    """
+    if dist.get_backend(group) != "fake":  # where nobody waits
+        _set_pg_timeout(timeout, group)
 
 
 def merged_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:

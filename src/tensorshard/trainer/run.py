@@ -3,6 +3,7 @@
 import functools
 import logging
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.groups import world_group
-from tensorshard.comm.world import default_device, join_world
+from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world
 from tensorshard.config import instantiate
 from tensorshard.engine.engine import Engine
 from tensorshard.parallelize import parallelize
@@ -38,13 +39,16 @@ from tensorshard.trainer.trainer import Trainer
 logger = logging.getLogger("tensorshard")
 
 
-def run(config: DictConfig, *, resume: str | None = None, output: str | None = None) -> None:
+def run(
+    config: DictConfig, *, resume: str | None = None, output: str | None = None, timeout: float | None = None
+) -> None:
     """Trains as `config` says. Every process of the run makes this call; rank 0 alone prints.
 
     Args:
         config: what :func:`tensorshard.config.load_config` returned.
         resume: a checkpoint to continue from; ``"latest"`` for the newest one of the run; None to begin anew.
         output: the run's directory; wins over ``train.output_dir``.
+        timeout: seconds that a rank waits for the others in a collective; as for :func:`parallelize` if None.
 
     Raises:
         ConfigError: a config that cannot be run, a directory that holds a run already, nothing to resume
@@ -52,7 +56,8 @@ def run(config: DictConfig, *, resume: str | None = None, output: str | None = N
         NonFiniteLossError: the loss became NaN or infinite; says which checkpoint is the last good one.
     """
     joined_before = dist.is_initialized()
-    join_world(default_device())
+    patience = DEFAULT_TIMEOUT if timeout is None else as_timedelta(timeout)
+    join_world(default_device(), timeout=patience)
     settings = TrainSettings.from_config(config)
     settings.check_batch(settings.plan.resolve(dist.get_world_size()).dp_size)
     start = decide_once(lambda: find_start(config, settings, resume, output), world_group())
@@ -60,7 +65,7 @@ def run(config: DictConfig, *, resume: str | None = None, output: str | None = N
     console = Console(quiet=dist.get_rank() != 0)
     log = loggers.RankLog(start.directory.path, dist.get_rank(), loggers.ConsoleHandler(console))
     with log, StopRequest() as stop:
-        parts = _prepare(config, settings, start, console, stop)
+        parts = _prepare(config, settings, start, console, stop, patience)
         if dist.get_rank() == 0:
             write_config(config, start.directory, parts.trainer.step)
         first, last = parts.trainer.step + 1, settings.steps
@@ -85,7 +90,14 @@ class _Run:
     evaluation: EvaluationHook
 
 
-def _prepare(config: DictConfig, settings: TrainSettings, start: Start, console: Console, stop: StopRequest) -> _Run:
+def _prepare(
+    config: DictConfig,
+    settings: TrainSettings,
+    start: Start,
+    console: Console,
+    stop: StopRequest,
+    timeout: timedelta,
+) -> _Run:
     dataset = instantiate(config.data.train)
     engine = parallelize(
         functools.partial(instantiate, config.model),
@@ -95,6 +107,7 @@ def _prepare(config: DictConfig, settings: TrainSettings, start: Start, console:
         seed=settings.seed,
         # Stages are balanced by what real samples cost.
         sample_inputs=sample_inputs(dataset) if settings.plan.pp > 1 else None,
+        timeout=timeout,
     )
     # What the optimizer and its schedule are configured with, before a checkpoint changes it.
     options = OptimizerOptionsHook(engine.optimizer)

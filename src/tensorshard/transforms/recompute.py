@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tensorshard.modules.buffer_values import BufferValues, Exchanged
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
-from tensorshard.torch_private.modules import own_buffers
+from tensorshard.torch_private.modules import buffer_names
 from tensorshard.torch_private.operators import ATTENTION_KERNELS
 
 _aten = torch.ops.aten
@@ -39,7 +39,7 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: str) -> None:
     if mode == "none":
         return
     for block in blocks:
-        holders = [module for module in block.modules() if own_buffers(module)]
+        holders = [module for module in block.modules() if buffer_names(module)]
         contexts = partial(_contexts, holders, mode == "selective") if holders or mode == "selective" else None
         # A module of its own would put its name into every parameter's; checkpoints would then depend on the plan.
         wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, contexts))

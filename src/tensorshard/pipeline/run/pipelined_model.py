@@ -117,6 +117,11 @@ class PipelinedModel(ShardedModel):
         for part in self.parts:
             part.discard_gradients()
 
+    def abandon_step(self) -> None:
+        for part in self.parts:
+            part.abandon_step()
+        self._complete = True
+
     @contextmanager
     def interleaved(self) -> Iterator[None]:
         self._complete = False

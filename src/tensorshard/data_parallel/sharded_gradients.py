@@ -1,0 +1,101 @@
+"""Gradients under FSDP2 where the ranks use different parameters, and FSDP2's state after a backward that failed.
+
+FSDP2 reduces the gradients that a rank has: a rank that did not use a parameter sends a shorter message than others.
+Here it sends zeros in its place. A parameter that no rank used must end without a gradient, as on one device, where one
+of zeros would still decay its weight; so the ranks count who used each. FSDP2 leaves parameters without dimensions
+alone; their gradients are averaged in the same message.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.comm.collectives import all_reduce_
+from tensorshard.torch_private.autograd import call_after_backward
+from tensorshard.torch_private.fake_tensors import detect_fake_mode
+from tensorshard.torch_private.fsdp import parameter_groups, unsharded_parameter
+
+
+class ShardedGradients:
+    """Makes every rank of a model under FSDP2 reduce the same gradients.
+
+    Args:
+        model: after ``fully_shard``.
+        masters: its parameters, by name.
+        scalars: those that FSDP2 does not know.
+        group: the data ranks.
+
+    Attributes:
+        last: whether the gradients are complete after the next backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        masters: Mapping[str, nn.Parameter],
+        scalars: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.last = True
+        self._group = group
+        self._scalars = [scalar for scalar in scalars if scalar.requires_grad]
+        self._trained = [p for p in masters.values() if p.requires_grad]
+        self._used: set[nn.Parameter] = set()  # since there last were no gradients
+        self._in_backward = False
+        this = weakref.ref(self)  # else the model would never be freed
+        for fsdp_group in parameter_groups(model):
+            fsdp_group.post_backward = partial(_post_backward, this, fsdp_group, fsdp_group.post_backward)
+
+    def forget(self) -> None:
+        """Called after a backward that failed."""
+        self._in_backward = False
+        self._used.clear()
+
+    def fill(self, fsdp_group: Any) -> None:
+        """Gives the parameters of `fsdp_group` that have no gradient one of zeros."""
+        self._enter_backward()
+        for fsdp_param in fsdp_group.fsdp_params:
+            unsharded = unsharded_parameter(fsdp_param)
+            if unsharded is None or not unsharded.requires_grad:
+                continue
+            if unsharded.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
+                self._used.add(fsdp_param.sharded_param)
+            elif fsdp_group.reduce_grads:
+                unsharded.grad = torch.zeros_like(unsharded)
+
+    def _enter_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._used = {p for p in self._used if p.grad is not None}
+            call_after_backward(self._end_backward)
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._used.update(scalar for scalar in self._scalars if scalar.grad is not None)
+        if not self.last:
+            return
+        sums = [float(p in self._used) for p in self._trained]
+        device = self._trained[0].device if self._trained else torch.device("cpu")
+        message = torch.tensor(sums, dtype=torch.float64, device=device)
+        gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self._scalars]
+        message = torch.cat([message, *(gradient.double().view(1) for gradient in gradients)])
+        all_reduce_(message, self._group, what="which parameters were used")
+        for scalar, total in zip(self._scalars, message[len(sums) :], strict=True):
+            scalar.grad = (total / self._group.size()).to(scalar.dtype)
+        alike = detect_fake_mode(message) is not None  # there are no numbers then, and all ranks do the same
+        for parameter, count in zip(self._trained, sums if alike else message[: len(sums)].tolist(), strict=True):
+            if count < 0.5:
+                parameter.grad = None
+
+
+def _post_backward(this: Any, fsdp_group: Any, original: Any, *args: Any) -> None:
+    gradients = this()
+    if gradients is not None:
+        gradients.fill(fsdp_group)
+    original(*args)

@@ -1,0 +1,178 @@
+"""Torch's global random state is the user's; the Engine draws from streams of its own, which checkpoints hold."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorshard as ts
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.dropout = nn.Dropout(0.5)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.dropout(torch.relu(self.up(x))))
+
+
+class Dropping(nn.Module):
+    """Its output shows what was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _noisy_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if targets.dim() == 1:
+        raise ValueError("this loss wants targets like the output")
+    return (output - targets + 0.1 * torch.rand_like(output)).square().mean()
+
+
+def _engine(seed: int = 5, **fields: Any) -> ts.Engine:
+    return ts.parallelize(Dropping(), ts.Plan(**fields), optimizer=SGD, loss_fn=_noisy_loss, seed=seed)
+
+
+def _batch(engine: ts.Engine, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    mesh = engine.mesh
+    return [torch.randn(4, 8, generator=generator).chunk(mesh.dp_size)[mesh.dp_rank] for _ in range(2)]
+
+
+def _global_state_of_calls(fields: dict[str, Any]) -> list[bool]:
+    same = []
+
+    def call(function: Any, *args: Any) -> Any:
+        before = torch.get_rng_state()
+        result = function(*args)
+        same.append(torch.equal(before, torch.get_rng_state()))
+        return result
+
+    torch.manual_seed(77)
+    engine = call(partial(_engine_built_before, fields))
+    call(engine.step, *_batch(engine, 0))
+    call(engine.evaluate, *_batch(engine, 0))
+    call(engine.predict, _batch(engine, 0)[0])
+    if engine.plan.pp == 1:
+        call(engine.model, _batch(engine, 0)[0])
+    if engine.plan.pp == 1:
+        with pytest.raises(ValueError):
+            engine.step(_batch(engine, 0)[0], torch.zeros(3))
+    same.append(torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(77))))
+    return same
+
+
+def _engine_built_before(fields: dict[str, Any]) -> ts.Engine:
+    before = torch.get_rng_state()
+    model = Dropping()
+    torch.set_rng_state(before)
+    return ts.parallelize(model, ts.Plan(**fields), optimizer=SGD, loss_fn=_noisy_loss)
+
+
+PLANS: list[dict[str, Any]] = [
+    dict(zero=0),
+    dict(zero=3),
+    dict(zero=1, recompute="full"),
+    dict(tp=2),
+    dict(pp=2, micro_batches=2),
+]
+
+
+@pytest.mark.parametrize("fields", PLANS, ids=str)
+def test_every_call_leaves_the_global_state_alone(ranks, fields):
+    for same in ranks(2, _global_state_of_calls, fields):
+        assert all(same), same
+
+
+def _losses(interfere: bool) -> list[float]:
+    torch.manual_seed(1 if interfere else 2)
+    engine = _engine(zero=1)
+    losses = []
+    for step in range(3):
+        if interfere:
+            torch.rand(step + 1)
+        losses.append(engine.step(*_batch(engine, step)).item())
+    return losses
+
+
+def test_what_the_user_draws_changes_nothing(ranks):
+    assert ranks(2, _losses, True) == ranks(2, _losses, False)
+
+
+def _forward_twice() -> list[torch.Tensor]:
+    """What a loop of one's own sees in training: another dropout on each data rank, and in each call."""
+    engine = _engine(zero=1)
+    x = torch.ones(2, 8)
+    return [engine.model(x).detach().clone() for _ in range(2)]
+
+
+def test_a_raw_loop_drops_apart_on_data_ranks_whatever_the_global_seed(ranks):
+    (first, again), (other, _) = ranks(2, _forward_twice)
+    assert not torch.equal(first, again) and not torch.equal(first, other)
+
+
+def _written(path: Path, fields: dict[str, Any]) -> list[float]:
+    engine = _engine(**fields)
+    for step in range(2):
+        engine.step(*_batch(engine, step))
+    engine.save(path)
+    return [engine.step(*_batch(engine, step)).item() for step in (2, 3)]
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _resumed(path: Path, fields: dict[str, Any]) -> tuple[list[float], list[str], torch.Tensor]:
+    heard = _Heard()
+    logging.getLogger("tensorshard").addHandler(heard)
+    try:
+        engine = _engine(seed=5, **fields)
+        torch.rand(7)
+        before = torch.get_rng_state()
+        engine.load(path)
+        assert torch.equal(before, torch.get_rng_state())
+    finally:
+        logging.getLogger("tensorshard").removeHandler(heard)
+    losses = [engine.step(*_batch(engine, step)).item() for step in (2, 3)]
+    return losses, [m for m in heard.messages if "random state" in m], engine.random.states()["cpu"]
+
+
+@pytest.mark.parametrize("fields", [dict(zero=0), dict(zero=3), dict(tp=2)], ids=str)
+def test_a_resumed_run_draws_what_the_first_would_have_drawn(ranks, tmp_path, fields):
+    losses = ranks(2, _written, tmp_path / "c", fields)
+    for (resumed, messages, _), expected in zip(ranks(2, _resumed, tmp_path / "c", fields), losses, strict=True):
+        assert resumed == expected and not messages
+
+
+@pytest.mark.parametrize(("size", "fields"), [(1, dict(zero=0)), (2, dict(tp=2)), (4, dict(zero=2))], ids=str)
+def test_another_layout_is_told_that_random_state_begins_anew(ranks, tmp_path, size, fields):
+    ranks(2, _written, tmp_path / "c", dict(zero=1))
+    found = ranks(size, _resumed, tmp_path / "c", fields)
+    assert "random state is not restored" in found[0][1][0] and "then and" in found[0][1][0]
+    assert not any(messages for _, messages, _ in found[1:])
+    if "tp" in fields:  # these drop alike
+        assert torch.equal(found[0][2], found[1][2])
+    again = ranks(size, _resumed, tmp_path / "c", fields)
+    assert [losses for losses, _, _ in found] == [losses for losses, _, _ in again]

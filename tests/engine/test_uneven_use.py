@@ -1,0 +1,199 @@
+"""Data ranks that use different parameters, or make different calls: exact, or told in a sentence."""
+
+import time
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import parity
+import tensorshard as ts
+from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.comm.world import as_timedelta, set_timeout
+from tensorshard.models import GPT, next_token_loss
+from toys import Odd, data, plain_loop, squares
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-6)
+
+
+class Branching(nn.Module):
+    """Parameters inside of a block, a scalar and a bare one that only some batches use, beside batch normalizations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList([Branch(), Branch(), Branch()])
+        self.sometimes = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.tensor(0.4))
+        self.never = nn.Parameter(torch.ones(5))
+        self.outlet = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used = bool(x[0, 0] > 0)
+        h = x
+        for block in self.blocks:
+            h = block(h, used)
+        y = self.outlet(h)
+        return y + self.sometimes(x) * self.scale if used else y
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 160)
+        self.norm = nn.BatchNorm1d(160)
+        self.extra = nn.Linear(160, 160)
+        self.down = nn.Linear(160, 6)
+
+    def forward(self, x: torch.Tensor, used: bool) -> torch.Tensor:
+        h = torch.relu(self.norm(self.up(x)))
+        if used:
+            h = h + self.extra(h)
+        return x + self.down(h)
+
+
+def _train(build: Any, fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = ts.parallelize(build(), ts.Plan(**fields), optimizer=ADAMW, loss_fn=squares)
+    losses = []
+    for step in range(4):
+        batch = data(step, sometimes=4)
+        losses.append(engine.step(*(t.chunk(engine.mesh.dp_size)[engine.mesh.dp_rank] for t in batch)).item())
+    return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("fields", [dict(zero=3), dict(zero=3, micro_batches=2), dict(zero=3, dp_replicate=2)], ids=str)
+def test_zero_3_with_parameters_that_only_some_ranks_use(ranks, fields):
+    world_size = 4 if "micro_batches" not in fields else 2
+    losses, state = ranks(world_size, _train, Odd, fields)[0]
+    model = Odd()
+    parts = world_size * fields.get("micro_batches", 1)
+    steps = [list(zip(*(t.chunk(parts) for t in data(step, sometimes=4)), strict=True)) for step in range(4)]
+    expected = list(plain_loop(model, ADAMW(model.parameters()), steps))
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    wanted = {name: value for name, value in model.state_dict().items() if name != "calls"}
+    parity.assert_same_state({name: value for name, value in state.items() if name != "calls"}, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_batch_normalization_beside_them_is_the_same_at_every_level(ranks, size):
+    found = [ranks(size, _train, Branching, dict(zero=level)) for level in range(4)]
+    losses, state = found[0][0]
+    assert losses[-1] < losses[0]
+    assert torch.equal(state["never"], torch.ones(5))
+    for results in found[1:]:
+        torch.testing.assert_close(results[0][0], losses, rtol=1e-5, atol=1e-6)
+        parity.assert_same_state(results[0][1], state, 1e-5)
+
+
+class Skipping(nn.Module):
+    """Calls its middle block on the first rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)])
+        self.outlet = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != 1 or dist.get_rank() == 0:
+                x = block(x)
+        return self.outlet(x)
+
+
+def _skipped_block() -> str:
+    engine = ts.parallelize(Skipping(), ts.Plan(zero=3), optimizer=ADAMW, loss_fn=squares)
+    try:
+        engine.step(*data(0))
+    except CollectiveMismatchError as error:
+        return str(error)
+    return "taken"
+
+
+def test_zero_3_names_a_block_that_only_one_rank_calls(ranks):
+    for message in ranks(2, _skipped_block):
+        assert "rank 0: blocks.1, rank 1: blocks.2" in message and "use zero=2" in message
+
+
+# -- a call that one rank makes alone --
+
+
+def _lone_mean(output: torch.Tensor, targets: torch.Tensor) -> Any:
+    if dist.get_rank() == 0:
+        output.mean()  # logits are split over the ranks, so that this gathers them
+    return next_token_loss(output, targets)
+
+
+def _plain(output: torch.Tensor, targets: torch.Tensor) -> Any:
+    return next_token_loss(output, targets)
+
+
+def _lone_call(kind: str) -> tuple[str, float]:
+    """What each rank says of what rank 0 calls alone, and after how many seconds. The world outlives it."""
+    fields = dict(tp=2, dp_shard=1) if kind == "mean of split logits" else dict(zero=1)
+    torch.manual_seed(1)
+    loss_fn = _lone_mean if kind == "mean of split logits" else _plain
+    engine = ts.parallelize(
+        lambda: GPT(61, 16, 2, 2, 30), ts.Plan(**fields), optimizer=ADAMW, loss_fn=loss_fn, timeout=3
+    )
+    for group in {engine.mesh.world_group, engine.mesh.dp_group}:
+        set_timeout(group, as_timedelta(3))  # the fixture's own world
+    inputs, targets = parity.batch("gpt", 0, 4)
+    started = time.monotonic()
+    try:
+        if kind == "step":
+            if dist.get_rank() == 0:
+                engine.step(inputs, targets)
+            else:
+                time.sleep(6)
+        else:
+            engine.step(inputs, targets)
+        message = "nothing"
+    except RuntimeError as error:
+        message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return message, time.monotonic() - started
+
+
+@pytest.mark.parametrize("kind", ["mean of split logits", "step"])
+def test_a_call_that_one_rank_makes_alone_names_itself_within_the_timeout(ranks, kind):
+    found = ranks(2, _lone_call, kind)
+    for message, seconds in found if kind != "step" else found[:1]:
+        assert "could not finish the" in message and "Every rank of a group must make the same calls" in message
+        assert seconds < 60
+
+
+def _measured_on_one_rank() -> list[float | None]:
+    engine = ts.parallelize(Odd(), ts.Plan(zero=2), optimizer=ADAMW, loss_fn=squares)
+    engine.measure_grad_norm = dist.get_rank() == 0
+    engine.step(*data(0, sometimes=8))
+    return [None if engine.grad_norm is None else engine.grad_norm.item()]
+
+
+def test_the_norm_may_be_asked_for_on_one_rank(ranks):
+    (first,), (second,) = ranks(2, _measured_on_one_rank)
+    assert first is not None and first > 0 and second is None
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, "long", True, float("nan")])
+def test_a_timeout_that_is_none(timeout):
+    with pytest.raises((TypeError, ValueError), match=r"timeout=.* was given; it must be"):
+        ts.parallelize(nn.Linear(2, 2), ts.Plan(), optimizer=ADAMW, loss_fn=squares, timeout=timeout)
+
+
+def _timeouts() -> list[float]:
+    engine = ts.parallelize(
+        nn.Linear(4, 4),
+        ts.Plan(dp_replicate=2, zero=1),
+        optimizer=ADAMW,
+        loss_fn=squares,
+        timeout=timedelta(seconds=77),
+    )
+    groups = [engine.mesh.group("dp_shard"), engine.mesh.group("dp_replicate")]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_the_timeout_reaches_the_groups(ranks):
+    assert ranks(4, _timeouts) == [[77.0, 77.0]] * 4
