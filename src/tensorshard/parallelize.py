@@ -43,6 +43,7 @@ def parallelize(
     device: torch.device | str | None = None,
     sample_inputs: Any = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
+    debug: bool = False,
 ) -> Engine:
     """Lays `model` out over the world as `plan` says.
 
@@ -66,6 +67,8 @@ def parallelize(
             tensors to find out where `tp` can split and `pp` cut it. By default they are guessed from its layers.
         timeout: how long a rank waits for the others in a collective, before it says which: a timedelta, or seconds.
             It is that of the process groups that are made here; a world that exists already keeps its own.
+        debug: whether the first step also finds out if the loss couples samples, and says so in the log. A loss that
+            does depends on the number of data ranks and micro-batches. It costs two evaluations of the first batch.
 
     The module becomes the Engine's when this returns. Whatever is raised instead, it is as it was before: parameters,
     buffers, attributes, hooks and forwards. Torch's global random state is left alone either way.
@@ -106,6 +109,7 @@ def parallelize(
             random=random,
             cache=cache,
             head_groups=groups,
+            debug=debug,
         )
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
     if mesh.rank == 0:

@@ -9,6 +9,7 @@ import torch
 
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
+from tensorshard.engine.independent_samples import check_independent_samples
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
@@ -62,6 +63,7 @@ class Engine:
         random: RandomStreams,
         cache: GenerationCache,
         head_groups: Sequence[HeadGroup] = (),
+        debug: bool = False,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -79,6 +81,7 @@ class Engine:
         self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
         self.random = random
         self._cache = cache
+        self._check_samples = debug  # before the first step
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
             random.install_in(sharded.model)
             cache.switch_off_in_training(sharded.model)
@@ -129,7 +132,22 @@ class Engine:
 
         return BufferValues(self.model.modules(), wanted)
 
+    @torch.no_grad()
+    def _check_independent_samples(self, inputs: Any, targets: Any) -> None:
+        self._check_samples = False
+        with self._evaluation_mode():
+            check_independent_samples(
+                self._step_runner,
+                self.mesh,
+                inputs,
+                targets,
+                micro_batches=self.plan.micro_batches,
+                tolerance=1e-4 if self.plan.precision == "fp32" else 1e-2,
+            )
+
     def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        if self._check_samples:
+            self._check_independent_samples(inputs, targets)
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
         if self._rescale_gradients(loss.mean, loss.correction):
             self.optimizer.step()
