@@ -125,6 +125,6 @@ def random_values(generator: torch.Generator) -> Callable[[str, torch.Tensor], t
         if tensor.ndim < 2:
             return noise.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
         # Somewhat above the usual scale, so that attention is far from uniform.
-        return noise.mul_(1.5 / min(tensor.shape[-2:]) ** 0.5)
+        return noise.mul_(1.5 / max(1, min(tensor.shape[-2:])) ** 0.5)
 
     return value

@@ -8,6 +8,7 @@ from torch import nn
 
 _SAMPLES = 2
 _TOKENS = 6
+_LARGEST_TOKEN = 100
 
 
 def example_inputs(model: nn.Module) -> list[Any]:
@@ -63,7 +64,7 @@ def _hugging_face_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if config is None or not isinstance(name, str):
         return None
-    tokens = _tokens(getattr(config, "vocab_size", 2))
+    tokens = _tokens(getattr(config, "vocab_size", 2), special=_special_tokens(config))
     inputs: dict[str, Any] = {name: tokens}
     if name == "pixel_values":
         size = getattr(config, "image_size", 224)
@@ -77,8 +78,16 @@ def _hugging_face_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
     return inputs
 
 
-def _tokens(vocabulary: int) -> torch.Tensor:
-    return torch.arange(_SAMPLES * _TOKENS).mul_(5).remainder_(vocabulary).view(_SAMPLES, _TOKENS)
+def _tokens(vocabulary: int, special: frozenset[int] = frozenset()) -> torch.Tensor:
+    """Tokens of a `vocabulary`, none of them `special` if there are others."""
+    plain = [token for token in range(min(vocabulary, _LARGEST_TOKEN)) if token not in special] or [0]
+    return torch.tensor([plain[5 * i % len(plain)] for i in range(_SAMPLES * _TOKENS)]).view(_SAMPLES, _TOKENS)
+
+
+def _special_tokens(config: Any) -> frozenset[int]:
+    """What begins, ends or pads a sequence, which models look for."""
+    values = [value for key, value in vars(config).items() if key.endswith("_token_id")]
+    return frozenset(value for value in values if isinstance(value, int))
 
 
 def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:

@@ -189,9 +189,18 @@ class _LayerSources(Provenance[_Source]):
         self.add((*operation.outputs, *operation.written), applied or sources)
 
     def shared_inputs(self) -> list[tuple[str, ...]]:
-        """Layers that read the same tensor, once each."""
-        groups = [tuple(dict.fromkeys(names)) for names in self._readers.values()]
-        return [group for group in groups if len(group) > 1]
+        """Layers that read the same tensor, once each.
+
+        A layer that is called several times, with other neighbours each time, belongs to no group: what its
+        neighbours of one call compute with it, they would compute for nothing in another.
+        """
+        groups = dict.fromkeys(tuple(dict.fromkeys(names)) for names in self._readers.values())
+        neighbours: dict[str, set[tuple[str, ...]]] = {}
+        for group in groups:
+            for name in group:
+                neighbours.setdefault(name, set()).add(group)
+        alike = [tuple(name for name in group if len(neighbours[name]) == 1) for group in groups]
+        return [group for group in alike if len(group) > 1]
 
     def regions(self) -> list[Region]:
         """Rows that share a column belong together; an ``nn.MultiheadAttention`` is a region by itself."""
