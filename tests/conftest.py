@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bounds import record_comparisons
 from rank_pool import RankPool
@@ -21,3 +22,13 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def no_world_is_left() -> Iterator[None]:
+    """Fails a test that joins a world in the process that runs the tests, and ends it for those that follow."""
+    joined_before = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not joined_before:
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group in the process of the tests; run it by ranks(1, ...)")

@@ -35,18 +35,19 @@ class Started:
         self.config: DictConfig | None = None
         self.resume: str | None = None
         self.output: str | None = None
+        self.timeout: float | None = None
         self.world: World | None = None
         self.log_dir: str | None = None
         self.inside = False
 
     def launch(self, entrypoint: Any, args: tuple[Any, ...], world: World, *, log_dir: str | None) -> None:
         assert entrypoint is train.train_worker
-        self.config, self.resume, self.output = args
+        self.config, self.resume, self.output, self.timeout = args
         self.world, self.log_dir = world, log_dir
 
     def run_worker(self, entrypoint: Any, args: tuple[Any, ...], *, report: bool) -> None:
         assert entrypoint is train.train_worker and report
-        self.config, self.resume, self.output = args
+        self.config, self.resume, self.output, self.timeout = args
         self.inside = True
 
 
@@ -267,3 +268,15 @@ def test_the_version_is_told_without_loading_torch() -> None:
     code = "import sys, tensorshard.cli as c\ntry: c.main(['--version'])\nfinally: print('torch' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output == f"tensorshard {tensorshard.__version__}\nFalse\n"
+
+
+def test_the_timeout_reaches_the_workers(started, config):
+    assert main(["train", config, "--timeout", "20"]) == 0
+    assert started.timeout == 20.0
+
+
+@pytest.mark.parametrize("seconds", ["0", "-3"])
+def test_a_timeout_that_is_none(started, config, capsys, seconds):
+    assert main(["train", config, f"--timeout={seconds}"]) == 2
+    assert f"--timeout {seconds}: it must be a number of seconds above 0" in capsys.readouterr().err
+    assert started.config is None

@@ -102,8 +102,8 @@ def _check(kind: str, results: list[Any]) -> None:
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_blocks_are_recomputed_without_a_cache(kind, mode):
-    _check(kind, [_train(kind, dict(recompute=mode))])
+def test_blocks_are_recomputed_without_a_cache(ranks, kind, mode):
+    _check(kind, ranks(1, _train, kind, dict(recompute=mode)))
 
 
 @pytest.mark.parametrize("fields", [dict(tp=2), dict(pp=2, micro_batches=2)], ids=str)
@@ -118,26 +118,52 @@ def test_stock_configs_are_split_and_cut_at_once(ranks, kind):
     _check(kind, ranks(4, _train, kind, dict(pp=2, tp=2, micro_batches=2)))
 
 
-def test_generation_has_its_cache(caplog):
-    model = _build("llama")
-    with caplog.at_level(logging.WARNING, "tensorshard"):
-        engine = ts.parallelize(model, ts.Plan(recompute="full"), optimizer=ADAMW, loss_fn=_loss)
-    assert caplog.text.count("config.use_cache is off within step and evaluate") == 1
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _said(**options: Any) -> tuple[ts.Engine, list[str]]:
+    """An engine, and what the log said of caches when it was made."""
+    lines = _Lines()
+    logging.getLogger("tensorshard").addHandler(lines)
+    try:
+        engine = ts.parallelize(_build("llama", **options), ts.Plan(recompute="full"), optimizer=ADAMW, loss_fn=_loss)
+    finally:
+        logging.getLogger("tensorshard").removeHandler(lines)
+    return engine, [line for line in lines.lines if "use_cache" in line]
+
+
+def _calls() -> dict[str, Any]:
+    engine, said = _said()
     inputs, targets = _batch("llama", 0)
     engine.step(inputs, targets)
-    assert engine.predict(inputs).past_key_values is not None
+    found: dict[str, Any] = {"said": said, "predict": engine.predict(inputs).past_key_values is not None}
     before = engine.evaluate(inputs, targets)
     # A loop of one's own: recomputed blocks would otherwise fill the cache twice.
     output = engine.model(**inputs)
-    assert output.past_key_values is None
+    found["own loop"] = output.past_key_values is not None
     _loss(output, targets).backward()
     engine.optimizer.step()
-    assert engine.evaluate(inputs, targets) < before
+    found["trained"] = bool(engine.evaluate(inputs, targets) < before)
     tokens = engine.model.generate(inputs["input_ids"][:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert tokens.shape == (1, 12)
+    return found | {"generated": tuple(tokens.shape)}
 
 
-def test_a_model_without_one_is_told_nothing(caplog):
-    with caplog.at_level(logging.WARNING, "tensorshard"):
-        ts.parallelize(_build("llama", use_cache=False), ts.Plan(), optimizer=ADAMW, loss_fn=_loss)
-    assert "use_cache" not in caplog.text
+def test_generation_has_its_cache_and_training_has_none(ranks):
+    [found] = ranks(1, _calls)
+    [line] = found.pop("said")
+    assert line.startswith("config.use_cache is off within step and evaluate")
+    assert found == {"predict": True, "own loop": False, "trained": True, "generated": (1, 12)}
+
+
+def _said_without() -> list[str]:
+    return _said(use_cache=False)[1]
+
+
+def test_a_model_without_one_is_told_nothing(ranks):
+    assert ranks(1, _said_without) == [[]]

@@ -13,8 +13,8 @@ from torch import nn
 import parity
 import tensorshard as ts
 from tensorshard.comm.monitor import CollectiveMismatchError
-from tensorshard.comm.world import as_timedelta, set_timeout
 from tensorshard.models import GPT, next_token_loss
+from tensorshard.torch_private.process_groups import group_timeout, set_group_timeout
 from toys import Odd, data, plain_loop, squares
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-6)
@@ -140,7 +140,7 @@ def _lone_call(kind: str) -> tuple[str, float]:
         lambda: GPT(61, 16, 2, 2, 30), ts.Plan(**fields), optimizer=ADAMW, loss_fn=loss_fn, timeout=3
     )
     for group in {engine.mesh.world_group, engine.mesh.dp_group}:
-        set_timeout(group, as_timedelta(3))  # the fixture's own world
+        set_group_timeout(group, timedelta(seconds=3))  # the fixture's own world
     inputs, targets = parity.batch("gpt", 0, 4)
     started = time.monotonic()
     try:
@@ -192,7 +192,7 @@ def _timeouts() -> list[float]:
         timeout=timedelta(seconds=77),
     )
     groups = [engine.mesh.group("dp_shard"), engine.mesh.group("dp_replicate")]
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    return [group_timeout(group, torch.device("cpu")).total_seconds() for group in groups]
 
 
 def test_the_timeout_reaches_the_groups(ranks):

@@ -35,7 +35,7 @@ def parameter_groups(model: nn.Module) -> list[Any]:
 
     Why: a group reduces the gradients that this rank has, where all ranks have to reduce the same.
 
-    Checked: torch 2.11, where a module has one group, and 2.13, where it may have several.
+    Checked: torch 2.11 and 2.13; a module may have several groups from 2.13 on.
 
     Public way: ``FSDPModule.set_reduce_scatter_unused_params``, from torch 2.13 on, which does not tell who has none.
     """

@@ -93,9 +93,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, heads: int = 4) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(16, 4) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(16, heads) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -103,8 +103,14 @@ class Net(nn.Module):
         return x
 
 
-def test_what_reshapes_to_the_full_width_stays_whole_and_says_why():
-    found = find_tensor_plan(Net(), 2, inputs=torch.zeros(2, 3, 16))
+def test_what_reshapes_to_the_full_width_is_split_where_its_heads_divide():
+    found = find_tensor_plan(Net(), 2, inputs=torch.zeros(2, 3, 16)).plan.to_dict()
+    assert found["blocks.*.attention"] == "divide(reshape.sizes)"
+    assert found["blocks.*.attention.out"] == "rowwise"
+
+
+def test_what_cannot_be_split_stays_whole_and_says_why():
+    found = find_tensor_plan(Net(heads=1), 2, inputs=torch.zeros(2, 3, 16))
     assert found.plan.to_dict() == {
         "blocks.*.up": "colwise",
         "blocks.*.slopes.weight": "slice(0)",

@@ -57,18 +57,26 @@ def proposals(
     slicings = _input_slicings(region, inputs, size, provided)
     between = between_styles(block, region)
     tries = 0
+    for chosen in _ways_to_divide(divisible, (owner_of(region), RESHAPE_SIZES)):
+        ways = [(slicing, chosen) for slicing in slicings]
+        ways += [({}, (*chosen, cut)) for cut in _cut_arguments(region, flow, chosen, numbers, provided)]
+        for packing, (slicing, divided), extra in product(packings, ways, between):
+            tries += 1
+            if tries > _MOST_TRIES:
+                return
+            rows = dict.fromkeys(region.rows, ROWWISE)
+            yield Proposal({**packing, **rows, **extra, **divide_styles(divided)}, slicing)
+
+
+def _ways_to_divide(
+    attributes: list[tuple[str, str]], reshapes: tuple[str, str]
+) -> Iterator[tuple[tuple[str, str], ...]]:
+    """None of the `attributes`, each of them, what the forward reshapes to by itself and with each, then two, three."""
     for count in range(_MOST_ATTRIBUTES + 1):
-        for chosen in combinations(divisible, count):
-            ways = [(slicing, chosen) for slicing in slicings]
-            ways += [({}, (*chosen, cut)) for cut in _cut_arguments(region, flow, chosen, numbers, provided)]
-            if count < _MOST_ATTRIBUTES:
-                ways.append(({}, (*chosen, (owner_of(region), RESHAPE_SIZES))))
-            for packing, (slicing, divided), extra in product(packings, ways, between):
-                tries += 1
-                if tries > _MOST_TRIES:
-                    return
-                rows = dict.fromkeys(region.rows, ROWWISE)
-                yield Proposal({**packing, **rows, **extra, **divide_styles(divided)}, slicing)
+        if count == 2:
+            yield (reshapes,)
+            yield from ((attribute, reshapes) for attribute in attributes)
+        yield from combinations(attributes, count)
 
 
 def owner_of(region: Region) -> str:
@@ -93,6 +101,7 @@ def _cut_arguments(
 ) -> Iterator[tuple[str, str]]:
     """Arguments of a module that may have an entry for each of the heads that it divides, as options of it."""
     values = {(owner, name): value for owner, name, value in numbers}
+    chosen = [pair for pair in chosen if pair in values]
     met = {index for index in region.inputs if index not in provided}
     for owner, name in chosen:
         for key, argument in flow.arguments.get(owner, {}).items():
