@@ -42,7 +42,8 @@ class Trained:
 def build(case: Case, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The case's model, in training, with the same weights every time."""
     torch.manual_seed(1)
-    return case.build().train().to(dtype)
+    model = case.build().train()
+    return model if dtype == torch.float32 else model.to(dtype)
 
 
 def batch(case: Case, step: int, dtype: torch.dtype = torch.float32) -> Batch:
