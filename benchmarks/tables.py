@@ -1,4 +1,4 @@
-"""``python -m benchmarks tables``: writes the README's tables, and those of docs/models.md, anew from the results files.
+"""``python -m benchmarks tables``: writes the tables of the README and of docs/models.md anew from the results files.
 
 A table stands between ``<!-- benchmark:NAME -->`` and ``<!-- /benchmark -->``, on lines of their own; what
 was there is replaced by one table for each hardware that NAME was run on.
@@ -104,4 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Suite("tables", "writes the tables of the README and docs/models.md anew from the results files", lambda parser: None, run)
+COMMAND = Suite(
+    "tables", "writes the tables of the README and docs/models.md anew from the results files", lambda parser: None, run
+)

@@ -50,8 +50,8 @@ class Cell:
     """What one case did under one plan.
 
     Args:
-        status: "exact", "refused" with one of tensorshard's sentences, "crashed" with any other exception, "wrong" where
-            numbers differ, or "hung".
+        status: "exact", "refused" with one of tensorshard's sentences, "crashed" with any other exception, "wrong"
+            where numbers differ, or "hung".
         detail: the error's first sentence, or what differs.
         stage: what was going on: "parallelize", "step 1" and so on.
         where: the line that raised the error.
@@ -186,7 +186,9 @@ class CellRunner:
         self._count += 1
         return str(self.folder / f"{self._count}")
 
-    def _processes(self, target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]] | str:
+    def _processes(
+        self, target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]
+    ) -> list[dict[str, Any]] | str:
         """What each process handed in; "hung" if they took too long, or the end of the log of one that died."""
         started: list[tuple[Any, Connection, Path]] = []
         try:

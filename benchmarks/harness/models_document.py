@@ -70,7 +70,8 @@ def _counts(cells: Cells) -> str:
     count = sum(key == "tp" for _, key, _ in cells)
     if count:
         half, most = sum(share >= 0.5 for share in split), sum(share >= 0.9 for share in split)
-        lines += ["", f"tp 2 splits at least half of the weights of {half} of {count} models, and 90% of those of {most}."]
+        of = f"of {half} of {count} models, and 90% of those of {most}"
+        lines += ["", f"tp 2 splits at least half of the weights {of}."]
     return "\n".join(lines)
 
 

@@ -48,7 +48,9 @@ class Difference:
 
 def difference(found: Trained, expected: Trained) -> Difference:
     """How `found` differs from `expected`; infinitely where a number is not finite."""
-    losses = max(_relative(torch.tensor(a), torch.tensor(b)) for a, b in zip(found.losses, expected.losses, strict=True))
+    losses = max(
+        _relative(torch.tensor(a), torch.tensor(b)) for a, b in zip(found.losses, expected.losses, strict=True)
+    )
     if set(found.state) != set(expected.state):
         names = sorted(set(found.state) ^ set(expected.state))
         return Difference(losses, math.inf, names=f"the state dicts' names differ: {', '.join(names[:4])}")

@@ -15,8 +15,8 @@ from benchmarks.models.plans import PlanCase
 
 STEPS = 3
 SAMPLES = 8  # of the global batch
-# Gradients that are zero but for rounding (of the biases of keys in attention) would be divided by themselves: an epsilon
-# far above the rounding keeps those weights at rest.
+# Gradients that are zero but for rounding (of the biases of keys in attention) would be divided by themselves: an
+# epsilon far above the rounding keeps those weights at rest.
 OPTIMIZER = partial(torch.optim.AdamW, lr=3e-3, eps=1e-4)
 
 

@@ -79,7 +79,7 @@ CASES = [
               out_channels=4, num_cross_attention_heads=4, cross_attention_head_dim=8, cross_attention_dim=32,
               caption_channels=32, sample_size=8, patch_size=1),
     _sequence("Prior", "PriorTransformer",
-              several({"hidden_states": (32,), "proj_embedding": (32,), "encoder_hidden_states": (6, 32)}, indices=_TIME),
+              several({"hidden_states": (32,), "proj_embedding": (32,), **_TEXT}, indices=_TIME),
               **_HEADS, embedding_dim=32, num_embeddings=6, additional_embeddings=4),
     _sequence("CogVideoX", "CogVideoXTransformer3DModel",
               several({"hidden_states": (2, 4, 8, 8), **_TEXT}, indices=_TIME), **_HEADS, in_channels=4,

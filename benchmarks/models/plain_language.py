@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.models.batches import VOCABULARY, Batches, class_loss, numbers, token_loss, tokens
-from benchmarks.models.case import Case, Loss
+from benchmarks.models.case import Batch, Case, Loss
 
 WIDTH, HEADS, LAYERS, LENGTH = 32, 4, 3, 12
 
@@ -341,7 +341,7 @@ def _case(name: str, build: Callable[[], nn.Module], batch: Batches | None = Non
     return Case(name, "plain", build, batch or tokens(), loss, "language", is_sequence=True)
 
 
-def _two_texts(samples: int, generator: torch.Generator) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _two_texts(samples: int, generator: torch.Generator) -> Batch:
     drawn = [torch.randint(0, VOCABULARY, (samples, size), generator=generator) for size in (LENGTH, 8, 8)]
     return (drawn[0], drawn[1]), drawn[2]
 
@@ -368,7 +368,7 @@ CASES = [
     _case("EmbeddingBag", BagClassifier, _classes, class_loss),
     _case("Perceiver", Perceiver, _classes, class_loss),
     _case(
-        "MLP-Mixer-1d",
+        "MLP of a sequence",
         lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH), nn.Flatten(), nn.Linear(384, 5)),
         numbers(LENGTH, WIDTH, targets="classes"),
         class_loss,

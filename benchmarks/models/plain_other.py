@@ -1,19 +1,20 @@
 """Recommenders, point clouds, graphs, flows and others, as people write them by hand."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.models.batches import CLASSES, Batches, class_loss, number_loss, numbers, several
-from benchmarks.models.case import Case, Loss
+from benchmarks.models.case import Batch, Case, Loss
 
 
 def mlp(*sizes: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     """Linear layers with an activation between them."""
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in pairwise(sizes):
         layers += [nn.Linear(a, b), activation()]
     return nn.Sequential(*layers[:-1])
 
@@ -153,8 +154,8 @@ class LoRALinear(nn.Module):
         return self.base(x) + x @ self.a.T @ self.b.T
 
 
-class EMACodebook(nn.Module):
-    """Vector quantisation whose usage counts are a buffer that the forward updates, with a straight-through gradient."""
+class Codebook(nn.Module):
+    """Vector quantisation with a straight-through gradient, whose forward counts its calls in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,13 +217,13 @@ class VideoClassifier(nn.Module):
         return self.head(self.features(x).mean((2, 3, 4)))
 
 
-def _recommendations(samples: int, generator: torch.Generator) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _recommendations(samples: int, generator: torch.Generator) -> Batch:
     dense = torch.randn(samples, 8, generator=generator)
     sparse = torch.randint(0, 50, (samples, 4), generator=generator)
     return (dense, sparse), torch.randn(samples, generator=generator)
 
 
-def _graphs(samples: int, generator: torch.Generator) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _graphs(samples: int, generator: torch.Generator) -> Batch:
     x = torch.randn(samples, 10, 8, generator=generator)
     adjacency = torch.randint(0, 2, (samples, 10, 10), generator=generator) | torch.eye(10, dtype=torch.long)
     return (x, adjacency), torch.randint(0, CLASSES, (samples,), generator=generator)
@@ -243,7 +244,7 @@ CASES = [
     _case("RealNVP", RealNVP, numbers(16), flow_loss),
     _case("NeRF", NeRF, several({"position": (3,), "direction": (3,)}), number_loss),
     _case("LoRA", lambda: nn.Sequential(LoRALinear(16, 64), nn.ReLU(), LoRALinear(64, CLASSES)), _classes),
-    _case("vector-quantisation", EMACodebook, numbers(16), number_loss),
+    _case("vector-quantisation", Codebook, numbers(16), number_loss),
     _case("DeepSets", DeepSets, numbers(6, 8, targets="classes")),
     _case("SIREN", lambda: mlp(2, 64, 64, 3, activation=Sine), numbers(2), number_loss),
     _case("early-exit", EarlyExit, _classes),

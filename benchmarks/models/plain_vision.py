@@ -1,6 +1,7 @@
 """Image models as people write them by hand."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -52,7 +53,7 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [3, 8, 16, 32]
-        self.down = nn.ModuleList(self._double(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.down = nn.ModuleList(self._double(a, b) for a, b in pairwise(sizes))
         self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in ((16, 32), (8, 16)))
         self.merge = nn.ModuleList(self._double(2 * a, a) for a in (16, 8))
         self.out = nn.Conv2d(8, 3, 1)
@@ -259,12 +260,12 @@ CASES = [
         lambda: nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(),
             nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 64, 64), nn.ReLU(), nn.Linear(64, 5),
-        ),  # fmt: skip
+        ),
     ),
     _case("batch-norm-subclass", lambda: _head(nn.Conv2d(3, 8, 3), BNAct(8), nn.Conv2d(8, 8, 3), BNAct(8), width=8)),
     _case("instance-norm", lambda: _head(
         nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.ReLU(),
         nn.Conv2d(8, 16, 3), nn.InstanceNorm2d(16), nn.ReLU(), width=16,
-    )),  # fmt: skip
+    )),
     _case("Siamese", Siamese),
-]
+]  # fmt: skip

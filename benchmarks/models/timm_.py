@@ -68,7 +68,8 @@ CASES = [
         embed_dim=(16, 32), depths=(1, 1), block_type=("M", "M"), stem_width=8,
         **home._rw_max_cfg(dim_head=8, window_size=2))),
     _sequence("CoAtNet", "maxxvit.MaxxVit", img_size=32, cfg=lambda home: home.MaxxVitCfg(
-        embed_dim=(32, 64), depths=(1, 1), block_type=("C", "T"), stem_width=8, head_hidden_size=32, **home._rw_coat_cfg())),
+        embed_dim=(32, 64), depths=(1, 1), block_type=("C", "T"), stem_width=8, head_hidden_size=32,
+        **home._rw_coat_cfg())),
     _sequence("PVT v2", "pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 2, 4)),
     _sequence("Twins", "twins_svt_small", img_size=64, size=64, embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 2, 4),
               depths=(1, 1, 1, 1), wss=(4, 4, 4, 2)),
@@ -88,7 +89,8 @@ CASES = [
     _case("MobileNet v3", "mobilenetv3_small_050", size=64),
     _case("RegNet", "regnet.RegNet", cfg=lambda home: home.RegNetCfg(w0=16, wa=16.0, wm=1.5, group_size=8, depth=5)),
     _case("ConvMixer", "convmixer.ConvMixer", dim=32, depth=2, kernel_size=3, patch_size=4),
-    _case("GhostNet", "ghostnet.GhostNet", size=64, cfgs=[[[3, 16, 16, 0, 1]], [[3, 48, 24, 0, 2]], [[5, 72, 40, 0.25, 2]]]),
+    _case("GhostNet", "ghostnet.GhostNet", size=64,
+          cfgs=[[[3, 16, 16, 0, 1]], [[3, 48, 24, 0, 2]], [[5, 72, 40, 0.25, 2]]]),
     _case("RepVGG", "byobnet.ByobNet", cfg=lambda home: home.ByoModelCfg(
         blocks=home._rep_vgg_bcfg(d=(1, 1, 1, 1), wf=(0.125, 0.125, 0.125, 0.0625)), stem_type="rep", stem_chs=8)),
     _case("DenseNet", "densenet121", growth_rate=8, block_config=(2, 2)),

@@ -52,8 +52,8 @@ def _swin(models: Any, version: int) -> nn.Module:
 
 def _maxvit(models: Any) -> nn.Module:
     return models.MaxVit(
-        input_size=(32, 32), stem_channels=8, partition_size=2, block_channels=[16, 32], block_layers=[1, 1], head_dim=8,
-        stochastic_depth_prob=0.0, num_classes=CLASSES,
+        input_size=(32, 32), stem_channels=8, partition_size=2, block_channels=[16, 32], block_layers=[1, 1],
+        head_dim=8, stochastic_depth_prob=0.0, num_classes=CLASSES,
     )  # fmt: skip
 
 

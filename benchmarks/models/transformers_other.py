@@ -16,12 +16,14 @@ from benchmarks.models.case import Case, Loss
 from benchmarks.models.transformers_ import CLASSIFIES, GROUPED, NO_TOKENS, SIZES, TEXT, builder
 
 _SPEECH = {
-    **SIZES, **CLASSIFIES, "vocab_size": VOCABULARY, "conv_dim": [16, 16], "conv_kernel": [10, 3], "conv_stride": [5, 2],
-    "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "num_feat_extract_layers": 2,
-    "classifier_proj_size": 16, "pad_token_id": 0,
+    **SIZES, **CLASSIFIES, "vocab_size": VOCABULARY, "conv_dim": [16, 16], "conv_kernel": [10, 3],
+    "conv_stride": [5, 2], "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
+    "num_feat_extract_layers": 2, "classifier_proj_size": 16, "pad_token_id": 0,
 }  # fmt: skip
 _VISION = {**SIZES, "image_size": 32, "patch_size": 8}
-_CLIP_TEXT = {**SIZES, "vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 0, "pad_token_id": 1}
+_CLIP_TEXT = {
+    **SIZES, "vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 0, "pad_token_id": 1,
+}  # fmt: skip
 _ids = {"input_ids": ((12,), VOCABULARY)}
 _image = {"pixel_values": (3, 32, 32)}
 
@@ -34,8 +36,6 @@ def embeddings_loss(output: Any, targets: Any) -> Any:
     """A loss of each sample's own pair of embeddings, for models whose usual loss couples the samples of a batch."""
     products = (output.text_embeds * output.image_embeds).sum(-1)
     return number_loss(products, targets)
-
-
 
 
 def _llava(samples: int, generator: Any) -> Any:
@@ -58,7 +58,8 @@ CASES = [
         "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
     }, several({"input_features": (16, 40)}, indices={"decoder_input_ids": ((8,), 64)}), number_loss, "speech"),
     _case("AST", "ASTForAudioClassification", {
-        **SIZES, **CLASSIFIES, "patch_size": 8, "frequency_stride": 8, "time_stride": 8, "max_length": 32, "num_mel_bins": 16,
+        **SIZES, **CLASSIFIES, "patch_size": 8, "frequency_stride": 8, "time_stride": 8, "max_length": 32,
+        "num_mel_bins": 16,
     }, numbers(32, 16, name="input_values", targets="classes"), class_loss, "speech"),
     _case("CLIP", "CLIPModel", {"text_config": _CLIP_TEXT, "vision_config": _VISION, "projection_dim": 16},
           several(_image, indices=_ids), embeddings_loss, "several modalities"),

@@ -74,8 +74,8 @@ CASES = [
         **_WIDE, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "time_step_rank": 4,
     }, group="recurrent"),
     text_case("Mamba 2", "Mamba2ForCausalLM", {
-        **_WIDE, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "n_groups": 2,
-        "chunk_size": 8,
+        **_WIDE, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8,
+        "n_groups": 2, "chunk_size": 8,
     }, group="recurrent"),
     text_case("RWKV", "RwkvForCausalLM", {
         **_WIDE, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 64,
