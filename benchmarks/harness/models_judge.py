@@ -72,7 +72,7 @@ def is_exact(fp32: Difference, fp64: Difference | None = None) -> bool:
     """
     if fp32.largest <= FP32_TOLERANCE:
         return True
-    return fp64 is not None and fp64.largest <= max(FP64_TOLERANCE, _FP64_SHRINKS * min(fp32.largest, 1e-3))
+    return fp64 is not None and fp64.largest <= max(FP64_TOLERANCE, _FP64_SHRINKS * min(fp32.largest, 1e-4))
 
 
 def bf16_allowance(alone: Trained, others: list[Trained]) -> tuple[float, float]:
@@ -129,10 +129,13 @@ class Failure:
 
     @property
     def first_sentence(self) -> str:
-        """The message up to its first full stop, semicolon or line break, at most 240 characters."""
-        line = self.message.strip().split("\n")[0]
+        """The message up to its first full stop, semicolon or line break, at most 240 characters; of a list after a
+        colon, the first line."""
+        line, *others = self.message.strip().split("\n")
         for end in ("; ", ". "):
             line = line.split(end)[0]
+        if line.endswith(":") and others:
+            line += f" {others[0].strip()}"
         return line[:240]
 
 
