@@ -33,7 +33,7 @@ CASES = [
               "cls_token_id": 1, "sep_token_id": 2}, group=_GROUP),
     text_case("ConvBERT", "ConvBertForMaskedLM", {**_ENCODER, "embedding_size": 32, "head_ratio": 2}, group=_GROUP),
     text_case("MobileBERT", "MobileBertForMaskedLM", {
-        **_ENCODER, "embedding_size": 32, "intra_bottleneck_size": 16, "true_hidden_size": 16,
+        **_ENCODER, "embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16,
         "key_query_shared_bottleneck": True,
     }, group=_GROUP),
     text_case("FNet", "FNetForMaskedLM", _ENCODER, group=_GROUP),
