@@ -1,5 +1,6 @@
 """parallelize(): a model and a Plan in, an Engine out."""
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -25,8 +26,11 @@ from tensorshard.lay_out.model_checks import check_model
 from tensorshard.lay_out.users_modules import UsersModules, is_just_built
 from tensorshard.materialize import TensorSource, from_meta, from_module, record
 from tensorshard.mesh import Mesh
+from tensorshard.modules.generation_cache import GenerationCache
 from tensorshard.plan import Plan
 from tensorshard.transforms.precision import check_supported
+
+logger = logging.getLogger("tensorshard")
 
 
 def parallelize(
@@ -39,6 +43,7 @@ def parallelize(
     device: torch.device | str | None = None,
     sample_inputs: Any = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
+    debug: bool = False,
 ) -> Engine:
     """Lays `model` out over the world as `plan` says.
 
@@ -62,6 +67,8 @@ def parallelize(
             tensors to find out where `tp` can split and `pp` cut it. By default they are guessed from its layers.
         timeout: how long a rank waits for the others in a collective, before it says which: a timedelta, or seconds.
             It is that of the process groups that are made here; a world that exists already keeps its own.
+        debug: whether the first step also finds out if the loss couples samples, and says so in the log. A loss that
+            does depends on the number of data ranks and micro-batches. It costs two evaluations of the first batch.
 
     The module becomes the Engine's when this returns. Whatever is raised instead, it is as it was before: parameters,
     buffers, attributes, hooks and forwards. Torch's global random state is left alone either way.
@@ -86,7 +93,9 @@ def parallelize(
             _check_updates(source.module, updates, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
         broadcast = not agreed and mesh.world_size > 1
-        sharded = apply_plan(source, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
+        cache = GenerationCache(source.module)
+        with cache.off():
+            sharded = apply_plan(source, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
         # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
         random = RandomStreams(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank, device)
         groups = [update.group() for update in updates]
@@ -98,11 +107,17 @@ def parallelize(
             loss_fn=loss_fn,
             device=device,
             random=random,
+            cache=cache,
             head_groups=groups,
+            debug=debug,
         )
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
     if mesh.rank == 0:
         log_updates(updates)
+        if cache.is_on():
+            logger.warning(
+                "config.use_cache is off within step and evaluate: training needs no cache of keys and values"
+            )
     return engine
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import seeds
 import tensorshard as ts
 from article import (
     SGD,
@@ -24,7 +25,7 @@ from article import (
 
 
 def _reference(world: int, *, clip: float | None = None) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
+    seeds.seed(0)
     model = ArticleNet(parallel=False)
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     for step in range(STEPS):
@@ -146,7 +147,7 @@ def test_clip_grad_norm_of_a_mixture(ranks):
 
 def _readme() -> None:
     ts.init_process_group(group_size=2)
-    torch.manual_seed(0)
+    seeds.seed(0)
     m = torch.nn.Sequential(
         torch.nn.Linear(20, 30, bias=True),
         ts.nn.ParallelLinear(30, 30, bias=True, dim=None),

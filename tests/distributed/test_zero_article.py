@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+import seeds
 import tensorshard as ts
 from article import CLASSES, STEPS, ArticleNet, article_samples, assert_same_weights, converted_net, train_article
 from rank_pool import RankError
@@ -58,7 +59,7 @@ def _zero_resume(group_size: int, optimizer_class, path: str, zero: bool, how: s
 
 
 def _adam_reference() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
+    seeds.seed(0)
     model = ArticleNet(parallel=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,12 +41,6 @@ def _frozen() -> nn.Module:
     return nn.Linear(6, 3).requires_grad_(False)
 
 
-def _with_cache() -> nn.Module:
-    model = nn.Linear(6, 3)
-    model.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]  # as models of transformers have
-    return model
-
-
 def _sparse() -> nn.Module:
     return nn.Sequential(nn.Embedding(4, 4, sparse=True))
 
@@ -61,11 +54,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "pipeline": (dict(plan=ts.Plan(pp=2)), ValueError, "1 processes do not divide by the other axes .pp 2"),
     "context": (dict(plan=ts.Plan(cp=2)), ValueError, "cp=2 asks for context parallelism.*not implement"),
     "offload": (dict(plan=ts.Plan(offload="cpu")), ValueError, "offload='cpu' is not implemented"),
-    "a cache recomputed": (
-        dict(model=_with_cache(), plan=ts.Plan(recompute="selective")),
-        ValueError,
-        "Linear.config.use_cache is True.*set config.use_cache=False",
-    ),
     "optimizer, no callable": (dict(optimizer="adamw"), TypeError, "optimizer is a str; it must be a callable"),
     "optimizer, already built": (
         dict(optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),
@@ -198,7 +186,7 @@ def _three(output: torch.Tensor, targets: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _number(output: torch.Tensor, targets: torch.Tensor) -> float:
-    return squares(output, targets).item()
+    return 1.5
 
 
 def _step_message(loss_fn: Any, fields: dict[str, Any], inputs: Any, targets: Any) -> tuple[str, bool]:
@@ -222,7 +210,7 @@ X, T = data(0, 6)
         (_vector, {}, X, T, "TypeError: loss_fn returned a tensor of shape (6,); it must return a scalar tensor"),
         (_vector_and_count, {}, X, T, "TypeError: loss_fn returned a tuple of a tensor of shape (6,) and 6; it must"),
         (_three, {}, X, T, "TypeError: loss_fn returned a tuple of a tensor of shape () and 1 and 2; it must"),
-        (_number, {}, X, T, "TypeError: loss_fn returned 1.61"),
+        (_number, {}, X, T, "TypeError: loss_fn returned 1.5; it must return a scalar tensor"),
         (
             squares,
             dict(micro_batches=4),

@@ -62,8 +62,10 @@ def test_fp64_stays_fp64(ranks, level):
 
 def _fp16_parity(level: int) -> list[float]:
     engine = parity.make_engine("vit", dict(zero=level, precision="fp16", clip_grad_norm=1.0))
+    assert engine.scaler is not None
+    engine.scaler.scale = 2.0**12  # no seed's gradients overflow
     losses = [engine.step(*parity.shard(engine, *parity.batch("vit", step))).item() for step in range(8)]
-    assert engine.scaler is not None and engine.scaler.scale == 2.0**16
+    assert engine.scaler.scale == 2.0**12
     return losses
 
 

@@ -162,20 +162,12 @@ def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Te
     return inputs, targets
 
 
-def train(
-    kind: str, fields: dict[str, Any], steps: int = STEPS, as_callable: bool = False, flip: bool = False
-) -> dict[str, Any]:
-    """Losses of `steps` AdamW steps of `kind` under Plan(**fields), and the weights after them (on rank 0).
-
-    With `flip` the samples of each batch come in reverse order.
-    """
+def train(kind: str, fields: dict[str, Any], steps: int = STEPS, as_callable: bool = False) -> dict[str, Any]:
+    """Losses of `steps` AdamW steps of `kind` under Plan(**fields), and the weights after them (on rank 0)."""
     engine = make_engine(kind, fields, as_callable=as_callable)
     losses, norms = [], []
     for step in range(steps):
-        whole = batch(kind, step)
-        if flip:
-            whole = tree_map(lambda tensor: tensor.flip(0), whole)
-        losses.append(engine.step(*shard(engine, *whole)).item())
+        losses.append(engine.step(*shard(engine, *batch(kind, step))).item())
         norms.append(None if engine.grad_norm is None else engine.grad_norm.item())
     return {"losses": losses, "norms": norms, "state": engine.full_state_dict()}
 

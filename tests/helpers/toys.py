@@ -95,7 +95,8 @@ def plain_loop(
         samples = sum(len(targets) for _, targets in parts)
         total = 0.0
         for inputs, targets in parts:
-            loss = loss_fn(model(inputs), targets) * (len(targets) / samples)
+            output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+            loss = loss_fn(output, targets) * (len(targets) / samples)
             loss.backward()
             total += loss.item()
         if clip is not None:

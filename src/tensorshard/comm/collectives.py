@@ -11,6 +11,7 @@ timeout, and then say what they were.
 """
 
 import logging
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -75,6 +76,11 @@ class _Pending(dist.distributed_c10d.Work):
         while self._transfers or self._stages:
             self.advance(timeout)
         return True
+
+    def __del__(self) -> None:
+        # Gloo would end the connection of a transfer whose buffer goes away, and the group's next call would hang.
+        if self._transfers and not sys.is_finalizing():
+            finish_unasked(self)
 
 
 class _Call:

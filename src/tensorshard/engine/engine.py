@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
+from tensorshard.engine.independent_samples import check_independent_samples
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
@@ -18,6 +19,7 @@ from tensorshard.engine.summary import Summary, summarize
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.mesh import Mesh
 from tensorshard.modules.buffer_values import BufferValues, Place
+from tensorshard.modules.generation_cache import GenerationCache
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
@@ -59,7 +61,9 @@ class Engine:
         loss_fn: LossFunction,
         device: torch.device,
         random: RandomStreams,
+        cache: GenerationCache,
         head_groups: Sequence[HeadGroup] = (),
+        debug: bool = False,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -76,8 +80,11 @@ class Engine:
         objective = Objective(loss_fn, plan.precision, device)
         self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
         self.random = random
+        self._cache = cache
+        self._check_samples = debug  # before the first step
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
             random.install_in(sharded.model)
+            cache.switch_off_in_training(sharded.model)
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         self.optimizer = build_optimizer(optimizer, self._trained, head_groups)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
@@ -106,7 +113,7 @@ class Engine:
         """
         before = self._buffers_before()
         try:
-            with explained("engine.step"), self.random.installed():
+            with explained("engine.step"), self.random.installed(), self._cache.off():
                 loss = self._step(inputs, targets)
         except BaseException:
             self._step_runner.abandon()
@@ -125,7 +132,22 @@ class Engine:
 
         return BufferValues(self.model.modules(), wanted)
 
+    @torch.no_grad()
+    def _check_independent_samples(self, inputs: Any, targets: Any) -> None:
+        self._check_samples = False
+        with self._evaluation_mode():
+            check_independent_samples(
+                self._step_runner,
+                self.mesh,
+                inputs,
+                targets,
+                micro_batches=self.plan.micro_batches,
+                tolerance=1e-4 if self.plan.precision == "fp32" else 1e-2,
+            )
+
     def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        if self._check_samples:
+            self._check_independent_samples(inputs, targets)
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
         if self._rescale_gradients(loss.mean, loss.correction):
             self.optimizer.step()
@@ -136,7 +158,7 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
-        with explained("engine.evaluate"), self.random.installed(), self._evaluation_mode():
+        with explained("engine.evaluate"), self.random.installed(), self._cache.off(), self._evaluation_mode():
             return self._step_runner.evaluate(inputs, targets)
 
     @torch.no_grad()
@@ -150,7 +172,9 @@ class Engine:
             ValueError: outputs of micro-batches that cannot be put together; ranks that should pass the same batch do
                 not.
         """
-        with explained("engine.predict"), self.random.installed(), self._evaluation_mode():
+        # Micro-batches of a pipeline have no cache in common.
+        cache = self._cache.off() if self.plan.pp > 1 else nullcontext()
+        with explained("engine.predict"), self.random.installed(), cache, self._evaluation_mode():
             return self._step_runner.predict(inputs)
 
     @contextmanager

@@ -76,9 +76,9 @@ class PipelineStepRunner(StepRunner):
         self._sharded.finish_backward()
         return self._broadcast_loss(tally, len(parts))
 
-    def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
+    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
         self._same_batch.check("evaluate", inputs, targets)
-        parts = self._on_device(split_unevenly(inputs, targets, self._plan.micro_batches))
+        parts = self._on_device(split_unevenly(inputs, targets, micro_batches or self._plan.micro_batches))
         tally = LossTally(self._mesh)
 
         def consume(index: int, output: Any) -> None:

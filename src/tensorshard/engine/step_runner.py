@@ -9,7 +9,7 @@ import torch
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.engine.same_batch import SameBatch
 from tensorshard.mesh import Mesh
-from tensorshard.modules.batches import call_model, split_batch, to_device
+from tensorshard.modules.batches import call_model, split_batch, split_unevenly, to_device
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.transforms.precision import autocast, widen_output
@@ -58,8 +58,12 @@ class StepRunner(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
-        """The global mean loss, on every rank. Modules are in evaluation mode already."""
+    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
+        """The global mean loss, on every rank. Modules are in evaluation mode already.
+
+        Args:
+            micro_batches: into how many parts of nearly one size the batch is cut; None for as few as possible.
+        """
 
     @abstractmethod
     def predict(self, inputs: Any) -> Any:
@@ -92,11 +96,13 @@ class WholeModelStepRunner(StepRunner):
         self._sharded.finish_backward()
         return StepLoss(tally.mean(), tally.correction())
 
-    def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
+    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
         self._same_batch.check("evaluate", inputs, targets)
+        parts = split_unevenly(inputs, targets, micro_batches or 1)
         tally = LossTally(self._mesh)
         with self._sharded.split.keep_outputs_split():
-            tally.add(*self._loss(inputs, targets), micro_batches=1)
+            for part_inputs, part_targets in parts:
+                tally.add(*self._loss(part_inputs, part_targets), micro_batches=len(parts))
         tally.start_total()
         return tally.mean()
 

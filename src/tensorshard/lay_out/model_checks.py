@@ -25,8 +25,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     Raises:
         ValueError: a module that is laid out already, a parameter that cannot be trained or laid out, or that has
             hooks, a layer that is split already, a module with sparse gradients, a batch normalization that cannot be
-            synchronized, nothing to train, a head that does what a plan does, a cache that recomputation would fill
-            twice, or a name in ``plan.shard_units`` that no module has.
+            synchronized, nothing to train, a head that does what a plan does, or a name in ``plan.shard_units`` that
+            no module has.
     """
     check_not_laid_out(model)
     check_heads(model)
@@ -49,11 +49,6 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             )
     if plan.zero == 3 and plan.dp_shard > 1:
         _check_fully_shardable(model, trained)
-    if plan.recompute == "selective" and getattr(getattr(model, "config", None), "use_cache", False):
-        raise ValueError(
-            f"{type(model).__name__}.config.use_cache is True, and recompute='selective' would run its layers again on "
-            f"a cache that has grown; training needs none: set config.use_cache=False"
-        )
     data_ranks = plan.dp_replicate * plan.dp_shard
     check_batch_norms(model, ranks=data_ranks * plan.tp * plan.pp * plan.cp, data_ranks=data_ranks)
     if isinstance(plan.shard_units, list):

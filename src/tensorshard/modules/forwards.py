@@ -42,6 +42,8 @@ class Role(IntEnum):
     """A split layer whose input or output is this rank's part of the sequence."""
     GATHERED_OUTPUT = auto()
     """The output of a split layer is put together."""
+    LOCAL_SHAPES = auto()
+    """Reshapes that ask for all ranks' features get those of this rank."""
     DIVIDED_INPUTS = auto()
     """Of inputs with an entry for each head, a module gets those of this rank's heads."""
     SUMMED_OUTPUT = auto()

@@ -108,6 +108,7 @@ def _prepare(
         # Stages are balanced by what real samples cost.
         sample_inputs=sample_inputs(dataset) if settings.plan.pp > 1 else None,
         timeout=timeout,
+        debug=settings.debug,
     )
     # What the optimizer and its schedule are configured with, before a checkpoint changes it.
     options = OptimizerOptionsHook(engine.optimizer)

@@ -30,6 +30,7 @@ class TrainSettings:
         keep_checkpoints: how many checkpoints to keep, the newest ones; 0 for all.
         log_every: steps between log lines.
         num_workers: processes that load data, for each rank; 0 loads in the rank itself.
+        debug: whether the first step also finds out if the loss couples samples, see :func:`tensorshard.parallelize`.
 
     Raises:
         ConfigError: a value out of range.
@@ -47,6 +48,7 @@ class TrainSettings:
     keep_checkpoints: int
     log_every: int
     num_workers: int
+    debug: bool = False
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "global_batch_size": 1, "eval_batches": 1, "log_every": 1}
@@ -58,6 +60,8 @@ class TrainSettings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < bound:
                 raise ConfigError(f"train.{name} is {value!r}; expected an integer of at least {bound}")
+        if not isinstance(self.debug, bool):
+            raise ConfigError(f"train.debug is {self.debug!r}; expected true or false")
         if not isinstance(self.plan, Plan):
             raise ConfigError(
                 f"train.plan is a {type(self.plan).__name__}; expected LazyCall(Plan)(...), as in common/train.py"
@@ -82,7 +86,7 @@ class TrainSettings:
                 raise ConfigError(f"train has no setting {key!r}; {suggest(str(key), known, 'its settings')}")
         values: dict[str, Any] = instantiate(config.train)
         for name in known:
-            if name not in values:
+            if name not in values and name != "debug":
                 raise ConfigError(
                     f"train.{name} is missing; start from get_config('common/train.py').train, which has it"
                 )

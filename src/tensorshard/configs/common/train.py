@@ -36,4 +36,6 @@ train = {
     "log_every": 10,
     # Processes that load data, for each rank; 0 loads in the rank itself.
     "num_workers": 0,
+    # Whether the first step also finds out if the loss couples samples, and so depends on the number of ranks.
+    "debug": False,
 }

@@ -15,7 +15,9 @@ from torch import nn
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.tensor_parallel.apply.local_shapes import forward_with_local_shapes
 from tensorshard.tensor_parallel.table.layer_kinds import signature_of
+from tensorshard.tensor_parallel.table.styles import RESHAPE_SIZES
 
 _INPUT = "input."
 
@@ -24,11 +26,14 @@ def check_divides(name: str, module: nn.Module, option: str, size: int) -> None:
     """Refuses what :func:`divide` could not do with `module`, which a model calls `name`, on `size` ranks.
 
     Args:
-        option: one of the style's: an attribute, ``attribute/2``, or ``input.argument.dim/attribute``.
+        option: one of the style's: an attribute, ``attribute/2``, ``input.argument.dim/attribute``, or
+            ``reshape.sizes``.
 
     Raises:
         ValueError: there is no such whole number or argument; it cannot be divided.
     """
+    if option == RESHAPE_SIZES:
+        return
     target, _, divisor = option.partition("/")
     if target.startswith(_INPUT):
         argument = target.split(".")[1]
@@ -58,6 +63,9 @@ def divide(module: nn.Module, options: tuple[str, ...], group: dist.ProcessGroup
     attributes: dict[str, int] = {}
     inputs: dict[str, tuple[int, int]] = {}
     for option in options:
+        if option == RESHAPE_SIZES:
+            wrap_forward(module, Role.LOCAL_SHAPES, partial(forward_with_local_shapes, group.size()))
+            continue
         target, _, divisor = option.partition("/")
         if target.startswith(_INPUT):
             _, argument, dim = target.split(".")

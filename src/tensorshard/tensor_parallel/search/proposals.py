@@ -9,7 +9,7 @@ from torch import nn
 
 from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
-from tensorshard.tensor_parallel.table.styles import COLWISE, HEADS, ROWWISE, SUM_GRADIENTS, Style
+from tensorshard.tensor_parallel.table.styles import COLWISE, HEADS, RESHAPE_SIZES, ROWWISE, SUM_GRADIENTS, Style
 
 # At most so many attributes are divided at once, and so many ways tried: what needs more has never been seen.
 _MOST_ATTRIBUTES = 3
@@ -40,9 +40,10 @@ def proposals(
 ) -> Iterator[Proposal]:
     """Ways to split `region` over `size` ranks.
 
-    What varies: the attributes of the owning modules that are divided (none, then one, two, three of those
-    that their forward reads); into how many parts the columns are packed; whether a per-head input of the
-    block comes split, or is cut where it is used; and whether a parameter in between is per feature, and thus sliced.
+    What varies: the attributes of the owning modules that are divided (none, then one, two, three of those that their
+    forward reads); whether the sizes are that it reshapes to; into how many parts the columns are packed; whether a
+    per-head input of the block comes split, or is cut where it is used; and whether a parameter in between is per
+    feature, and thus sliced.
 
     Args:
         inputs: the block's tensor inputs. provided: those, by their indices, that come out of other blocks.
@@ -60,12 +61,19 @@ def proposals(
         for chosen in combinations(divisible, count):
             ways = [(slicing, chosen) for slicing in slicings]
             ways += [({}, (*chosen, cut)) for cut in _cut_arguments(region, flow, chosen, numbers, provided)]
+            if count < _MOST_ATTRIBUTES:
+                ways.append(({}, (*chosen, (owner_of(region), RESHAPE_SIZES))))
             for packing, (slicing, divided), extra in product(packings, ways, between):
                 tries += 1
                 if tries > _MOST_TRIES:
                     return
                 rows = dict.fromkeys(region.rows, ROWWISE)
                 yield Proposal({**packing, **rows, **extra, **divide_styles(divided)}, slicing)
+
+
+def owner_of(region: Region) -> str:
+    """The module whose forward calls the region's columns."""
+    return region.columns[0].rpartition(".")[0]
 
 
 def divide_styles(chosen: Iterable[tuple[str, str]]) -> dict[str, Style]:

@@ -27,7 +27,8 @@ STYLES = {
     "divide": "divide(name, ...): attributes of a module that are to be divided by the number of ranks, such as "
     "divide(num_heads); config.name for one of the module's config; name/2 for one that is to be divided by 2 instead; "
     "input.name.0/num_heads for an argument of its forward that has, along dimension 0, an entry for each of num_heads "
-    "heads, or for each sample and head: each rank takes those of its heads",
+    "heads, or for each sample and head: each rank takes those of its heads; reshape.sizes for the sizes that its "
+    "forward reshapes and splits to, where it takes them from an input that has all features",
 }
 """Every style and what it means."""
 
@@ -67,7 +68,9 @@ HEADS = Style("heads")
 COLUMN_KINDS = ("colwise", "packed_colwise", "colwise_shared")
 """Kinds after which each rank has features of its own."""
 
-_DIVIDED = re.compile(r"(config\.)?[^\W\d]\w*(/\d+)?|input\.[^\W\d]\w*\.\d+/(config\.)?[^\W\d]\w*")
+RESHAPE_SIZES = "reshape.sizes"
+"""The option of ``divide`` that is no attribute: sizes that a forward takes from its input."""
+_DIVIDED = re.compile(r"reshape\.sizes|(config\.)?[^\W\d]\w*(/\d+)?|input\.[^\W\d]\w*\.\d+/(config\.)?[^\W\d]\w*")
 SUM = Style("sum")
 SUM_GRADIENTS = Style("replicate", names=("sum_grad",))
 
@@ -93,7 +96,7 @@ def parse_style(text: str) -> Style:
             raise ValueError(
                 f"{text!r}: divide needs the names of attributes, as in divide(num_heads), which may be followed by "
                 f"what to divide by, as in divide(num_key_value_groups/2), or inputs, as in "
-                f"divide(input.alibi.0/num_heads)"
+                f"divide(input.alibi.0/num_heads), or divide(reshape.sizes)"
             )
         if any((by := option.partition("/")[2]).isdecimal() and int(by) < 2 for option in options):
             raise ValueError(f"{text!r}: an attribute is divided by 2 or more, as in divide(num_key_value_groups/2)")

@@ -1,0 +1,78 @@
+"""Whether a loss treats each sample by itself, so that it is the same however samples are dealt to the ranks.
+
+A Plan splits the batch: each data rank, and each micro-batch, computes the loss of its own samples. The mean of these
+is that of the whole batch only where no sample's loss depends on others'. A contrastive loss, or a router's balance
+loss, couples samples, and then depends on the number of ranks, as under DistributedDataParallel.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.engine.step_runner import StepRunner
+from tensorshard.mesh import Mesh
+from tensorshard.modules.batches import batch_size
+from tensorshard.torch_private.pytree import tree_flatten, tree_unflatten
+
+logger = logging.getLogger("tensorshard")
+
+_SEED = 0
+
+
+def check_independent_samples(
+    runner: StepRunner, mesh: Mesh, inputs: Any, targets: Any, *, micro_batches: int, tolerance: float
+) -> None:
+    """Compares the loss of the batch with that of the same samples, dealt to ranks and micro-batches in another way.
+
+    Says in the log, on rank 0, if they differ. A collective of all ranks; the batch is gathered on each data rank.
+
+    Args:
+        runner: modules are in evaluation mode already.
+        tolerance: relative difference that rounding may make.
+    """
+    if mesh.dp_size * micro_batches == 1:
+        return
+    batches: list[Any] = [None] * mesh.dp_size
+    dist.all_gather_object(batches, (inputs, targets), group=mesh.dp_group)
+    dealt = _dealt_otherwise(batches, mesh.dp_rank)
+    if dealt is None:
+        if mesh.rank == 0:
+            logger.warning(
+                "debug: whether the loss couples samples is not checked: the ranks' batches cannot be joined"
+            )
+        return
+    found = runner.evaluate(inputs, targets, micro_batches=micro_batches).item()
+    other = runner.evaluate(*dealt, micro_batches=micro_batches).item()
+    if mesh.rank == 0 and abs(found - other) > tolerance * max(abs(found), abs(other)):
+        logger.warning(
+            "debug: the loss of the first batch is %.6g, and %.6g when its samples are dealt to the %d data ranks and "
+            "%d micro-batches in another order. So it couples samples, as a contrastive loss or a balance loss does, "
+            "and depends on the number of ranks: gather what it compares over engine.mesh.dp_group with "
+            "ts.distributed.gather_for_sum, and take micro_batches=1 (docs/coupled-losses.md)",
+            found,
+            other,
+            mesh.dp_size,
+            micro_batches,
+        )
+
+
+def _dealt_otherwise(batches: list[Any], rank: int) -> Any:
+    """As many samples as rank `rank` had, of all ranks' samples in another order; None if they cannot be joined."""
+    flat = [tree_flatten(batch) for batch in batches]
+    sizes = [batch_size(inputs) for inputs, _ in batches]
+    start = sum(sizes[:rank])
+    order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(_SEED), device="cpu")
+    mine = order[start : start + sizes[rank]]
+    leaves = []
+    for column in zip(*(found for found, _ in flat), strict=True):
+        first = column[0]
+        if not isinstance(first, torch.Tensor) or first.dim() == 0:
+            leaves.append(first)
+        elif len({part.shape[1:] for part in column}) > 1:
+            return None
+        else:
+            joined = torch.cat([part.to(first.device) for part in column])
+            leaves.append(joined[mine.to(first.device)])
+    return tree_unflatten(leaves, flat[0][1])

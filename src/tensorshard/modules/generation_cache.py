@@ -1,0 +1,68 @@
+"""Caches of keys and values, which generation needs and training does not: off while a model is trained or traced.
+
+Hugging Face's models fill one in every forward if ``config.use_cache`` says so, as stock configs do. It takes memory,
+recomputation would fill it a second time, and it is an output that no batch dimension belongs to.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_SWITCH = "use_cache"
+
+
+class GenerationCache:
+    """The switches of a model's caches: those of its config, and of the configs of its parts.
+
+    Args:
+        models: whose modules have them, as ``transformers.PreTrainedModel`` documents: an attribute ``config``, with an
+            attribute ``use_cache``. Nothing is changed yet.
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._configs = _configs_of(models)
+
+    def is_on(self) -> bool:
+        """Whether a forward would fill a cache."""
+        return any(getattr(config, _SWITCH) is True for config in self._configs)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within it none is filled, unless a forward is given ``use_cache=True``. Afterwards all is as before."""
+        switched = [config for config in self._configs if getattr(config, _SWITCH) is True]
+        for config in switched:
+            setattr(config, _SWITCH, False)
+        try:
+            yield
+        finally:
+            for config in switched:
+                setattr(config, _SWITCH, True)
+
+    def switch_off_in_training(self, model: nn.Module) -> None:
+        """Has it off in each forward of `model` whose graph is kept for a backward, wherever the forward is called."""
+        opened: list[ExitStack] = []
+
+        def enter(module: nn.Module, *_: object) -> None:
+            opened.append(ExitStack())
+            if module.training and torch.is_grad_enabled():
+                opened[-1].enter_context(self.off())
+
+        def leave(*_: object) -> None:
+            if opened:
+                opened.pop().close()
+
+        model.register_forward_pre_hook(enter, prepend=True)
+        model.register_forward_hook(leave, always_call=True)
+
+
+def _configs_of(models: tuple[nn.Module, ...]) -> list[Any]:
+    configs: dict[int, Any] = {}
+    for model in models:
+        for module in model.modules():
+            config = vars(module).get("config")
+            if config is not None and hasattr(config, _SWITCH):
+                configs[id(config)] = config
+    return list(configs.values())

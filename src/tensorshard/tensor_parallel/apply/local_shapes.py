@@ -1,0 +1,111 @@
+"""``divide(reshape.sizes)``: the sizes that a forward reshapes to, made to fit a rank's features.
+
+Much attention code takes its width from its input, which has all features: ``B, T, C = x.size()`` and later
+``y.view(B, T, C)``. No attribute could be divided to make that fit. Where a reshape or a split asks for as many times
+the elements as there are ranks, the size that the split features belong to is divided instead.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tensorshard.modules.forwards import Forward
+
+
+def forward_with_local_shapes(size: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """`forward`, whose reshapes and splits are for `size` times the features that there are."""
+    with _LocalShapes(size):
+        return forward(*args, **kwargs)
+
+
+class _LocalShapes(TorchFunctionMode):
+    """Changes the arguments of reshapes and splits; whatever fits as it is passes through."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        change = _CHANGES.get(func)
+        if change is not None:
+            args, kwargs = change(self._size, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def local_sizes(shape: Sequence[int], wanted: Sequence[int], ranks: int) -> list[int]:
+    """The sizes to reshape a tensor of `shape` to, where `wanted` may be those of all ranks' tensors together.
+
+    Which dimension of the tensor is split is not known: it is the one that, made whole, has most boundaries between
+    dimensions in common with `wanted`, and the last of several. Of the sizes that it becomes a part of, the first that
+    can be is divided: a rank has consecutive features, so those of some heads, each of which is complete.
+
+    Returns:
+        `wanted` itself where it fits, or where no division would help.
+    """
+    elements, asked = math.prod(shape), math.prod(wanted)
+    if -1 in wanted or asked != elements * ranks or not elements:
+        return list(wanted)
+    ends = _ends(wanted)
+    common = [
+        set(ends) & set(_ends([*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]])) for dim in range(len(shape))
+    ]
+    dim = max(range(len(shape)), key=lambda dim: (len(common[dim]), dim))
+    before = math.prod(shape[:dim])  # elements before the split dimension: nothing that ends there is divided
+    start = max((end for end in common[dim] if end <= before), default=0)
+    for place, count in enumerate(wanted):
+        if ends[place] > start and count % ranks == 0:
+            return [*wanted[:place], count // ranks, *wanted[place + 1 :]]
+    return list(wanted)
+
+
+def local_parts(extent: int, parts: int | Sequence[int], ranks: int) -> int | list[int]:
+    """What to split a dimension of `extent` into, where `parts` may be meant for that of all ranks together."""
+    if isinstance(parts, int):
+        fits = extent % parts == 0 or (extent * ranks) % parts or parts % ranks
+        return parts if fits else parts // ranks
+    if sum(parts) != extent * ranks or any(part % ranks for part in parts):
+        return list(parts)
+    return [part // ranks for part in parts]
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    """The product of the sizes up to each of them."""
+    return list(accumulate(sizes, operator.mul))
+
+
+def _reshaped(ranks: int, tensor: torch.Tensor, *shape: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    sizes = kwargs.get("shape", kwargs.get("size", shape))
+    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
+        sizes = sizes[0]
+    if not all(isinstance(count, int) for count in sizes):  # Tensor.view(dtype)
+        return (tensor, *shape), kwargs
+    return (tensor, local_sizes(tensor.shape, sizes, ranks)), {}
+
+
+def _unflattened(ranks: int, tensor: torch.Tensor, dim: int, sizes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (tensor, dim, local_sizes((tensor.size(dim),), sizes, ranks)), {}
+
+
+def _split(ranks: int, tensor: torch.Tensor, *given: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (key, parts), *others = [*zip(_SPLIT_ARGUMENTS, given, strict=False), *kwargs.items()]
+    if key == "dim":
+        others, (key, parts) = [(key, parts)], others[0]
+    options = dict(others)
+    return (tensor, local_parts(tensor.size(options.get("dim", 0)), parts, ranks)), options
+
+
+_SPLIT_ARGUMENTS = ("split_size", "dim")
+_CHANGES: dict[Any, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    torch.Tensor.view: _reshaped,
+    torch.Tensor.reshape: _reshaped,
+    torch.reshape: _reshaped,
+    torch.Tensor.unflatten: _unflattened,
+    torch.unflatten: _unflattened,
+    torch.Tensor.split: _split,
+    torch.split: _split,
+}
