@@ -2,6 +2,7 @@
 
 import linecache
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,26 +76,32 @@ def is_exact(fp32: Difference, fp64: Difference | None = None) -> bool:
     return fp64 is not None and fp64.largest <= max(FP64_TOLERANCE, _FP64_SHRINKS * min(fp32.largest, 1e-4))
 
 
-def bf16_allowance(alone: Trained, others: list[Trained]) -> tuple[float, float]:
+def bf16_allowance(alone: Trained, others: list[Trained], resting: Collection[str] = ()) -> tuple[float, float]:
     """How far bf16 trainings on several ranks may be from one process's: three times what another order of the samples
-    makes of it, or an eighth of the last bit of the loss and a twentieth of what the weights moved by.
+    makes of it, and an eighth of the last bit of the loss and a twentieth of a step of the weights.
 
     Args:
         alone: one process's.
         others: the same with the samples of each batch in other orders.
+        resting: as for :func:`bf16_distance`.
 
     Returns:
         The bounds of :func:`bf16_distance`.
     """
-    spread = [bf16_distance(alone, other) for other in others]
-    least_loss = 2**-9 * max(abs(loss) for loss in alone.losses)
-    return 3 * max([loss for loss, _ in spread]) + least_loss, 3 * max([weights for _, weights in spread]) + 0.05 * 3e-3
+    spread = [bf16_distance(alone, other, resting) for other in others]
+    last_bit = 2**-9 * max(abs(loss) for loss in alone.losses)
+    return 3 * max(loss for loss, _ in spread) + last_bit, 3 * max(weights for _, weights in spread) + 0.05 * 3e-3
 
 
-def bf16_distance(a: Trained, b: Trained) -> tuple[float, float]:
-    """The largest distance of losses, and the root mean square of that of trained weights."""
+def bf16_distance(a: Trained, b: Trained, resting: Collection[str] = ()) -> tuple[float, float]:
+    """The largest distance of losses, and the root mean square of that of weights.
+
+    Args:
+        resting: weights to leave out: those that fp32 does not move. Their gradients are zero but for rounding, such as
+            those of a bias before a norm, and bf16's rounding is large enough for AdamW to take whole steps of it.
+    """
     losses = max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
-    names = [name for name, value in a.state.items() if value.is_floating_point() and name in b.state]
+    names = [n for n, value in a.state.items() if value.is_floating_point() and n in b.state and n not in resting]
     squares = sum((a.state[n].double() - b.state[n].double()).square().sum().item() for n in names)
     return losses, math.sqrt(squares / max(1, sum(a.state[n].numel() for n in names)))
 

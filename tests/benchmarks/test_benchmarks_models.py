@@ -58,6 +58,7 @@ def test_bf16_may_differ_as_other_orders_of_the_samples_do():
     losses, weights = bf16_allowance(trained(), [trained(), trained(weight=1.01, loss=2.1)])
     assert losses == pytest.approx(3 * 0.1 + 2**-8)
     assert weights > 3 * bf16_distance(trained(), trained(weight=1.01))[1]
+    assert bf16_distance(trained(), trained(weight=1.01), resting=["weight"])[1] == 0.0
 
 
 def _failure(call):
