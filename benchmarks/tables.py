@@ -1,4 +1,4 @@
-"""``python -m benchmarks tables``: writes the README's tables anew from the results files.
+"""``python -m benchmarks tables``: writes the tables of the README and of docs/models.md anew from the results files.
 
 A table stands between ``<!-- benchmark:NAME -->`` and ``<!-- /benchmark -->``, on lines of their own; what
 was there is replaced by one table for each hardware that NAME was run on.
@@ -9,6 +9,7 @@ import re
 from collections.abc import Container, Sequence
 from pathlib import Path
 
+from benchmarks.harness.models_document import write_document
 from benchmarks.harness.report import format_value
 from benchmarks.harness.results import RESULTS, Quantity, Results, Row, load_results
 from benchmarks.registry import Suite
@@ -99,7 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
     text = README.read_text()
     README.write_text(replace_tables(text, results))
     print(f"{README.name}: {len(_BLOCK.findall(text))} block(s) written from {len(results)} results file(s)")
+    print(f"{write_document().name}: written from the results of the models")
     return 0
 
 
-COMMAND = Suite("tables", "writes the README's tables anew from the results files", lambda parser: None, run)
+COMMAND = Suite(
+    "tables", "writes the tables of the README and docs/models.md anew from the results files", lambda parser: None, run
+)

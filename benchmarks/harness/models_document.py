@@ -1,0 +1,154 @@
+"""The tables of ``docs/models.md``, from the results files."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median
+
+from benchmarks.harness.models_cells import Cell
+from benchmarks.harness.models_results import FamilyResults, load_family
+from benchmarks.models.case import Case
+from benchmarks.models.plans import PLANS
+from benchmarks.models.registry import FAMILIES, find_cases
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+
+STATUSES = ("exact", "refused", "crashed", "wrong", "hung")
+_BLOCK = re.compile(r"^<!-- models:(?P<name>[\w-]+) -->\n.*?^<!-- /models -->$", re.MULTILINE | re.DOTALL)
+_SHORT = {"exact": "✓", "refused": "refused", "crashed": "**crashed**", "wrong": "**wrong**", "hung": "**hung**"}
+
+Cells = list[tuple[Case, str, Cell]]
+
+
+def write_document() -> Path:
+    """Writes every marked block of the document anew; returns its path."""
+    results = {family: load_family(family) for family in FAMILIES}
+    cells = _known(results)
+    writers: dict[str, Callable[[], str]] = {
+        "counts": lambda: _counts(cells),
+        "reasons": lambda: _reasons(cells),
+        "versions": lambda: _versions(results.values()),
+    }
+    for family in FAMILIES:
+        writers[family] = lambda family=family: _family([one for one in cells if one[0].family == family])  # type: ignore[misc]
+
+    def block(match: re.Match[str]) -> str:
+        return f"<!-- models:{match['name']} -->\n{writers[match['name']]()}\n<!-- /models -->"
+
+    DOCUMENT.write_text(_BLOCK.sub(block, DOCUMENT.read_text()))
+    return DOCUMENT
+
+
+def _known(results: dict[str, FamilyResults]) -> Cells:
+    """What there are results of, in the order of the cases and plans."""
+    found: Cells = []
+    for case in find_cases().values():
+        plans = results[case.family].cells.get(case.name, {})
+        found += [(case, plan, plans[plan][1]) for plan in PLANS if plan in plans]
+    return found
+
+
+def _counts(cells: Cells) -> str:
+    """A row a plan: how many models end how."""
+    lines = [_line(["plan", "models", *STATUSES, "exact with `sample_inputs`, too", "seconds to parallelize"])]
+    lines.append(_line(["---", *["---:"] * (len(STATUSES) + 3)]))
+    for plan, plan_case in PLANS.items():
+        those = [(case, cell) for case, key, cell in cells if key == plan]
+        if not those:
+            continue
+        if plan == "sp":
+            those = [(case, cell) for case, cell in those if case.is_sequence]
+        counts = [sum(cell.status == status for _, cell in those) for status in STATUSES]
+        helped = sum(_is_exact_somehow(cell) for _, cell in those)
+        seconds = [cell.cpu_seconds for _, cell in those if cell.cpu_seconds is not None]
+        spent = f"{median(seconds):.1f} (at most {max(seconds):.0f})" if seconds else ""
+        samples = str(helped) if plan_case.takes_samples else ""
+        label = plan_case.label + (", sequence models" if plan == "sp" else "")
+        lines.append(_line([label, str(len(those)), *map(str, counts), samples, spent]))
+    split = [cell.split_share or 0.0 for _, key, cell in cells if key == "tp" and cell.status == "exact"]
+    count = sum(key == "tp" for _, key, _ in cells)
+    if count:
+        half, most = sum(share >= 0.5 for share in split), sum(share >= 0.9 for share in split)
+        of = f"of {half} of {count} models, and 90% of those of {most}"
+        lines += ["", f"tp 2 splits at least half of the weights {of}."]
+    return "\n".join(lines)
+
+
+def _is_exact_somehow(cell: Cell) -> bool:
+    return cell.status == "exact" or (cell.with_samples is not None and cell.with_samples.status == "exact")
+
+
+def _family(cells: Cells) -> str:
+    """A row a model, a column a plan."""
+    by_model: dict[str, dict[str, Cell]] = defaultdict(dict)
+    groups: dict[str, str] = {}
+    for case, plan, cell in cells:
+        by_model[case.name][plan] = cell
+        groups[case.name] = case.group
+    plans = [plan for plan in PLANS if any(plan in found for found in by_model.values())]
+    lines = [_line(["model", *(PLANS[plan].label for plan in plans)]), _line(["---"] * (len(plans) + 1))]
+    last = ""
+    for name, found in by_model.items():
+        if groups[name] != last:
+            last = groups[name]
+            lines.append(_line([f"*{last}*", *[""] * len(plans)]))
+        lines.append(_line([name, *(_entry(found.get(plan)) for plan in plans)]))
+    return "\n".join(lines)
+
+
+def _entry(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    entry = _one(cell)
+    samples = cell.with_samples
+    if samples is None or (samples.status == cell.status and samples.split_share == cell.split_share):
+        return entry
+    if samples.status in ("exact", "wrong", "crashed", "hung"):
+        return f"{entry}; {_one(samples)} †"
+    return entry
+
+
+def _one(cell: Cell) -> str:
+    share = f" {cell.split_share:.0%}" if cell.split_share is not None and cell.status == "exact" else ""
+    return _SHORT[cell.status] + share
+
+
+def _reasons(cells: Cells) -> str:
+    """What is not exact, by reason, the most frequent first."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    examples: dict[tuple[str, str], str] = {}
+    for case, plan, cell in cells:
+        if cell.status != "exact":
+            key = cell.status, generalized(cell.detail)
+            found[key][case.key].append(PLANS[plan].label)
+            examples.setdefault(key, cell.detail)
+    order = sorted(found, key=lambda key: (-STATUSES.index(key[0]), -len(found[key]), key[1]))
+    lines = [_line(["", "says", "models"]), _line(["---"] * 3)]
+    for key in order:
+        models = found[key]
+        names = ", ".join(sorted(models)[:8]) + (f" and {len(models) - 8} more" if len(models) > 8 else "")
+        plans = ", ".join(sorted({plan for listed in models.values() for plan in listed}))
+        lines.append(_line([key[0], _escaped(examples[key]), f"{names} ({plans})"]))
+    return "\n".join(lines)
+
+
+def generalized(detail: str) -> str:
+    """A sentence without what differs between models: names, numbers, classes."""
+    text = re.sub(r"'[^']*'|\[[^\]]*\]|\d[\d.e+-]*", "*", detail)
+    return re.sub(r"\b[A-Z][A-Za-z0-9]*[a-z][A-Z]\w*|\bSequential\b", "*", text)
+
+
+def _versions(results: Iterable[FamilyResults]) -> str:
+    run = [one for one in results if one.cells]
+    versions = {name: version for one in run for name, version in one.versions.items()}
+    dates = sorted(one.date for one in run)
+    return f"{', '.join(f'{n} {v}' for n, v in versions.items())}; {dates[0]} to {dates[-1]}." if run else ""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

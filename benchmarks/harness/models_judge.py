@@ -1,0 +1,173 @@
+"""Whether two trainings are the same one, and whose fault an exception is."""
+
+import linecache
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import tensorshard
+from benchmarks.harness.models_training import Trained
+
+_PACKAGE = Path(tensorshard.__file__).parent
+_RELAYS = ("decisions.py",)  # raise on other ranks what the first one met
+
+FP32_TOLERANCE = 1e-5
+FP64_TOLERANCE = 1e-7
+# Where a model computes parts of itself in fp32 whatever its weights are: a fault stays as large in fp64, rounding does
+# not.
+_FP64_SHRINKS = 0.1
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two trainings are apart: the losses, and the weights and buffers, each relative to 1 or to the largest
+    value if that is larger.
+
+    Args:
+        where: the tensor that differs most.
+        names: what is wrong with the state dict's names or shapes, if anything.
+    """
+
+    losses: float
+    weights: float
+    where: str = ""
+    names: str = ""
+
+    @property
+    def largest(self) -> float:
+        return math.inf if self.names else max(self.losses, self.weights)
+
+    def describe(self) -> str:
+        """One line."""
+        if self.names:
+            return self.names
+        return f"losses by {self.losses:.1e}, weights by {self.weights:.1e} at {self.where}"
+
+
+def difference(found: Trained, expected: Trained) -> Difference:
+    """How `found` differs from `expected`; infinitely where a number is not finite."""
+    losses = max(
+        _relative(torch.tensor(a), torch.tensor(b)) for a, b in zip(found.losses, expected.losses, strict=True)
+    )
+    if set(found.state) != set(expected.state):
+        names = sorted(set(found.state) ^ set(expected.state))
+        return Difference(losses, math.inf, names=f"the state dicts' names differ: {', '.join(names[:4])}")
+    worst, where = 0.0, ""
+    for name, want in expected.state.items():
+        have = found.state[name]
+        if have.shape != want.shape:
+            return Difference(losses, math.inf, names=f"{name} is of shape {list(have.shape)}, not {list(want.shape)}")
+        if want.numel() and (apart := _relative(have, want)) >= worst:
+            worst, where = apart, name
+    return Difference(losses, worst, where)
+
+
+def is_exact(fp32: Difference, fp64: Difference | None = None) -> bool:
+    """Whether a difference is one of rounding alone.
+
+    Args:
+        fp64: that of the same trainings in fp64, if `fp32` left doubt and they could run.
+    """
+    if fp32.largest <= FP32_TOLERANCE:
+        return True
+    return fp64 is not None and fp64.largest <= max(FP64_TOLERANCE, _FP64_SHRINKS * min(fp32.largest, 1e-4))
+
+
+def bf16_allowance(alone: Trained, others: list[Trained], resting: Collection[str] = ()) -> tuple[float, float]:
+    """How far bf16 trainings on several ranks may be from one process's: three times what another order of the samples
+    makes of it, and an eighth of the last bit of the loss and a twentieth of a step of the weights.
+
+    Args:
+        alone: one process's.
+        others: the same with the samples of each batch in other orders.
+        resting: as for :func:`bf16_distance`.
+
+    Returns:
+        The bounds of :func:`bf16_distance`.
+    """
+    spread = [bf16_distance(alone, other, resting) for other in others]
+    last_bit = 2**-9 * max(abs(loss) for loss in alone.losses)
+    return 3 * max(loss for loss, _ in spread) + last_bit, 3 * max(weights for _, weights in spread) + 0.05 * 3e-3
+
+
+def bf16_distance(a: Trained, b: Trained, resting: Collection[str] = ()) -> tuple[float, float]:
+    """The largest distance of losses, and the root mean square of that of weights.
+
+    Args:
+        resting: weights to leave out: those that fp32 does not move. Their gradients are zero but for rounding, such as
+            those of a bias before a norm, and bf16's rounding is large enough for AdamW to take whole steps of it.
+    """
+    losses = max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
+    names = [n for n, value in a.state.items() if value.is_floating_point() and n in b.state and n not in resting]
+    squares = sum((a.state[n].double() - b.state[n].double()).square().sum().item() for n in names)
+    return losses, math.sqrt(squares / max(1, sum(a.state[n].numel() for n in names)))
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    a, b = found.detach().double(), expected.detach().double()
+    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+        return math.inf
+    finite = torch.isfinite(b)
+    if not finite.any():
+        return 0.0
+    return ((a - b)[finite].abs().max() / b[finite].abs().max().clamp(min=1.0)).item()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a rank.
+
+    Args:
+        is_sentence: whether it is one of tensorshard's own.
+        is_relayed: whether it repeats another rank's.
+        where: the file and line that raised it.
+    """
+
+    kind: str
+    message: str
+    is_sentence: bool
+    is_relayed: bool
+    where: str
+    stage: str
+    time: float
+
+    @property
+    def first_sentence(self) -> str:
+        """The message up to its first full stop, semicolon or line break, at most 240 characters; of a list after a
+        colon, the first line."""
+        line, *others = self.message.strip().split("\n")
+        for end in ("; ", ". "):
+            line = line.split(end)[0]
+        if line.endswith(":") and others:
+            line += f" {others[0].strip()}"
+        return line[:240]
+
+
+def failure_of(error: BaseException, stage: str, time: float) -> Failure:
+    """What is known of `error`, which was raised on this rank.
+
+    It is one of tensorshard's sentences if a statement ``raise`` of tensorshard raised it; what another library raised
+    is none, wherever it passed through.
+    """
+    trace = error.__traceback__
+    frames = []
+    while trace is not None:
+        frames.append((Path(trace.tb_frame.f_code.co_filename), trace.tb_lineno))
+        trace = trace.tb_next
+    path, line = frames[-1] if frames else (Path(), 0)
+    ours = path.is_relative_to(_PACKAGE)
+    raised = linecache.getline(str(path), line).strip().startswith("raise ")
+    inner = [f"{p.relative_to(_PACKAGE)}:{number}" for p, number in frames if p.is_relative_to(_PACKAGE)]
+    where = f"{path.parent.name}/{path.name}:{line}" + (f", called from {inner[-1]}" if inner and not ours else "")
+    return Failure(
+        kind=type(error).__name__,
+        message=str(error),
+        is_sentence=ours and raised,
+        is_relayed=path.name in _RELAYS,
+        where=where,
+        stage=stage,
+        time=time,
+    )

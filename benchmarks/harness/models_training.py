@@ -1,0 +1,129 @@
+"""Training a case for a few steps: by one plain process, and by a rank under a plan."""
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import tensorshard as ts
+from benchmarks.models.case import Batch, Case
+from benchmarks.models.plans import PlanCase
+
+STEPS = 3
+SAMPLES = 8  # of the global batch
+# Gradients that are zero but for rounding (of the biases of keys in attention) would be divided by themselves: an
+# epsilon far above the rounding keeps those weights at rest.
+OPTIMIZER = partial(torch.optim.AdamW, lr=3e-3, eps=1e-4)
+
+
+@dataclass
+class Trained:
+    """What came of it.
+
+    Args:
+        losses: one a step.
+        state: the state dict afterwards; empty on ranks other than the first.
+        wall_seconds, cpu_seconds: that ``parallelize`` took.
+        split_share: of the weights, by tp.
+    """
+
+    losses: list[float]
+    state: dict[str, torch.Tensor]
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    split_share: float | None = None
+    moved: dict[str, float] = field(default_factory=dict)
+
+
+def build(case: Case, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The case's model, in training, with the same weights every time."""
+    torch.manual_seed(1)
+    model = case.build().train()
+    return model if dtype == torch.float32 else model.to(dtype)
+
+
+def batch(case: Case, step: int, dtype: torch.dtype = torch.float32) -> Batch:
+    """The global batch of a step."""
+    drawn = case.batch(SAMPLES, torch.Generator().manual_seed(1000 + step))
+    return tree_map(lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, drawn)
+
+
+def train_alone(case: Case, micro_batches: int, dtype: torch.dtype = torch.float32) -> Trained:
+    """What plain PyTorch makes of it in one process, whose micro-batches are those of the plan."""
+    model = build(case, dtype)
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    optimizer = OPTIMIZER([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(STEPS):
+        total = 0.0
+        for part in range(micro_batches):
+            inputs, targets = _part(batch(case, step, dtype), part, micro_batches)
+            loss = case.loss(_call(model, inputs), targets) / micro_batches
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    moved = {n: (state[n].double() - v.double()).abs().max().item() for n, v in before.items() if v.numel()}
+    return Trained(losses, state, moved=moved)
+
+
+def train_under(
+    case: Case,
+    plan: PlanCase,
+    *,
+    dtype: torch.dtype = torch.float32,
+    with_samples: bool = False,
+    order: str = "as drawn",
+    progress: dict[str, Any] | None = None,
+) -> Trained:
+    """What this rank of the plan's makes of it.
+
+    Args:
+        with_samples: whether ``parallelize`` is given the inputs of a first batch.
+        order: of the batch's samples: "as drawn", "flipped" or "rolled".
+        progress: "stage" in it is kept at what is going on: "parallelize", "step 1", ... "state".
+    """
+    progress = {} if progress is None else progress
+    progress["stage"] = "parallelize"
+    samples: Any = {"sample_inputs": batch(case, 0, dtype)[0]} if with_samples else {}
+    model = build(case, dtype)
+    wall, cpu = time.perf_counter(), time.process_time()
+    engine = ts.parallelize(model, ts.Plan(**plan.fields), optimizer=OPTIMIZER, loss_fn=case.loss, **samples)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    progress["split_share"] = share = _split_share(engine)
+    losses = []
+    for step in range(STEPS):
+        progress["stage"] = f"step {step + 1}"
+        drawn = tree_map(partial(_ordered, order), batch(case, step, dtype))
+        losses.append(engine.step(*_part(drawn, engine.mesh.dp_rank, engine.mesh.dp_size)).item())
+    progress["stage"] = "state"
+    state = engine.full_state_dict()
+    return Trained(losses, state, wall, cpu, share)
+
+
+def _split_share(engine: ts.Engine) -> float | None:
+    return getattr(getattr(engine.sharded.split, "found", None), "split_share", None)
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _part(drawn: Batch, index: int, count: int) -> Batch:
+    if count == 1:
+        return drawn
+    return tree_map(lambda t: t.chunk(count)[index] if isinstance(t, torch.Tensor) else t, drawn)
+
+
+def _ordered(order: str, tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor) or order == "as drawn":
+        return tensor
+    return tensor.flip(0) if order == "flipped" else tensor.roll(3, 0)

@@ -1,0 +1,48 @@
+"""The plans that every model is trained under."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """One column of the table.
+
+    Args:
+        key: on the command line and in results files.
+        label: in the table.
+        ranks: how many.
+        fields: of the Plan.
+        splits_batch: over how many data ranks the batch is divided.
+    """
+
+    key: str
+    label: str
+    ranks: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    splits_batch: int = 1
+
+    @property
+    def micro_batches(self) -> int:
+        return self.fields.get("micro_batches", 1)
+
+    @property
+    def takes_samples(self) -> bool:
+        """Whether ``sample_inputs`` may help: the model is run on fake tensors."""
+        return "tp" in self.fields or "pp" in self.fields
+
+
+PLANS = {
+    plan.key: plan
+    for plan in (
+        PlanCase("zero3", "ZeRO 3", 2, dict(zero=3), splits_batch=2),
+        PlanCase("tp", "tp 2", 2, dict(tp=2)),
+        PlanCase("pp", "pp 2", 2, dict(pp=2, micro_batches=2)),
+        PlanCase("tp-pp", "tp 2 x pp 2", 4, dict(tp=2, pp=2, micro_batches=2)),
+        PlanCase("sp", "tp 2, sequence parallel", 2, dict(tp=2, sequence_parallel=True)),
+        PlanCase("bf16", "ZeRO 3, bf16", 2, dict(zero=3, precision="bf16"), splits_batch=2),
+        PlanCase("full", "ZeRO 3, recompute full", 2, dict(zero=3, recompute="full"), splits_batch=2),
+        PlanCase("selective", "ZeRO 3, recompute selective", 2, dict(zero=3, recompute="selective"), splits_batch=2),
+        PlanCase("compile", "ZeRO 3, compile", 2, dict(zero=3, compile=True), splits_batch=2),
+    )
+}

@@ -1,0 +1,35 @@
+"""All cases, by their keys."""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+
+from benchmarks.models.case import Case
+
+FAMILIES = ("plain", "transformers", "timm", "torchvision", "diffusers")
+
+_MODULES = {
+    "plain": ("plain_language", "plain_vision", "plain_other"),
+    "transformers": ("transformers_text", "transformers_encoders", "transformers_vision", "transformers_other"),
+    "timm": ("timm_",),
+    "torchvision": ("torchvision_",),
+    "diffusers": ("diffusers_",),
+}
+
+
+@cache
+def find_cases() -> dict[str, Case]:
+    """Every case by its key, family after family; none of their libraries is imported for it."""
+    found: dict[str, Case] = {}
+    for family in FAMILIES:
+        for name in _MODULES[family]:
+            for case in import_module(f"benchmarks.models.{name}").CASES:
+                if case.family != family or case.key in found:
+                    raise ValueError(f"{case.key!r}, in {name}.py, is there twice or of another family")
+                found[case.key] = case
+    return found
+
+
+def is_installed(family: str) -> bool:
+    """Whether the library that the family's models are from is there."""
+    return family == "plain" or find_spec(family) is not None

@@ -1,0 +1,74 @@
+"""Cases of transformers: a configuration with small sizes, and otherwise as it comes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from benchmarks.models.batches import CLASSES, VOCABULARY, Batches, token_loss, tokens
+from benchmarks.models.case import Case, Loss
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+TEXT = {**SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+GROUPED = {"num_key_value_heads": 2}
+
+
+def text_case(
+    name: str,
+    model: str,
+    settings: dict[str, Any],
+    batch: Batches | None = None,
+    loss: Loss = token_loss,
+    *,
+    config: str | None = None,
+    group: str = "text decoders",
+) -> Case:
+    """A model of tokens."""
+    found = batch or tokens("input_ids")
+    return Case(name, "transformers", builder(model, settings, config), found, loss, group, is_sequence=True)
+
+
+def builder(model: str, settings: dict[str, Any], config: str | None = None) -> Callable[[], nn.Module]:
+    """Makes the class `model` of transformers from its configuration's class with `settings`.
+
+    Everything called dropout is set to zero in it, also in the configurations inside of it, as are layers left out at
+    random; nothing else is changed.
+
+    Args:
+        config: the configuration's class; by default that of `model`.
+    """
+
+    def build() -> nn.Module:
+        import transformers
+
+        chosen = getattr(transformers, model)
+        kind = getattr(transformers, config) if config is not None else chosen.config_class
+        made = kind(**settings)
+        _drop_nothing(made)
+        built = chosen(made)
+        for module in built.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return built
+
+    return build
+
+
+def _drop_nothing(config: Any) -> None:
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            _drop_nothing(value)
+        elif any(part in name for part in ("drop", "pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    for name in ("apply_spec_augment",):
+        if hasattr(config, name):
+            setattr(config, name, False)
+
+
+CLASSIFIES = {"num_labels": CLASSES}
