@@ -270,13 +270,15 @@ def test_the_version_is_told_without_loading_torch() -> None:
     assert output == f"tensorshard {tensorshard.__version__}\nFalse\n"
 
 
-def test_the_timeout_reaches_the_workers(started, config):
-    assert main(["train", config, "--timeout", "20"]) == 0
+def test_the_timeout_reaches_the_workers(started: Started, config: str) -> None:
+    assert cli.main(["train", config, "--timeout", "20"]) == 0
     assert started.timeout == 20.0
 
 
 @pytest.mark.parametrize("seconds", ["0", "-3"])
-def test_a_timeout_that_is_none(started, config, capsys, seconds):
-    assert main(["train", config, f"--timeout={seconds}"]) == 2
+def test_a_timeout_that_is_none(
+    started: Started, config: str, capsys: pytest.CaptureFixture[str], seconds: str
+) -> None:
+    assert cli.main(["train", config, f"--timeout={seconds}"]) == 2
     assert f"--timeout {seconds}: it must be a number of seconds above 0" in capsys.readouterr().err
     assert started.config is None
