@@ -39,7 +39,7 @@ class BlockSearch:
 
     Args:
         split: what can be split.
-        whole: why the other linear layers stay whole.
+        whole: why the other linear layers and convolutions stay whole.
         ends: those of them whose output features no other layer takes as input.
     """
 
@@ -86,7 +86,7 @@ def search_block(
     used = {layer for split in found.split for layer in (*split.region.columns, *split.region.rows)}
     for name, module in block.named_modules():
         described = as_splittable(module)
-        if name not in used and described is not None and described.kind == "linear":
+        if name not in used and described is not None and described.has_rows:
             unused = "no other layer takes its output features as input"
             found.whole[name] = reasons.get(name, unused if name in flow.called else "it is not called as a module")
             if name not in taken and name in flow.called:
