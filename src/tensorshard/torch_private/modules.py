@@ -70,9 +70,8 @@ def overrides_convolution(module: nn.Module) -> bool:
 
     Public way: none; a subclass could be told from its base by ``type(module)`` alone.
     """
-    own = getattr(type(module), "_conv_forward", None)
-    base = next((getattr(cls, "_conv_forward", None) for cls in CONVOLUTIONS if isinstance(module, cls)), None)
-    return own is not base
+    bases = [cls for cls in (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS) if isinstance(module, cls)]
+    return any(type(module)._conv_forward is not cls._conv_forward for cls in bases)  # type: ignore[attr-defined]
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -69,9 +69,10 @@ def search_block(
     while True:
         # Where a region is refused, its layers stay whole, and may be rows' and columns' neighbours in
         # another way.
-        flow = follow(block, call, refused)
-        done = {layer for split in found.split for layer in split.region.columns}
-        regions = [region for region in flow.regions if not done & set(region.columns)]
+        columns = {layer for split in found.split for layer in split.region.columns}
+        flow = follow(block, call, refused, columns)
+        done = columns | {layer for split in found.split for layer in split.region.rows}
+        regions = [region for region in flow.regions if not done & {*region.columns, *region.rows}]
         if not regions:
             break
         for region in regions:

@@ -5,7 +5,7 @@ be a row layer; those sources are its columns. What a row layer puts out is full
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,15 +77,16 @@ class Dataflow:
     arguments: dict[str, dict[str, Argument]] = field(default_factory=dict)
 
 
-def follow(block: nn.Module, call: BlockCall, whole: set[str]) -> Dataflow:
+def follow(block: nn.Module, call: BlockCall, whole: set[str], columns: Container[str] = ()) -> Dataflow:
     """Runs a fake copy of `block` as `call` says and proposes what to split.
 
     Args:
         whole: layers that are not to begin a region.
+        columns: layers that are known to begin one, whatever their input comes from.
     """
 
     def watch(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> _LayerSources:
-        return _LayerSources(fake, fake_copy, whole, tensor_leaves(samples))
+        return _LayerSources(fake, fake_copy, whole, columns, tensor_leaves(samples))
 
     run = fake_run(block, (call.args, call.kwargs), watch)
     with run as (fake_copy, (args, kwargs), sources), _reads(fake_copy) as numbers:
@@ -118,8 +119,16 @@ class _LayerSources(Provenance[_Source]):
     change of type) is the parameter still.
     """
 
-    def __init__(self, fake: FakeTensorMode, block: nn.Module, whole: set[str], inputs: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        fake: FakeTensorMode,
+        block: nn.Module,
+        whole: set[str],
+        columns: Container[str],
+        inputs: list[torch.Tensor],
+    ) -> None:
         super().__init__(fake)
+        self._columns = columns
         for name, parameter in block.named_parameters():
             self.set(parameter, [_Source("parameter", name)])
         for index, tensor in enumerate(inputs):
@@ -184,7 +193,7 @@ class _LayerSources(Provenance[_Source]):
     def _left(self, name: str, may_start: bool) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._inside.pop()
-            starts = may_start and name not in self._consumers
+            starts = name in self._columns or (may_start and name not in self._consumers)
             for tensor in tensor_leaves(output):
                 self.set(tensor, [_Source("layer", name) if starts else _FULL])
 

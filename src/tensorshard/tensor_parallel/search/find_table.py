@@ -9,6 +9,7 @@ from torch import nn
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.search.block_search import BlockSearch, SplitRegion, search_block
 from tensorshard.tensor_parallel.search.check_table import check_around_run
+from tensorshard.tensor_parallel.search.leftover_layers import split_leftovers
 from tensorshard.tensor_parallel.search.outer_layers import split_outer_layers
 from tensorshard.tensor_parallel.search.published_tables import published_plan
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
@@ -98,11 +99,14 @@ def find_tensor_plan(
     ends = {_join(name, layer) for name, search in searches.items() for layer in search.ends}
     outer, outer_whole = split_outer_layers(model, list(units), size, run.capture.used_outside, styles, ends)
     styles.update(outer)
-    whole = {name: reason for name, reason in (whole | outer_whole).items() if name not in styles}
+    leftover, leftover_whole = split_leftovers(model, units, size, run.capture.used_outside, styles)
+    styles.update(leftover)
+    reasons_by_name = {**leftover_whole, **outer_whole, **whole}
+    whole = {name: reason for name, reason in reasons_by_name.items() if name not in styles}
     reasons = {starred(name): reason for name, reason in whole.items()}
     if not styles:
         listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
-        linear = [starred(n) for n, m in model.named_modules() if (s := as_splittable(m)) and s.kind == "linear"]
+        linear = [starred(n) for n, m in model.named_modules() if (s := as_splittable(m)) and s.has_rows]
         start = dict.fromkeys(dict.fromkeys(linear), "colwise or rowwise")
         raise NoTensorPlanError(
             f"nothing of this {type(model).__name__} can be split over {size} ranks:\n{listed}\n"
