@@ -1,0 +1,111 @@
+"""Convolutional networks under Plan(tp=...): what is split, and training as one process does."""
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import convolutional_models as models
+import parity
+import seeds
+import tensorshard as ts
+from slow_cases import mark_slow
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan
+
+STEPS = 4
+SAMPLES = 8
+
+# At tp=2; more at tp=4.
+LEAST_SHARES = dict.fromkeys(models.KINDS, 0.9) | {"convnext": 0.7}
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, dict(tp=2)),
+    "tp4": (4, dict(tp=4)),
+    "tp2_dp2": (4, dict(tp=2, zero=0)),
+    "tp2_zero3": (4, dict(tp=2, zero=3)),
+    "tp2_recompute": (2, dict(tp=2, recompute="full")),
+    "tp2_selective": (2, dict(tp=2, recompute="selective")),
+    "tp2_zero3_recompute": (4, dict(tp=2, zero=3, recompute="full")),
+}
+CASES = [(plan, kind) for plan in PLANS for kind in models.KINDS]
+FAST = [
+    *(("tp2", kind) for kind in models.KINDS),
+    ("tp4", "efficient"),
+    ("tp4", "autoencoder"),
+    ("tp2_dp2", "basic"),
+    ("tp2_zero3", "unet"),
+    ("tp2_zero3", "bottleneck"),
+    ("tp2_zero3_recompute", "efficient"),
+]
+
+
+@cache
+def table(kind: str, size: int) -> VerifiedTable:
+    return find_tensor_plan(build(kind), size, inputs=models.sample(kind))
+
+
+def build(kind: str) -> nn.Module:
+    """A model whose norms and biases are not all alike."""
+    seeds.seed(1)
+    model = models.make(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+def batch(kind: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return models.batch(kind, SAMPLES, seeds.generator(100 + step))
+
+
+def make_engine(kind: str, fields: dict[str, Any], given: dict[str, str] | None) -> ts.Engine:
+    plan = ts.Plan(**fields, tp_plan=given, tp_check=given is None)
+    return ts.parallelize(
+        build(kind), plan, optimizer=parity.ADAMW, loss_fn=models.loss(kind), sample_inputs=models.sample(kind)
+    )
+
+
+def train(kind: str, fields: dict[str, Any], given: dict[str, str]) -> dict[str, Any]:
+    engine = make_engine(kind, fields, given)
+    initial = engine.full_state_dict()
+    losses = [engine.step(*parity.shard(engine, *batch(kind, step))).item() for step in range(STEPS)]
+    with torch.no_grad():
+        evaluated = engine.evaluate(*parity.shard(engine, *batch(kind, STEPS))).item()
+    return {"initial": initial, "losses": [*losses, evaluated], "state": engine.full_state_dict()}
+
+
+@cache
+def reference(kind: str) -> dict[str, Any]:
+    model = build(kind)
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = parity.ADAMW(model.parameters())
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = batch(kind, step)
+        loss = models.loss(kind)(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        inputs, targets = batch(kind, STEPS)
+        losses.append(models.loss(kind)(model.eval()(inputs), targets).item())
+    return {"initial": initial, "losses": losses, "state": model.state_dict()}
+
+
+@pytest.mark.parametrize("kind", models.KINDS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_most_weights_are_split(kind, size):
+    assert table(kind, size).split_share >= LEAST_SHARES[kind]
+
+
+@pytest.mark.parametrize(("name", "kind"), mark_slow(CASES, [case for case in CASES if case not in FAST]))
+def test_training_as_one_process_does(ranks, name, kind):
+    world_size, fields = PLANS[name]
+    found = ranks(world_size, train, kind, fields, table(kind, fields["tp"]).plan.to_dict())[0]
+    expected = reference(kind)
+    parity.assert_same_state(found["initial"], expected["initial"], 0.0)
+    parity.assert_same(found, expected, 1e-5)
