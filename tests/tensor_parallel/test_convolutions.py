@@ -37,6 +37,7 @@ FAST = [
     ("tp2_dp2", "basic"),
     ("tp2_zero3", "unet"),
     ("tp2_zero3", "bottleneck"),
+    ("tp2_recompute", "basic"),
     ("tp2_zero3_recompute", "efficient"),
 ]
 

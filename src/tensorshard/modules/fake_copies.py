@@ -82,7 +82,8 @@ def fake_run(
     """
     fake, device = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
     with torch.enable_grad(), fake:
-        copied = make_fake_copy(model, fake, device, values=False).eval()
+        copied = make_fake_copy(model, fake, device, values=False)
+        copied.eval()  # which some models return nothing from
         use_placeholder_outputs(copied)
         for parameter in copied.parameters():
             parameter.requires_grad_(parameter.is_floating_point())

@@ -87,8 +87,13 @@ def has_convolutions(block: nn.Module, region: Region) -> bool:
 
 
 def channelwise_modules(block: nn.Module, region: Region, size: int) -> dict[str, Channelwise]:
-    """Those of `region` that compute channel by channel, the channels being its columns' or parts of them."""
-    widths = {width // parts for width in _widths(block, region) for parts in (1, 2, 3)}
+    """Those of `region` that compute channel by channel, the channels being its columns' or parts of them.
+
+    Among linear layers these are norms alone: what else has a value per feature is cut one parameter at a time.
+    """
+    widths: set[int] = set()
+    if has_convolutions(block, region):
+        widths = {width // parts for width in _widths(block, region) for parts in (1, 2, 3)}
     found = {}
     for name in region.channelwise:
         module = block.get_submodule(name)

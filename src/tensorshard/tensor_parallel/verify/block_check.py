@@ -83,7 +83,8 @@ class BlockCheck:
         generator = torch.Generator().manual_seed(0)
         values = random_values(generator, {f"{name}.weight" for name, m in block.named_modules() if is_convolution(m)})
         self.size = size
-        self._block = copy_with(block, values).eval()
+        self._block = copy_with(block, values)
+        self._block.eval()  # which some modules return nothing from
         for parameter in self._block.parameters():
             parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() <= _LARGEST_GRADIENT)
         self._given = map_tensors_once(
@@ -92,7 +93,8 @@ class BlockCheck:
         self._cotangents: list[torch.Tensor] = []
         self._generator = generator
         self._by_channel: dict[tuple[str, int], bool] = {}
-        self.expected = self._run(self._block, self._given, None)
+        # A copy runs, so that what a module keeps of a run (LeViT its biases) is not in the copies that are split.
+        self.expected = self._run(copy_with(self._block, lambda name, t: t.detach()), self._given, None)
 
     @property
     def inputs(self) -> list[torch.Tensor]:

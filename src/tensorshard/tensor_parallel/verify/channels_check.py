@@ -42,7 +42,8 @@ def computes_by_channel(module: nn.Module, size: int, parts: int = 1) -> bool:
 @torch.no_grad()
 def _agrees(module: nn.Module, shape: tuple[int, ...], size: int, parts: int) -> bool:
     generator = torch.Generator().manual_seed(0)
-    given = copy_with(module, random_values(generator)).eval()
+    given = copy_with(module, random_values(generator))
+    given.eval()
     given.training = True  # alone: dropout in it would draw
     input = torch.randn(shape, generator=generator)
     layouts = channel_layouts("", given, size, parts)
