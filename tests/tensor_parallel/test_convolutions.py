@@ -1,6 +1,6 @@
 """Convolutional networks under Plan(tp=...): what is split, and training as one process does."""
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest

@@ -151,7 +151,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _laid_out(engine: TrainingState, name: str, tensor: torch.Tensor) -> Any:
-    """`tensor`, laid out as the master or buffer `name`, as the storage sees it: its parts at their places in the whole."""
+    """`tensor`, laid out as the master or buffer `name`, as the storage sees it: parts at their places in the whole."""
     sharded = engine.sharded
     layout = sharded.split.layout(name)
     if layout.dim is None:

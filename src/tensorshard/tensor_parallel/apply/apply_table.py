@@ -98,7 +98,7 @@ def apply_tensor_parallel(
 
 
 def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, Layout]:
-    """The layout of every parameter of `model`, by each of its names, on `size` ranks, and of the buffers that are split.
+    """The layout on `size` ranks of every parameter of `model`, by each of its names, and of the buffers that are split.
 
     Changes nothing.
 
@@ -149,7 +149,7 @@ def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int
     if style.kind == "slice":
         return {key: _parameter_layout(_join(name, key), p, style) for key, p in own_parameters(module).items()}
     if style.kind == "channels":
-        return channel_layouts(name, module, size, *style.sizes)
+        return channel_layouts(name, module, size, style.parts)
     layer = as_splittable(module)
     wanted = _LAYER_KINDS.get(style.kind, "linear")
     suits = layer is not None and (
@@ -235,7 +235,7 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
         wrap_forward(module, Role.SUMMED_OUTPUT, partial(_sum_forward, group))
         return
     if style.kind == "channels":
-        split_channels(module, *style.sizes or (1,), group)
+        split_channels(module, style.parts, group)
         return
     layer = as_splittable(module)
     if layer is None or style.kind in ("slice", "replicate"):

@@ -71,4 +71,6 @@ def _row_forward(
 
 def _channel_dim(module: nn.Module) -> int:
     """The dimension of the channels in what goes in and comes out, counted from the end: samples may be missing."""
-    return 1 - module.weight.ndim  # type: ignore[operator, union-attr]
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return 1 - weight.ndim

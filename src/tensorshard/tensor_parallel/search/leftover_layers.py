@@ -19,7 +19,11 @@ _WORTHWHILE_SHARE = 0.01
 
 
 def split_leftovers(
-    model: nn.Module, units: Mapping[str, nn.Module], size: int, used_outside: Container[str], found: Mapping[str, Style]
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    size: int,
+    used_outside: Container[str],
+    found: Mapping[str, Style],
 ) -> tuple[dict[str, Style], dict[str, str]]:
     """Styles of the layers of a convolutional network that have none, and why others stay whole.
 

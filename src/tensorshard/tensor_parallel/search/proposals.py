@@ -105,9 +105,7 @@ def channelwise_modules(block: nn.Module, region: Region, size: int) -> dict[str
     return found
 
 
-def _channel_styles(
-    block: nn.Module, packing: dict[str, Style], modules: dict[str, Channelwise]
-) -> dict[str, Style]:
+def _channel_styles(block: nn.Module, packing: dict[str, Style], modules: dict[str, Channelwise]) -> dict[str, Style]:
     """Styles of `modules`: those that are as wide as a packed column are packed as it is."""
     parts = {}
     for name, style in packing.items():
@@ -182,9 +180,7 @@ def _packings(block: nn.Module, region: Region, numbers: list[int]) -> Iterator[
                 yield {**dict.fromkeys(region.columns, COLWISE), **packed}
 
 
-def between_styles(
-    block: nn.Module, region: Region, channelwise: Container[str] = ()
-) -> list[dict[str, Style]]:
+def between_styles(block: nn.Module, region: Region, channelwise: Container[str] = ()) -> list[dict[str, Style]]:
     """Styles of the parameters between columns and rows: whole, else those with a value per feature cut.
 
     Args:

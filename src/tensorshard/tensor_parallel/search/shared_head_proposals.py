@@ -6,7 +6,13 @@ from itertools import combinations, product
 from torch import nn
 
 from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region
-from tensorshard.tensor_parallel.search.proposals import Proposal, between_styles, divide_styles, has_convolutions, owned_numbers
+from tensorshard.tensor_parallel.search.proposals import (
+    Proposal,
+    between_styles,
+    divide_styles,
+    has_convolutions,
+    owned_numbers,
+)
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
 from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Style
 

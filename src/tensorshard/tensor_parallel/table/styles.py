@@ -16,11 +16,11 @@ STYLES = {
     "same head; colwise_shared(2, 64, 16, 16) for queries, keys and values of these sizes fused into one layer",
     "colwise_gather": "a linear layer's output features, or a convolution's output channels, are split, and its output "
     "is gathered",
-    "rowwise": "a linear layer's input features, or a convolution's input channels, are split, and its output is summed "
-    "over the ranks",
-    "channels": "a module that computes channel by channel, or by groups of channels (batch, group and instance norms, "
-    "grouped and depthwise convolutions): each rank has some of them, and their running statistics; channels(2) where "
-    "they are 2 equal parts, each to be cut",
+    "rowwise": "a linear layer's input features, or a convolution's input channels, are split, and its output is "
+    "summed over the ranks",
+    "channels": "a module that computes channel by channel, or by groups of channels (batch, group and instance "
+    "norms, grouped and depthwise convolutions): each rank has some of them, and their running statistics; "
+    "channels(2) where they are 2 equal parts, each to be cut",
     "classes": "the classes of a ParallelLinearCrossEntropy are split, and its loss is that of all",
     "vocab": "an embedding's rows are split, and its output is summed over the ranks",
     "replicate": "whole on every rank; replicate(sum_grad) where each rank applies it to activations of its own, so "
@@ -57,6 +57,11 @@ class Style:
     def __str__(self) -> str:
         options = ", ".join([*map(str, self.sizes), *self.names])
         return f"{self.kind}({options})" if options else self.kind
+
+    @property
+    def parts(self) -> int:
+        """Of ``channels``: into how many equal parts these fall, each of which is split."""
+        return self.sizes[0] if self.sizes else 1
 
     @property
     def sums_gradients(self) -> bool:

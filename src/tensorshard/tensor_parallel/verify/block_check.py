@@ -139,10 +139,10 @@ class BlockCheck:
     def _check_channels(self, styles: Mapping[str, Style]) -> None:
         for name, style in styles.items():
             if style.kind == "channels":
-                (parts,) = style.sizes or (1,)
-                key = name, parts
+                key = name, style.parts
                 if key not in self._by_channel:
-                    self._by_channel[key] = computes_by_channel(self._block.get_submodule(name), self.size, parts)
+                    module = self._block.get_submodule(name)
+                    self._by_channel[key] = computes_by_channel(module, self.size, style.parts)
                 if not self._by_channel[key]:
                     raise MismatchError(f"{name} does not compute channel by channel in training")
 

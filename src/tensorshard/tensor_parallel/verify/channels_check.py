@@ -58,7 +58,9 @@ def _agrees(module: nn.Module, shape: tuple[int, ...], size: int, parts: int) ->
     for key, buffer in own_buffers(given).items():
         held = [own_buffers(part)[key] for part in ranks]
         pairs += [(join_shards(held, layouts.get(key, Layout())), buffer)]
-    return all(found.shape == value.shape and torch.allclose(found, value, _TOLERANCE, _TOLERANCE) for found, value in pairs)
+    return all(
+        found.shape == value.shape and torch.allclose(found, value, _TOLERANCE, _TOLERANCE) for found, value in pairs
+    )
 
 
 def _part(module: nn.Module, layouts: dict[str, Layout], rank: int, size: int, parts: int) -> nn.Module:

@@ -25,10 +25,30 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that are searched and checked one by one: blocks with layers to split, else the whole model.
 
     Beside the blocks of a convolutional network there may be modules that are in no list (the middle of a U-Net): the
-    largest of these that have convolutions to split, and no blocks.
+    largest of these that have convolutions to split, and no blocks. A stage of one block shows no repetition: what is
+    within a module of the same class as other blocks is no block of its own.
     """
-    units = {name: block for name, block in find_blocks(model).items() if _num_splittable(block) > 1}
+    blocks = find_blocks(model)
+    classes = {type(block) for block in blocks.values()} - {nn.Sequential}
+    units: dict[str, nn.Module] = {}
+    for name, block in blocks.items():
+        outermost = _within_alike(model, name, classes)
+        if outermost is not None:
+            units[outermost] = model.get_submodule(outermost)
+        elif _num_splittable(block) > 1:
+            units[name] = block
     return {**units, **_beside(model, "", units)} if units else {"": model}
+
+
+def _within_alike(model: nn.Module, name: str, classes: set[type[nn.Module]]) -> str | None:
+    """The outermost module with convolutions around the block `name` that is of one of `classes`; None for none."""
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        around = ".".join(parts[:length])
+        module = model.get_submodule(around)
+        if type(module) in classes and any(is_convolution(m) for m in module.modules()):
+            return around
+    return None
 
 
 def _num_splittable(block: nn.Module) -> int:
