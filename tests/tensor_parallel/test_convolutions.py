@@ -1,6 +1,6 @@
 """Convolutional networks under Plan(tp=...): what is split, and training as one process does."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,7 +12,9 @@ import parity
 import seeds
 import tensorshard as ts
 from slow_cases import mark_slow
+from tensorshard.tensor_parallel.search.check_table import check_tensor_plan
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan
+from tensorshard.tensor_parallel.table.table import TensorPlan
 
 STEPS = 4
 SAMPLES = 8
@@ -110,3 +112,78 @@ def test_training_as_one_process_does(ranks, name, kind):
     expected = reference(kind)
     parity.assert_same_state(found["initial"], expected["initial"], 0.0)
     parity.assert_same(found, expected, 1e-5)
+
+
+def from_a_constructor(fields: dict[str, Any], given: dict[str, str] | None) -> dict[str, torch.Tensor]:
+    plan = ts.Plan(**fields, tp_plan=given, tp_check=given is None)
+    model = partial(models.make, "efficient")
+    return ts.parallelize(model, plan, optimizer=parity.ADAMW, loss_fn=models.loss("efficient")).full_state_dict()
+
+
+def test_initial_weights_do_not_depend_on_the_plan(ranks):
+    expected = ranks(1, from_a_constructor, {}, None)[0]
+    given = table("efficient", 2).plan.to_dict()
+    parity.assert_same_state(ranks(2, from_a_constructor, dict(tp=2), given)[0], expected, 0.0)
+
+
+def save(fields: dict[str, Any], given: dict[str, str] | None, path: str) -> list[float]:
+    engine = make_engine("efficient", fields, given)
+    for step in range(2):
+        engine.step(*parity.shard(engine, *batch("efficient", step)))
+    engine.save(path)
+    return continued(engine)
+
+
+def resume(fields: dict[str, Any], given: dict[str, str] | None, path: str) -> list[float]:
+    engine = make_engine("efficient", fields, given)
+    with torch.no_grad():
+        for tensor in (*engine.sharded.masters().values(), *engine.sharded.persistent_buffers().values()):
+            tensor.zero_()
+    engine.load(path)
+    return continued(engine)
+
+
+def continued(engine: ts.Engine) -> list[float]:
+    """Losses that depend on weights, states of the optimizer, and running statistics."""
+    first = engine.evaluate(*parity.shard(engine, *batch("efficient", 5))).item()
+    return [first, *(engine.step(*parity.shard(engine, *batch("efficient", step))).item() for step in range(2, 4))]
+
+
+@pytest.mark.parametrize("written", [(4, dict(tp=2, zero=3)), (1, {})], ids=str)
+def test_checkpoints_between_sizes_of_tp(ranks, tmp_path, written):
+    world_size, fields = written
+    found = {size: table("efficient", size).plan.to_dict() for size in (2, 4)} | {1: None}
+    expected = ranks(world_size, save, fields, found[fields.get("tp", 1)], str(tmp_path / "c"))[0]
+    for other_size, other in [(1, {}), (2, dict(tp=2)), (4, dict(tp=4))]:
+        resumed = ranks(other_size, resume, other, found[other.get("tp", 1)], str(tmp_path / "c"))[0]
+        torch.testing.assert_close(torch.tensor(resumed), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+class MixesInTraining(nn.BatchNorm2d):
+    """In evaluation, in which blocks are compared, it is a batch norm like any other."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input - input.mean(1, keepdim=True) if self.training else input)
+
+
+def test_a_norm_that_mixes_channels_in_training_is_not_split():
+    model = build("basic")
+    for block in model.blocks:
+        block.norm1 = MixesInTraining(block.norm1.num_features)
+    found = find_tensor_plan(model, 2, inputs=models.sample("basic"))
+    styles = {name: str(style) for name, style in found.plan.resolve(model).items()}
+    assert styles["blocks.1.conv1"] == styles["blocks.1.conv2"] == "colwise_gather"
+    assert not any("norm1" in name for name in styles)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"blocks.*.conv1": "colwise", "blocks.*.conv2": "rowwise"}, r"blocks\.\* \(as blocks\.0\)"),
+        ({"blocks.*.norm1": "rowwise"}, "is a BatchNorm2d, which cannot be 'rowwise'"),
+        ({"blocks.*.conv1": "channels"}, "is a Conv2d, which cannot be 'channels'"),
+    ],
+)
+def test_a_wrong_table_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        check_tensor_plan(build("basic"), TensorPlan.from_dict(given), 2, inputs=models.sample("basic"))

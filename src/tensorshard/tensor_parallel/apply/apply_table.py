@@ -98,7 +98,7 @@ def apply_tensor_parallel(
 
 
 def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, Layout]:
-    """The layout on `size` ranks of every parameter of `model`, by each of its names, and of the buffers that are split.
+    """The layout on `size` ranks of every parameter of `model`, by each of its names, and of buffers that are split.
 
     Changes nothing.
 
