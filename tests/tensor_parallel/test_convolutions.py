@@ -30,8 +30,9 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_recompute": (2, dict(tp=2, recompute="full")),
     "tp2_selective": (2, dict(tp=2, recompute="selective")),
     "tp2_zero3_recompute": (4, dict(tp=2, zero=3, recompute="full")),
+    "tp2_pp2": (4, dict(tp=2, pp=2, pp_schedule="gpipe", micro_batches=1)),
 }
-CASES = [(plan, kind) for plan in PLANS for kind in models.KINDS]
+CASES = [(plan, kind) for plan in PLANS for kind in models.KINDS if plan != "tp2_pp2" or kind in ("basic", "unet")]
 FAST = [
     *(("tp2", kind) for kind in models.KINDS),
     ("tp4", "efficient"),
@@ -41,6 +42,7 @@ FAST = [
     ("tp2_zero3", "bottleneck"),
     ("tp2_recompute", "basic"),
     ("tp2_zero3_recompute", "efficient"),
+    ("tp2_pp2", "basic"),
 ]
 
 
