@@ -36,7 +36,10 @@ class ParameterSplit(Protocol):
         """This rank's shard of the parameter `name`."""
 
     def full(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """The full parameter `name` of `shape`, of which every rank gives its `local` shard. A collective."""
+        """The full parameter or buffer `name` of `shape`, of which every rank gives its `local` shard. A collective."""
+
+    def full_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """The shape of the full parameter or buffer `name`, of which a shard, or all, has `shape`."""
 
     def keep_outputs_split(self) -> AbstractContextManager[None]:
         """Within this, output layers leave their logits split over the ranks."""
@@ -55,7 +58,9 @@ class ShardedModel(ABC):
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         persistent = model.state_dict(keep_vars=True)
-        self._buffer_shapes = {name: b.shape for name, b in model.named_buffers() if name in persistent}
+        self._buffer_shapes = {
+            name: split.full_shape(name, b.shape) for name, b in model.named_buffers() if name in persistent
+        }
 
     def full_shapes(self) -> dict[str, torch.Size]:
         """The shapes of all of the original model's parameters, also of those that other pipeline ranks have."""
@@ -161,16 +166,18 @@ class ShardedModel(ABC):
                 local = local.full_tensor()
             yield name, self.split.full(name, local, self._shapes[name])
 
+    def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of a state dict, whole, by the original model's names. A collective: all ranks iterate."""
+        for name, buffer in self.owned_buffers().items():
+            yield name, self.split.full(name, buffer.detach(), self._buffer_shapes[name])
+
     def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
         """The original model's state dict, whole, on the CPU; {} on ranks that do not `keep` it. A collective."""
         full: dict[str, torch.Tensor] = {}
         for name, tensor in self.full_parameters():
             if keep:
                 full[name] = tensor.detach().to("cpu", copy=True)
-        if not keep:
-            return {}
-        buffers = self.persistent_buffers()
-        return {
-            name: full[self._aliases[name]] if name in self._aliases else buffers[name].detach().to("cpu", copy=True)
-            for name in self.model.state_dict(keep_vars=True)
-        }
+        for name, tensor in self.full_buffers():
+            if keep:
+                full[name] = tensor.to("cpu", copy=True)
+        return {name: full[self._aliases.get(name, name)] for name in self.model.state_dict(keep_vars=True) if keep}

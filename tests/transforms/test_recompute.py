@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import parity
+import tensorshard as ts
 from engines import Operations, engine_of, own_shard
 from toys import Block, data
 
@@ -36,6 +37,25 @@ def test_compiled_blocks_compute_the_same(ranks, level):
     plain, losses, compiled = ranks(2, _compiled, dict(zero=level))[0]
     assert losses == pytest.approx(plain, rel=1e-5)
     assert compiled == ["Block", "Block"]
+
+
+def _statistics(mode: str) -> dict[str, torch.Tensor]:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+    plan = ts.Plan(recompute=mode)
+    engine = ts.parallelize(model, plan, optimizer=parity.ADAMW, loss_fn=nn.functional.mse_loss)
+    inputs = torch.arange(24.0).view(6, 4).sin()
+    engine.step(inputs, inputs.cos())
+    return {name: value for name, value in engine.full_state_dict().items() if "running" in name}
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_running_statistics_of_one_rank_are_taken_once(ranks, mode):
+    """On one rank torch's own batch norm runs, which writes to them without saying so."""
+    once, found = (ranks(1, _statistics, given)[0] for given in ("none", mode))
+    assert len(found) == 4
+    for name, value in once.items():
+        assert not torch.equal(value, torch.full_like(value, "var" in name))  # where they started
+        torch.testing.assert_close(found[name], value)
 
 
 def _work(mode: str) -> tuple[int, int, list[float]]:

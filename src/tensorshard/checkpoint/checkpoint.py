@@ -151,19 +151,20 @@ def _is_plain(value: Any) -> bool:
 
 
 def _laid_out(engine: TrainingState, name: str, tensor: torch.Tensor) -> Any:
-    """`tensor`, laid out as the master `name`, as the storage sees it: its parts at their places in the whole."""
+    """`tensor`, laid out as the master or buffer `name`, as the storage sees it: parts at their places in the whole."""
     sharded = engine.sharded
     layout = sharded.split.layout(name)
     if layout.dim is None:
         return tensor
     ranges = layout.ranges(sharded.split.rank, sharded.split.size)
-    return TensorPieces.of(tensor, sharded.full_shape(name), layout.dim, ranges)
+    shape = sharded.split.full_shape(name, tensor.shape)
+    return TensorPieces.of(tensor, shape, layout.dim, ranges)
 
 
 def _model_tensors(engine: TrainingState, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
     masters = engine.sharded.masters()
     tensors = {f"model.{name}": _laid_out(engine, name, master.detach()) for name, master in masters.items()}
-    tensors.update({f"buffers.{name}": buffer for name, buffer in buffers.items()})
+    tensors.update({f"buffers.{name}": _laid_out(engine, name, buffer) for name, buffer in buffers.items()})
     return tensors
 
 

@@ -95,7 +95,8 @@ def examine(module: nn.Module) -> Examined | None:
 
 def _examine(module: nn.Module, shape: tuple[int, ...]) -> Examined:
     generator = torch.Generator().manual_seed(0)
-    copied = copy_with(module, random_values(generator)).eval()
+    copied = copy_with(module, random_values(generator))
+    copied.eval()
     copied.training = True  # alone: dropout in it would draw, and norms in it are examined by themselves
     for inner in copied.modules():
         clear_forward_hooks(inner)

@@ -13,7 +13,7 @@ from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.apply.randomness import split_randomness
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
-from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
+from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit, shard_buffers
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.verify.fake_process_group import fake_process_group
@@ -33,6 +33,7 @@ def fake_tensor_split(fake_copy: nn.Module, found: VerifiedTable, group: dist.Pr
         if shape != parameter.shape:
             local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
             places.replace(parameter, like(parameter, local))
+    shard_buffers(fake_copy, layouts, group.rank(), group.size())
 
 
 def split_stage(

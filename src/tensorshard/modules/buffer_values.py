@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tensorshard.modules.running_statistics import STATISTICS, keeps_statistics
 from tensorshard.torch_private.modules import buffer_at, buffer_names, set_buffer
 from tensorshard.torch_private.tensors import tensor_version
 
@@ -22,21 +23,26 @@ class _Kept:
         buffer: the tensor itself; None where there is only a name for one.
         version: how often it had been written to.
         values: a copy of what it held.
+        silent: whether it may be written to without being counted: torch's batch norm does so to running statistics.
     """
 
     places: list[Place]
     buffer: torch.Tensor | None
     version: int
     values: torch.Tensor | None
+    silent: bool = False
 
     @classmethod
     def of(cls, buffer: torch.Tensor | None, places: list[Place]) -> "_Kept":
         if buffer is None:  # a forward may put one there
             return cls(places, None, 0, None)
-        return cls(places, buffer, tensor_version(buffer), buffer.detach().clone())
+        silent = any(name in STATISTICS and keeps_statistics(module) for module, name in places)
+        return cls(places, buffer, tensor_version(buffer), buffer.detach().clone(), silent)
 
     def is_changed(self) -> bool:
-        """Whether it was written to, or another tensor was put in its place."""
+        """Whether it was written to, or may have been, or another tensor was put in its place."""
+        if self.silent:
+            return True
         if any(buffer_at(module, name) is not self.buffer for module, name in self.places):
             return True
         return self.buffer is not None and tensor_version(self.buffer) != self.version

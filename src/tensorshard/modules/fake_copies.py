@@ -1,6 +1,6 @@
 """Copies of modules that share nothing with the original, on fake or real tensors, without its weights."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tensorshard.modules.forwards import deepcopy_module
+from tensorshard.modules.running_statistics import STATISTICS
 from tensorshard.modules.stacked_experts import use_placeholder_outputs
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.torch_private.dispatch import TorchDispatchMode
@@ -81,7 +82,8 @@ def fake_run(
     """
     fake, device = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
     with torch.enable_grad(), fake:
-        copied = make_fake_copy(model, fake, device, values=False).eval()
+        copied = make_fake_copy(model, fake, device, values=False)
+        copied.eval()  # which some models return nothing from
         use_placeholder_outputs(copied)
         for parameter in copied.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
@@ -103,17 +105,23 @@ def mixed_mask(shape: Sequence[int]) -> torch.Tensor:
     return sum(torch.meshgrid(*map(torch.arange, shape), indexing="ij"), start=torch.zeros(())) % 2 == 0
 
 
-def random_values(generator: torch.Generator) -> Callable[[str, torch.Tensor], torch.Tensor]:
+def random_values(
+    generator: torch.Generator, kernels: Container[str] = ()
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """Values under which a wrong split shows: of the size of trained weights, with biases, and norms not all
     1.
 
-    Buffers keep their values where they have any. Floating-point types become fp32, in which a comparison
-    means most.
+    Buffers keep their values where they have any, but for running statistics, which are as after training.
+    Floating-point types become fp32, in which a comparison means most.
+
+    Args:
+        kernels: names of the weights of convolutions [channels, channels, ...].
     """
 
     def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        if not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+        statistics = tensor.is_floating_point() and name.endswith(STATISTICS)
+        if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and not statistics:
             return tensor.detach().to("cpu", dtype, copy=True)
         if not tensor.is_floating_point():
             if dtype == torch.bool and tensor.ndim > 1:
@@ -124,6 +132,8 @@ def random_values(generator: torch.Generator) -> Callable[[str, torch.Tensor], t
             return noise.abs_().add_(0.5)  # a variance, a frequency, a count
         if tensor.ndim < 2:
             return noise.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
+        if name in kernels:
+            return noise.mul_(1.5 / tensor[0].numel() ** 0.5)
         # Somewhat above the usual scale, so that attention is far from uniform.
         return noise.mul_(1.5 / max(1, min(tensor.shape[-2:])) ** 0.5)
 

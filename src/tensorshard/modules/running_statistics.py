@@ -8,12 +8,12 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from tensorshard.torch_private.modules import NormBase, SpectralNormVectors, forward_pre_hooks, own_buffers
 
-_STATISTICS = ("running_mean", "running_var")
+STATISTICS = ("running_mean", "running_var")
 
 
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether `module` is one of torch's batch or instance normalizations, a subclass, or has buffers as they have."""
-    return isinstance(module, NormBase) or all(name in own_buffers(module) for name in _STATISTICS)
+    return isinstance(module, NormBase) or all(name in own_buffers(module) for name in STATISTICS)
 
 
 def running_statistics(model: nn.Module) -> list[torch.Tensor]:

@@ -49,8 +49,12 @@ def _inputs_of_first_layer(model: nn.Module) -> list[Any]:
             tokens = _tokens(module.num_embeddings)
             return [tokens, (tokens, tokens)]
         if isinstance(module, nn.Conv2d):
-            sizes = [*_image_sizes(model), (224, 224), (32, 32)]
+            sizes = [*_image_sizes(model), (64, 64), (224, 224), (32, 32)]
             return [torch.zeros(_SAMPLES, module.in_channels, *size) for size in sizes]
+        if isinstance(module, nn.Conv1d):
+            return [torch.zeros(_SAMPLES, module.in_channels, length) for length in (64, 1024, 16384)]
+        if isinstance(module, nn.Conv3d):
+            return [torch.zeros(_SAMPLES, module.in_channels, length, length, length) for length in (16, 32, 64)]
         if isinstance(module, nn.Linear):
             features = module.in_features
             sequences = torch.zeros(_SAMPLES, _TOKENS, features)

@@ -198,3 +198,40 @@ def test_a_published_style_of_another_age_is_told():
     found = find_tensor_plan(model)
     assert "published as 'sideways'" in found.whole["model.layers.*.self_attn.q_proj"]
     assert found.plan.to_dict()["model.layers.*.mlp.up_proj"] == "colwise"
+
+
+class AttentionAndMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.output = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.output(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(self.up(x).relu())
+
+
+class ReadsItsHeads(nn.Module):
+    """A model that counts the heads of its first block, outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 16)
+        self.blocks = nn.ModuleList(AttentionAndMLP() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.blocks[0].num_heads
+
+
+def test_where_the_whole_is_wrong_the_largest_part_that_is_right_is_split():
+    tokens = torch.arange(12).view(2, 6)
+    found = find_tensor_plan(ReadsItsHeads(), 2, inputs=tokens)
+    table = found.plan.to_dict()
+    assert table == {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "embedding": "vocab"}
+    assert set(found.whole) == {"blocks.*", "blocks.*.qkv", "blocks.*.output"}
+    assert all(reason.startswith("the model around it does not compute the same") for reason in found.whole.values())

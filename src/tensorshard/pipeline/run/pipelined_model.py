@@ -204,7 +204,7 @@ class PipelinedModel(ShardedModel):
         first = dist.get_process_group_ranks(self._mesh.world_group)[0]
         travels = dist.get_process_group_ranks(self._group)[0] == first
         rank = self._group.rank()
-        buffers = self.owned_buffers()
+        buffers = dict(self.full_buffers())
         full: dict[str, torch.Tensor] = {}
         for name, tensor in self._everything():
             sender = self._sender(name)

@@ -20,22 +20,24 @@ from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinea
 from tensorshard.layers.split_embedding import parallel_embedding
 from tensorshard.layers.split_linear import parallel_linear
 from tensorshard.modules.forwards import Forward, Role, replace_forward, wrap_forward
+from tensorshard.tensor_parallel.apply.convolutions import gather_columns, split_channels, split_columns, split_rows
 from tensorshard.tensor_parallel.apply.divide import check_divides, divide
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_layouts, keep_layers_called, split_attention
 from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
 from tensorshard.tensor_parallel.apply.shared_heads import check_shared_heads, share_heads
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
+from tensorshard.tensor_parallel.table.channelwise import channel_layouts
 from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable, is_transposed
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, check_can_split
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
-from tensorshard.torch_private.modules import own_parameters, set_parameter
+from tensorshard.torch_private.modules import own_buffers, own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_map_only
 
-# Which layers a style is for; linear ones where it is not said.
+# Which layers a style is for; linear ones and convolutions where it is not said.
 _LAYER_KINDS = {"vocab": "embedding", "classes": "head"}
 _CLASS_NAMES = {
-    "linear": "an unmodified nn.Linear",
+    "linear": "an unmodified nn.Linear, nn.Conv1d, 2d or 3d, or nn.ConvTranspose1d, 2d or 3d of one group",
     "embedding": "an unmodified nn.Embedding",
     "head": "a ParallelLinearCrossEntropy",
 }
@@ -65,7 +67,7 @@ def apply_tensor_parallel(
         elsewhere: names of what other stages compute, which is left as it is.
 
     Returns:
-        The layout of every parameter, by each of its names.
+        The layout of every parameter, by each of its names, and of the buffers that are split.
 
     Raises:
         ValueError: an entry that matches nothing; a style that does not suit what it names; sizes or
@@ -96,7 +98,9 @@ def apply_tensor_parallel(
 
 
 def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, Layout]:
-    """The layout of every parameter of `model`, by each of its names, on `size` ranks. Changes nothing.
+    """The layout on `size` ranks of every parameter of `model`, by each of its names, and of buffers that are split.
+
+    Changes nothing.
 
     Args:
         styles: as :meth:`TensorPlan.resolve` gives them.
@@ -125,12 +129,15 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
                     f"differently: give 'vocab' to an embedding and 'colwise_gather' to the layer tied to it"
                 )
             layouts[name] = layout
+        for key in own_buffers(module).keys() & own.keys():
+            check_can_split(own[key], size, _join(prefix, key))
+            layouts[_join(prefix, key)] = own[key]
     layouts.update({name: chosen.get(id(parameter), (name, REPLICATED))[1] for name, parameter in unsaid})
     return layouts
 
 
 def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int) -> dict[str, Layout]:
-    """Layouts of a module's own parameters, where they are not whole."""
+    """Layouts of a module's own parameters and buffers, where they are not whole."""
     if style is None or style.kind in ("replicate", "sum"):
         return {}
     if style.kind == "divide":
@@ -141,9 +148,15 @@ def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int
         return attention_layouts(name, module, size)
     if style.kind == "slice":
         return {key: _parameter_layout(_join(name, key), p, style) for key, p in own_parameters(module).items()}
+    if style.kind == "channels":
+        return channel_layouts(name, module, size, style.parts)
     layer = as_splittable(module)
     wanted = _LAYER_KINDS.get(style.kind, "linear")
-    suits = layer is not None and (layer.kind == wanted or (style.kind in COLUMN_KINDS and layer.kind != "head"))
+    suits = layer is not None and (
+        layer.kind == wanted
+        or (wanted == "linear" and layer.has_rows)
+        or (style.kind in COLUMN_KINDS and layer.kind != "head")
+    )
     if layer is None or not suits:
         raise ValueError(
             f"{name} is a {type(module).__name__}, which cannot be {style.kind!r}: that is for "
@@ -176,7 +189,8 @@ def _packed_parts(name: str, layer: SplittableLayer, style: Style) -> tuple[int,
 def _fused_parts(name: str, layer: SplittableLayer, style: Style) -> tuple[int, ...]:
     """The parts of a layer whose heads are shared: itself, or queries, keys and values."""
     if layer.kind != "linear":
-        raise ValueError(f"{name} is an embedding, which cannot be {str(style)!r}: that is for a linear layer")
+        kind = "an embedding" if layer.kind == "embedding" else f"a {layer.kind}"
+        raise ValueError(f"{name} is {kind}, which cannot be {str(style)!r}: that is for a linear layer")
     parts = style.sizes[1:] or (layer.outputs,)
     if len(parts) == 3 and parts[1] != parts[2]:
         raise ValueError(
@@ -220,8 +234,19 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
     if style.kind == "sum":
         wrap_forward(module, Role.SUMMED_OUTPUT, partial(_sum_forward, group))
         return
+    if style.kind == "channels":
+        split_channels(module, style.parts, group)
+        return
     layer = as_splittable(module)
     if layer is None or style.kind in ("slice", "replicate"):
+        return
+    if layer.kind == "convolution":
+        if style.kind == "rowwise":
+            split_rows(module, group)
+            return
+        split_columns(module, group)
+        if style.kind == "colwise_gather":
+            gather_columns(module, layer.outputs, group)
         return
     if style.kind == "colwise_shared":
         share_heads(module, style.sizes[0], style.sizes[1:], group)

@@ -7,10 +7,21 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, join_shards, local_shard
+from tensorshard.torch_private.modules import own_buffers, set_buffer
+
+
+def shard_buffers(model: nn.Module, layouts: Mapping[str, Layout], rank: int, size: int) -> None:
+    """Puts what rank `rank` of `size` holds in the place of each full buffer of `model` that `layouts` names."""
+    for prefix, module in model.named_modules():
+        for key, buffer in own_buffers(module).items():
+            layout = layouts.get(f"{prefix}.{key}" if prefix else key, REPLICATED)
+            if layout.dim is not None:
+                set_buffer(module, key, local_shard(buffer, layout, rank, size))
 
 
 class _Described(Protocol):
@@ -22,7 +33,7 @@ class TensorSplit:
     """Layouts of parameters over a group of tensor-parallel ranks; of none by default, where everything is whole.
 
     Args:
-        layouts: of every parameter, by each of its names.
+        layouts: of every parameter, by each of its names, and of the buffers that are split.
         group: the ranks; None for a single one.
         found: the table that the layouts follow from.
         outputs: whether the output layers hand on split logits.
@@ -60,6 +71,14 @@ class TensorSplit:
     def local(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter `name`."""
         return local_shard(full, self.layout(name), self.rank, self.size)
+
+    def full_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """The shape of the parameter or buffer `name`, of which a rank's part, or all, has `shape`."""
+        layout = self.layout(name)
+        full = list(shape)
+        if layout.dim is not None:
+            full[layout.dim] = sum(layout.parts)
+        return torch.Size(full)
 
     def full(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """The parameter `name` of `shape`, of which every rank gives its `local` part. A collective of the group."""

@@ -39,7 +39,7 @@ class BlockSearch:
 
     Args:
         split: what can be split.
-        whole: why the other linear layers stay whole.
+        whole: why the other linear layers and convolutions stay whole.
         ends: those of them whose output features no other layer takes as input.
     """
 
@@ -69,9 +69,10 @@ def search_block(
     while True:
         # Where a region is refused, its layers stay whole, and may be rows' and columns' neighbours in
         # another way.
-        flow = follow(block, call, refused)
-        done = {layer for split in found.split for layer in split.region.columns}
-        regions = [region for region in flow.regions if not done & set(region.columns)]
+        columns = {layer for split in found.split for layer in split.region.columns}
+        flow = follow(block, call, refused, columns)
+        done = columns | {layer for split in found.split for layer in split.region.rows}
+        regions = [region for region in flow.regions if not done & {*region.columns, *region.rows}]
         if not regions:
             break
         for region in regions:
@@ -86,7 +87,7 @@ def search_block(
     used = {layer for split in found.split for layer in (*split.region.columns, *split.region.rows)}
     for name, module in block.named_modules():
         described = as_splittable(module)
-        if name not in used and described is not None and described.kind == "linear":
+        if name not in used and described is not None and described.has_rows:
             unused = "no other layer takes its output features as input"
             found.whole[name] = reasons.get(name, unused if name in flow.called else "it is not called as a module")
             if name not in taken and name in flow.called:

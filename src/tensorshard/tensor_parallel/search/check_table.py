@@ -152,7 +152,7 @@ class _Checker:
 def _complete(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _Completed:
     """`styles`, and that the gradients of parameters between split layers are summed, where nothing else is said."""
     columns = {name for name, style in styles.items() if style.kind in COLUMN_KINDS}
-    flow = follow(block, call, {name for name, _ in block.named_modules()} - columns)
+    flow = follow(block, call, {name for name, _ in block.named_modules()} - columns, columns)
     between = [name for region in flow.regions for name in region.between]
     added = {name: SUM_GRADIENTS for name in between if name not in styles and name.rpartition(".")[0] not in styles}
     shared = [tuple(name for name in layers if name in columns) for layers in flow.inputs]

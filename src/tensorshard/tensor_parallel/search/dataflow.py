@@ -1,11 +1,11 @@
 """Which layers of a block could be split together, by following the data through it.
 
-Each linear layer is a source of what is computed from its output. A linear layer whose input has such sources could be
-a row layer; those sources are its columns. What a row layer puts out is full again, and comes from none.
+Each linear layer or convolution is a source of what is computed from its output. One whose input has such sources could
+be a row layer; those sources are its columns. What a row layer puts out is full again, and comes from none.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from tensorshard.modules.fake_copies import fake_run
 from tensorshard.modules.provenance import Operation, Provenance
 from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.tensor_parallel.table.channelwise import as_channelwise
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention, named_arguments
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
@@ -26,17 +27,19 @@ class Region:
     """Layers of a block that would be split together; names are relative to the block.
 
     Args:
-        columns: linear layers and per-head embeddings at its start, whose output features would be split; or one
-            ``nn.MultiheadAttention``.
-        rows: the linear layers at its end, whose input features would be.
+        columns: linear layers, convolutions and per-head embeddings at its start, whose output features or channels
+            would be split; or one ``nn.MultiheadAttention``.
+        rows: the linear layers and convolutions at its end, whose input features would be.
         between: parameters that are applied in between, to what each rank has of its own.
         inputs: tensor inputs of the block that are, by their index.
+        channelwise: modules in between that look as if they computed channel by channel.
     """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     between: tuple[str, ...]
     inputs: tuple[int, ...]
+    channelwise: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{', '.join(self.columns)} -> {', '.join(self.rows)}"
@@ -74,15 +77,16 @@ class Dataflow:
     arguments: dict[str, dict[str, Argument]] = field(default_factory=dict)
 
 
-def follow(block: nn.Module, call: BlockCall, whole: set[str]) -> Dataflow:
+def follow(block: nn.Module, call: BlockCall, whole: set[str], columns: Container[str] = ()) -> Dataflow:
     """Runs a fake copy of `block` as `call` says and proposes what to split.
 
     Args:
         whole: layers that are not to begin a region.
+        columns: layers that are known to begin one, whatever their input comes from.
     """
 
     def watch(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> _LayerSources:
-        return _LayerSources(fake, fake_copy, whole, tensor_leaves(samples))
+        return _LayerSources(fake, fake_copy, whole, columns, tensor_leaves(samples))
 
     run = fake_run(block, (call.args, call.kwargs), watch)
     with run as (fake_copy, (args, kwargs), sources), _reads(fake_copy) as numbers:
@@ -115,8 +119,16 @@ class _LayerSources(Provenance[_Source]):
     change of type) is the parameter still.
     """
 
-    def __init__(self, fake: FakeTensorMode, block: nn.Module, whole: set[str], inputs: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        fake: FakeTensorMode,
+        block: nn.Module,
+        whole: set[str],
+        columns: Container[str],
+        inputs: list[torch.Tensor],
+    ) -> None:
         super().__init__(fake)
+        self._columns = columns
         for name, parameter in block.named_parameters():
             self.set(parameter, [_Source("parameter", name)])
         for index, tensor in enumerate(inputs):
@@ -126,6 +138,7 @@ class _LayerSources(Provenance[_Source]):
         self._met: dict[str, frozenset[str]] = {}  # the layers whose outputs each parameter is applied to
         self._met_inputs: dict[int, frozenset[str]] = {}
         self._consumers: dict[str, frozenset[str]] = {}
+        self._channelwise: dict[str, frozenset[str]] = {}  # the layers whose outputs each module is given
         self._inside: list[str] = []
         self._attentions: dict[str, None] = {}
         self.arguments: dict[str, dict[str, Argument]] = {}
@@ -137,6 +150,8 @@ class _LayerSources(Provenance[_Source]):
                 if name not in whole:
                     self._attentions[name] = None
             layer = as_splittable(module)
+            if layer is None and as_channelwise(module) is not None:
+                module.register_forward_pre_hook(self._given(name))
             if layer is not None:
                 module.register_forward_pre_hook(self._entered(name, layer.kind))
                 module.register_forward_hook(self._left(name, name not in whole and layer.kind != "head"))
@@ -148,9 +163,18 @@ class _LayerSources(Provenance[_Source]):
             if kind == "linear":
                 self.set(args[0], self.of([args[0]]))  # kept, so that its id stays its own
                 self._readers.setdefault(id(args[0]), []).append(name)
+            if kind in ("linear", "convolution"):
                 found = _names(self.of(tensor_leaves(args)), "layer")
                 if found:
                     self._consumers[name] = self._consumers.get(name, frozenset()) | found
+
+        return hook
+
+    def _given(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            found = _names(self.of(tensor_leaves(args)), "layer")
+            if found:
+                self._channelwise[name] = self._channelwise.get(name, frozenset()) | found
 
         return hook
 
@@ -169,7 +193,7 @@ class _LayerSources(Provenance[_Source]):
     def _left(self, name: str, may_start: bool) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._inside.pop()
-            starts = may_start and name not in self._consumers
+            starts = name in self._columns or (may_start and name not in self._consumers)
             for tensor in tensor_leaves(output):
                 self.set(tensor, [_Source("layer", name) if starts else _FULL])
 
@@ -225,6 +249,7 @@ class _LayerSources(Provenance[_Source]):
                 tuple(rows),
                 tuple(name for name, met in self._met.items() if met & columns),
                 tuple(index for index, met in self._met_inputs.items() if met & columns),
+                tuple(name for name, met in self._channelwise.items() if met & columns),
             )
             for columns, rows in merged
         ]

@@ -8,7 +8,9 @@ from torch import nn
 
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.search.block_search import BlockSearch, SplitRegion, search_block
-from tensorshard.tensor_parallel.search.check_table import check_around_run
+from tensorshard.tensor_parallel.search.check_table import CheckedPlan, WrongTensorPlanError, check_around_run
+from tensorshard.tensor_parallel.search.largest_part import largest_part
+from tensorshard.tensor_parallel.search.leftover_layers import split_leftovers
 from tensorshard.tensor_parallel.search.outer_layers import split_outer_layers
 from tensorshard.tensor_parallel.search.published_tables import published_plan
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
@@ -80,7 +82,7 @@ def find_tensor_plan(
 
     Raises:
         NoTensorPlanError: nothing can be split; names the reasons.
-        WrongTensorPlanError: blocks that can be split one by one cannot be split together.
+        WrongTensorPlanError: blocks that can be split one by one cannot be split together, nor can any of them.
         ValueError: the model does not run on `inputs`, or none were given and none could be guessed.
     """
     units = find_units(model)
@@ -98,17 +100,28 @@ def find_tensor_plan(
     ends = {_join(name, layer) for name, search in searches.items() for layer in search.ends}
     outer, outer_whole = split_outer_layers(model, list(units), size, run.capture.used_outside, styles, ends)
     styles.update(outer)
-    whole = {name: reason for name, reason in (whole | outer_whole).items() if name not in styles}
+    leftover, leftover_whole = split_leftovers(model, units, size, run.capture.used_outside, styles)
+    styles.update(leftover)
+    reasons_by_name = {**leftover_whole, **outer_whole, **whole}
+    whole = {name: reason for name, reason in reasons_by_name.items() if name not in styles}
     reasons = {starred(name): reason for name, reason in whole.items()}
     if not styles:
         listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
-        linear = [starred(n) for n, m in model.named_modules() if (s := as_splittable(m)) and s.kind == "linear"]
+        linear = [starred(n) for n, m in model.named_modules() if (s := as_splittable(m)) and s.has_rows]
         start = dict.fromkeys(dict.fromkeys(linear), "colwise or rowwise")
         raise NoTensorPlanError(
             f"nothing of this {type(model).__name__} can be split over {size} ranks:\n{listed}\n"
             f"if you know better, give a table as Plan(tp_plan=...), starting from {start}"
         )
-    found = check_around_run(model, collapse(styles, model), run, checks, sequence_parallel=sequence_parallel)
+
+    def check(plan: TensorPlan) -> CheckedPlan:
+        return check_around_run(model, plan, run, checks, sequence_parallel=sequence_parallel)
+
+    try:
+        found = check(collapse(styles, model))
+    except WrongTensorPlanError as error:
+        found, left_out = largest_part(model, styles, _regions_of_names(searches), size, check, error)
+        reasons |= {starred(name): reason for name, reason in left_out.items()}
     share = split_share(model, found.plan, size)
     return VerifiedTable(
         found.plan,
@@ -143,6 +156,16 @@ def _search_all(
         search = known[kind]
         searches[name] = BlockSearch(list(search.split), dict(search.whole), list(search.ends))
     return searches
+
+
+def _regions_of_names(searches: Mapping[str, BlockSearch]) -> dict[str, str]:
+    """What is split together with each name: a region, of all blocks of a list."""
+    return {
+        _join(unit, name): f"{starred(unit)}: {split.region}"
+        for unit, search in searches.items()
+        for split in search.split
+        for name in split.proposal.styles
+    }
 
 
 def _drop_inconsistent(searches: Mapping[str, BlockSearch], calls: Mapping[str, BlockCall]) -> None:

@@ -36,7 +36,10 @@ def split_outer_layers(
     layers = {
         name: module
         for name, module in model.named_modules()
-        if as_splittable(module) and name not in inner and not any(name.startswith(f"{unit}.") for unit in units)
+        if (described := as_splittable(module)) is not None
+        and described.kind != "convolution"
+        and name not in inner
+        and not any(name.startswith(f"{unit}.") for unit in units)
     }
     if units == [""]:
         layers = {n: m for n, m in layers.items() if (s := as_splittable(m)) and (s.kind != "linear" or n in ends)}

@@ -8,12 +8,25 @@ import torch
 from torch import nn
 
 from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region
+from tensorshard.tensor_parallel.table.channelwise import Channelwise, as_channelwise
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
-from tensorshard.tensor_parallel.table.styles import COLWISE, HEADS, RESHAPE_SIZES, ROWWISE, SUM_GRADIENTS, Style
+from tensorshard.tensor_parallel.table.styles import (
+    CHANNELS,
+    COLWISE,
+    HEADS,
+    RESHAPE_SIZES,
+    ROWWISE,
+    SUM_GRADIENTS,
+    Style,
+)
+from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
 
 # At most so many attributes are divided at once, and so many ways tried: what needs more has never been seen.
 _MOST_ATTRIBUTES = 3
 _MOST_TRIES = 600
+# Where there are convolutions: each try costs more, and what more would find has never been seen either.
+_MOST_ATTRIBUTES_OF_CONVOLUTIONS = 2
+_MOST_TRIES_OF_CONVOLUTIONS = 48
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,8 @@ def proposals(
     What varies: the attributes of the owning modules that are divided (none, then one, two, three of those that their
     forward reads); whether the sizes are that it reshapes to; into how many parts the columns are packed; whether a
     per-head input of the block comes split, or is cut where it is used; and whether a parameter in between is per
-    feature, and thus sliced.
+    feature, and thus sliced. Modules in between that compute channel by channel do so for each rank's channels, in all
+    of these ways.
 
     Args:
         inputs: the block's tensor inputs. provided: those, by their indices, that come out of other blocks.
@@ -55,24 +69,30 @@ def proposals(
     divisible = [(owner, name) for owner, name, value in numbers if value % size == 0]
     packings = list(_packings(block, region, sorted({value for _, _, value in numbers})))
     slicings = _input_slicings(region, inputs, size, provided)
-    between = between_styles(block, region)
+    modules = channelwise_modules(block, region, size)
+    between = between_styles(block, region, modules)
+    most_attributes, most_tries = _MOST_ATTRIBUTES, _MOST_TRIES
+    if has_convolutions(block, region):
+        most_attributes, most_tries = _MOST_ATTRIBUTES_OF_CONVOLUTIONS, _MOST_TRIES_OF_CONVOLUTIONS
+        between.reverse()  # what has a value per channel is per channel
     tries = 0
-    for chosen in _ways_to_divide(divisible, (owner_of(region), RESHAPE_SIZES)):
+    for chosen in _ways_to_divide(divisible, (owner_of(region), RESHAPE_SIZES), most_attributes):
         ways = [(slicing, chosen) for slicing in slicings]
         ways += [({}, (*chosen, cut)) for cut in _cut_arguments(region, flow, chosen, numbers, provided)]
         for packing, (slicing, divided), extra in product(packings, ways, between):
             tries += 1
-            if tries > _MOST_TRIES:
+            if tries > most_tries:
                 return
             rows = dict.fromkeys(region.rows, ROWWISE)
-            yield Proposal({**packing, **rows, **extra, **divide_styles(divided)}, slicing)
+            channels = _channel_styles(block, packing, modules)
+            yield Proposal({**packing, **rows, **extra, **channels, **divide_styles(divided)}, slicing)
 
 
 def _ways_to_divide(
-    attributes: list[tuple[str, str]], reshapes: tuple[str, str]
+    attributes: list[tuple[str, str]], reshapes: tuple[str, str], most: int
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """None of the `attributes`, each of them, what the forward reshapes to by itself and with each, then two, three."""
-    for count in range(_MOST_ATTRIBUTES + 1):
+    """None of the `attributes`, each, what the forward reshapes to by itself and with each, then two, ... `most`."""
+    for count in range(most + 1):
         if count == 2:
             yield (reshapes,)
             yield from ((attribute, reshapes) for attribute in attributes)
@@ -82,6 +102,48 @@ def _ways_to_divide(
 def owner_of(region: Region) -> str:
     """The module whose forward calls the region's columns."""
     return region.columns[0].rpartition(".")[0]
+
+
+def has_convolutions(block: nn.Module, region: Region) -> bool:
+    """Whether a convolution is among the layers of `region`."""
+    layers = [as_splittable(block.get_submodule(name)) for name in (*region.columns, *region.rows)]
+    return any(layer is not None and layer.kind == "convolution" for layer in layers)
+
+
+def channelwise_modules(block: nn.Module, region: Region, size: int) -> dict[str, Channelwise]:
+    """Those of `region` that compute channel by channel, the channels being its columns' or parts of them.
+
+    Among linear layers these are norms alone: what else has a value per feature is cut one parameter at a time.
+    """
+    widths: set[int] = set()
+    if has_convolutions(block, region):
+        widths = {width // parts for width in _widths(block, region) for parts in (1, 2, 3)}
+    found = {}
+    for name in region.channelwise:
+        module = block.get_submodule(name)
+        described = as_channelwise(module)
+        if described is None or not (described.surely or described.inputs in widths):
+            continue
+        if computes_by_channel(module, size):
+            found[name] = described
+    return found
+
+
+def _channel_styles(block: nn.Module, packing: dict[str, Style], modules: dict[str, Channelwise]) -> dict[str, Style]:
+    """Styles of `modules`: those that are as wide as a packed column are packed as it is."""
+    parts = {}
+    for name, style in packing.items():
+        layer = as_splittable(block.get_submodule(name))
+        if layer is not None and len(style.sizes) == 1:
+            parts[layer.outputs] = style.sizes[0]
+    return {
+        name: Style("channels", (parts[found.inputs],)) if found.inputs in parts else CHANNELS
+        for name, found in modules.items()
+    }
+
+
+def _widths(block: nn.Module, region: Region) -> set[int]:
+    return {layer.outputs for name in region.columns if (layer := as_splittable(block.get_submodule(name)))}
 
 
 def divide_styles(chosen: Iterable[tuple[str, str]]) -> dict[str, Style]:
@@ -143,14 +205,19 @@ def _packings(block: nn.Module, region: Region, numbers: list[int]) -> Iterator[
                 yield {**dict.fromkeys(region.columns, COLWISE), **packed}
 
 
-def between_styles(block: nn.Module, region: Region) -> list[dict[str, Style]]:
-    """Styles of the parameters between columns and rows: whole, else those with a value per feature cut."""
-    whole = dict.fromkeys(region.between, SUM_GRADIENTS)
-    widths = {layer.outputs for name in region.columns if (layer := as_splittable(block.get_submodule(name)))}
+def between_styles(block: nn.Module, region: Region, channelwise: Container[str] = ()) -> list[dict[str, Style]]:
+    """Styles of the parameters between columns and rows: whole, else those with a value per feature cut.
+
+    Args:
+        channelwise: modules whose parameters are left out.
+    """
+    names = [name for name in region.between if name.rpartition(".")[0] not in channelwise]
+    whole = dict.fromkeys(names, SUM_GRADIENTS)
+    widths = _widths(block, region)
     parameters = dict(block.named_parameters())
     cut = {
         name: Style("slice", (dim,))
-        for name in region.between
+        for name in names
         for dim, width in reversed(list(enumerate(parameters[name].shape)))
         if width in widths
     }

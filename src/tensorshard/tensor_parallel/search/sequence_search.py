@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tensorshard.tensor_parallel.search.sequence_flow import StreamFlow, follow_stream, leaves_as_long, projection_of
-from tensorshard.tensor_parallel.table.layer_kinds import is_multihead_attention
+from tensorshard.tensor_parallel.table.layer_kinds import is_convolution, is_multihead_attention
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import starred
@@ -117,6 +117,8 @@ def _search_block(
     rows = [name for name, style in styles.items() if style.kind == "rowwise"]
     if not rows:
         return "it has no row layer, whose output could be scattered"
+    if any(is_convolution(module) for name, module in block.named_modules() if name in styles):
+        return "convolutions in it are split, which need their neighbours in a sequence"
     check = checks.of(name)
     reason = "none of its inputs looks like a sequence"
     tries = 0

@@ -6,7 +6,13 @@ from itertools import combinations, product
 from torch import nn
 
 from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region
-from tensorshard.tensor_parallel.search.proposals import Proposal, between_styles, divide_styles, owned_numbers
+from tensorshard.tensor_parallel.search.proposals import (
+    Proposal,
+    between_styles,
+    divide_styles,
+    has_convolutions,
+    owned_numbers,
+)
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
 from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Style
 
@@ -21,7 +27,7 @@ def shared_proposals(block: nn.Module, region: Region, flow: Dataflow, size: int
     the number of ranks, query heads of one key-value head by the ranks that share it, key-value heads by their number);
     and, of a fused layer, the sizes of keys and values.
     """
-    if is_multihead_attention(block.get_submodule(region.columns[0])):
+    if is_multihead_attention(block.get_submodule(region.columns[0])) or has_convolutions(block, region):
         return
     numbers = owned_numbers(region, flow)
     between = between_styles(block, region)

@@ -8,7 +8,12 @@ from torch import nn
 
 from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.modules.forwards import has_users_forward, own_forward, runs_forward_of
-from tensorshard.torch_private.modules import own_parameters
+from tensorshard.torch_private.modules import (
+    CONVOLUTIONS,
+    TRANSPOSED_CONVOLUTIONS,
+    overrides_convolution,
+    own_parameters,
+)
 
 _IN_PROJECTIONS = {"in_proj_weight", "q_proj_weight"}  # an nn.MultiheadAttention has one of them
 
@@ -18,8 +23,9 @@ class SplittableLayer:
     """What splitting has to know of a layer.
 
     Args:
-        kind: "linear", "embedding", or "head": a linear layer and its cross entropy in one.
-        inputs, outputs: input features (rows of an embedding's table) and output features (a head's classes).
+        kind: "linear", "convolution" (transposed or not, of one group), "embedding", or "head": a linear layer and its
+            cross entropy in one.
+        inputs, outputs: input features or channels (rows of an embedding's table) and output ones (a head's classes).
         input_dim, output_dim: the dimensions of the weight that these run along.
     """
 
@@ -28,6 +34,11 @@ class SplittableLayer:
     outputs: int
     input_dim: int
     output_dim: int
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its input features can be split, too, so that its output is a sum over the ranks."""
+        return self.kind in ("linear", "convolution")
 
 
 def as_splittable(module: nn.Module) -> SplittableLayer | None:
@@ -47,7 +58,16 @@ def as_splittable(module: nn.Module) -> SplittableLayer | None:
         return SplittableLayer("embedding", weight.shape[0], weight.shape[1], 0, 1)
     if is_transposed(module):
         return SplittableLayer("linear", weight.shape[0], weight.shape[1], 0, 1)
+    if is_convolution(module) and module.groups == 1:
+        if isinstance(module, TRANSPOSED_CONVOLUTIONS):
+            return SplittableLayer("convolution", weight.shape[0], weight.shape[1], 0, 1)
+        return SplittableLayer("convolution", weight.shape[1], weight.shape[0], 1, 0)
     return None
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether `module` computes as torch's convolutions of 1, 2 or 3 dimensions do, transposed ones included."""
+    return runs_forward_of(module, *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS) and not overrides_convolution(module)
 
 
 def is_multihead_attention(module: nn.Module) -> bool:

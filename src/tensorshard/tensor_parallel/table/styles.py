@@ -7,14 +7,20 @@ from dataclasses import dataclass
 _STYLE = re.compile(r"\s*([a-z_]+)\s*(?:\(([^()]*)\))?\s*")
 
 STYLES = {
-    "colwise": "a linear layer's output features, or an embedding's features, are split and stay split",
+    "colwise": "a linear layer's output features, a convolution's output channels, or an embedding's features, are "
+    "split and stay split",
     "packed_colwise": "as colwise, for several layers fused into one: packed_colwise(3) for 3 equal parts, or their "
     "sizes, as in packed_colwise(64, 32, 32)",
     "colwise_shared": "as colwise, for key and value layers that have fewer heads than there are ranks: "
     "colwise_shared(2) for 2 heads, of which each rank holds a part, and gathers the rest from the ranks that use the "
     "same head; colwise_shared(2, 64, 16, 16) for queries, keys and values of these sizes fused into one layer",
-    "colwise_gather": "a linear layer's output features are split, and its output is gathered",
-    "rowwise": "a linear layer's input features are split, and its output is summed over the ranks",
+    "colwise_gather": "a linear layer's output features, or a convolution's output channels, are split, and its output "
+    "is gathered",
+    "rowwise": "a linear layer's input features, or a convolution's input channels, are split, and its output is "
+    "summed over the ranks",
+    "channels": "a module that computes channel by channel, or by groups of channels (batch, group and instance "
+    "norms, grouped and depthwise convolutions): each rank has some of them, and their running statistics; "
+    "channels(2) where they are 2 equal parts, each to be cut",
     "classes": "the classes of a ParallelLinearCrossEntropy are split, and its loss is that of all",
     "vocab": "an embedding's rows are split, and its output is summed over the ranks",
     "replicate": "whole on every rank; replicate(sum_grad) where each rank applies it to activations of its own, so "
@@ -41,7 +47,7 @@ class Style:
         kind: a key of :data:`STYLES`.
         sizes: of ``packed_colwise``: the number of equal parts, or the parts' sizes; of ``colwise_shared``: the number
             of key-value heads, then the sizes of queries, keys and values where they are fused; of ``slice``: the
-            dimension, and the number of parts along it if there are several.
+            dimension, and the number of parts along it if there are several; of ``channels``: the number of parts.
         names: of ``divide``: the attributes; of ``replicate``: ("sum_grad",) or nothing.
     """
 
@@ -52,6 +58,11 @@ class Style:
     def __str__(self) -> str:
         options = ", ".join([*map(str, self.sizes), *self.names])
         return f"{self.kind}({options})" if options else self.kind
+
+    @property
+    def parts(self) -> int:
+        """Of ``channels``: into how many equal parts these fall, each of which is split."""
+        return self.sizes[0] if self.sizes else 1
 
     @property
     def sums_gradients(self) -> bool:
@@ -72,6 +83,7 @@ RESHAPE_SIZES = "reshape.sizes"
 """The option of ``divide`` that is no attribute: sizes that a forward takes from its input."""
 _DIVIDED = re.compile(r"reshape\.sizes|(config\.)?[^\W\d]\w*(/\d+)?|input\.[^\W\d]\w*\.\d+/(config\.)?[^\W\d]\w*")
 SUM = Style("sum")
+CHANNELS = Style("channels")
 SUM_GRADIENTS = Style("replicate", names=("sum_grad",))
 
 
@@ -117,6 +129,10 @@ def parse_style(text: str) -> Style:
                 f"fused layer the sizes of its queries, keys and values, as in colwise_shared(2, 64, 16, 16)"
             )
         return Style(kind, sizes=tuple(map(int, options)))
+    if kind == "channels" and options:
+        if len(options) > 1 or not options[0].isdecimal() or int(options[0]) < 2:
+            raise ValueError(f"{text!r}: channels takes a number of equal parts, as in channels(2), or nothing")
+        return Style(kind, sizes=(int(options[0]),))
     if options:
         raise ValueError(f"{text!r}: {kind} takes no options")
     return Style(kind)

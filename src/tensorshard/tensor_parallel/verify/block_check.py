@@ -18,11 +18,14 @@ from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.tensors import map_tensors, map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
+from tensorshard.tensor_parallel.apply.tensor_split import shard_buffers
+from tensorshard.tensor_parallel.table.layer_kinds import is_convolution
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
+from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
 from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
 
 TOLERANCE = 1e-3
@@ -78,9 +81,10 @@ class BlockCheck:
 
     def __init__(self, block: nn.Module, call: BlockCall, size: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        values = random_values(generator)
+        values = random_values(generator, {f"{name}.weight" for name, m in block.named_modules() if is_convolution(m)})
         self.size = size
-        self._block = copy_with(block, values).eval()
+        self._block = copy_with(block, values)
+        self._block.eval()  # which some modules return nothing from
         for parameter in self._block.parameters():
             parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() <= _LARGEST_GRADIENT)
         self._given = map_tensors_once(
@@ -88,7 +92,9 @@ class BlockCheck:
         )
         self._cotangents: list[torch.Tensor] = []
         self._generator = generator
-        self.expected = self._run(self._block, self._given, None)
+        self._by_channel: dict[tuple[str, int], bool] = {}
+        # A copy runs, so that what a module keeps of a run (LeViT its biases) is not in the copies that are split.
+        self.expected = self._run(copy_with(self._block, lambda name, t: t.detach()), self._given, None)
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -118,6 +124,7 @@ class BlockCheck:
         try:
             split = _Split(styles, list(shared_inputs), sequence or {})
             layouts = find_layouts(self._block, styles, self.size)
+            self._check_channels(styles)
             runs = run_as_ranks(self.size, lambda group: self._split_run(group, split, layouts, sliced))
         except MismatchError:
             raise
@@ -128,6 +135,16 @@ class BlockCheck:
         agreement = self._compare_outputs(runs)
         self._compare_gradients(runs, layouts, sliced)
         return agreement
+
+    def _check_channels(self, styles: Mapping[str, Style]) -> None:
+        for name, style in styles.items():
+            if style.kind == "channels":
+                key = name, style.parts
+                if key not in self._by_channel:
+                    module = self._block.get_submodule(name)
+                    self._by_channel[key] = computes_by_channel(module, self.size, style.parts)
+                if not self._by_channel[key]:
+                    raise MismatchError(f"{name} does not compute channel by channel in training")
 
     def _split_run(
         self,
@@ -143,6 +160,7 @@ class BlockCheck:
         with torch.no_grad():
             for name, parameter in part.named_parameters():
                 parameter.data = local_shard(parameter.data, layouts[name], rank, size)
+            shard_buffers(part, layouts, rank, size)
         indices = count()
 
         def own(leaf: torch.Tensor) -> torch.Tensor:

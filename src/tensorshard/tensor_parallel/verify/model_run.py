@@ -1,7 +1,7 @@
 """What of a model is searched and checked on its own, and how one of it may stand for others."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.sample_inputs import example_inputs
 from tensorshard.modules.tensors import tensor_leaves
-from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution, is_multihead_attention
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
 from tensorshard.tensor_parallel.verify.block_kinds import block_kinds
 
@@ -22,14 +22,53 @@ _KEPT_ALIKE = 2
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are searched and checked one by one: blocks with layers to split, else the whole
-    model."""
-    units = {
-        name: block
-        for name, block in find_blocks(model).items()
-        if sum(as_splittable(m) is not None or is_multihead_attention(m) for m in block.modules()) > 1
-    }
-    return units or {"": model}
+    """The modules that are searched and checked one by one: blocks with layers to split, else the whole model.
+
+    Beside the blocks of a convolutional network there may be modules that are in no list (the middle of a U-Net): the
+    largest of these that have convolutions to split, and no blocks. A stage of one block shows no repetition: what is
+    within a module of the same class as other blocks is no block of its own.
+    """
+    blocks = find_blocks(model)
+    classes = {type(block) for block in blocks.values()} - {nn.Sequential}
+    units: dict[str, nn.Module] = {}
+    for name, block in blocks.items():
+        outermost = _within_alike(model, name, classes)
+        if outermost is not None:
+            units[outermost] = model.get_submodule(outermost)
+        elif _num_splittable(block) > 1:
+            units[name] = block
+    return {**units, **_beside(model, "", units)} if units else {"": model}
+
+
+def _within_alike(model: nn.Module, name: str, classes: set[type[nn.Module]]) -> str | None:
+    """The outermost module with convolutions around the block `name` that is of one of `classes`; None for none."""
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        around = ".".join(parts[:length])
+        module = model.get_submodule(around)
+        if type(module) in classes and any(is_convolution(m) for m in module.modules()):
+            return around
+    return None
+
+
+def _num_splittable(block: nn.Module) -> int:
+    return sum(as_splittable(m) is not None or is_multihead_attention(m) for m in block.modules())
+
+
+def _beside(module: nn.Module, prefix: str, units: Container[str]) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if path in units or not any(is_convolution(m) for m in child.modules()):
+            continue
+        callable_alone = type(child).forward is not nn.Module.forward
+        holds_unit = any(f"{path}.{inner}" in units for inner, _ in child.named_modules())
+        if callable_alone and not holds_unit:
+            if _num_splittable(child) > 1:
+                found[path] = child
+        else:
+            found.update(_beside(child, f"{path}.", units))
+    return found
 
 
 @dataclass(frozen=True)

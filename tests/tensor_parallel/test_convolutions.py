@@ -1,0 +1,191 @@
+"""Convolutional networks under Plan(tp=...): what is split, and training as one process does."""
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import convolutional_models as models
+import parity
+import seeds
+import tensorshard as ts
+from slow_cases import mark_slow
+from tensorshard.tensor_parallel.search.check_table import check_tensor_plan
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan
+from tensorshard.tensor_parallel.table.table import TensorPlan
+
+STEPS = 4
+SAMPLES = 8
+
+# At tp=2; more at tp=4.
+LEAST_SHARES = dict.fromkeys(models.KINDS, 0.9) | {"convnext": 0.7}
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, dict(tp=2)),
+    "tp4": (4, dict(tp=4)),
+    "tp2_dp2": (4, dict(tp=2, zero=0)),
+    "tp2_zero3": (4, dict(tp=2, zero=3)),
+    "tp2_recompute": (2, dict(tp=2, recompute="full")),
+    "tp2_selective": (2, dict(tp=2, recompute="selective")),
+    "tp2_zero3_recompute": (4, dict(tp=2, zero=3, recompute="full")),
+    "tp2_pp2": (4, dict(tp=2, pp=2, pp_schedule="gpipe", micro_batches=1)),
+}
+CASES = [(plan, kind) for plan in PLANS for kind in models.KINDS if plan != "tp2_pp2" or kind in ("basic", "unet")]
+FAST = [
+    *(("tp2", kind) for kind in models.KINDS),
+    ("tp4", "efficient"),
+    ("tp4", "autoencoder"),
+    ("tp2_dp2", "basic"),
+    ("tp2_zero3", "unet"),
+    ("tp2_zero3", "bottleneck"),
+    ("tp2_recompute", "basic"),
+    ("tp2_zero3_recompute", "efficient"),
+    ("tp2_pp2", "basic"),
+]
+
+
+@cache
+def table(kind: str, size: int) -> VerifiedTable:
+    return find_tensor_plan(build(kind), size, inputs=models.sample(kind))
+
+
+def build(kind: str) -> nn.Module:
+    """A model whose norms and biases are not all alike."""
+    seeds.seed(1)
+    model = models.make(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+def batch(kind: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return models.batch(kind, SAMPLES, seeds.generator(100 + step))
+
+
+def make_engine(kind: str, fields: dict[str, Any], given: dict[str, str] | None) -> ts.Engine:
+    plan = ts.Plan(**fields, tp_plan=given, tp_check=given is None)
+    return ts.parallelize(
+        build(kind), plan, optimizer=parity.ADAMW, loss_fn=models.loss(kind), sample_inputs=models.sample(kind)
+    )
+
+
+def train(kind: str, fields: dict[str, Any], given: dict[str, str]) -> dict[str, Any]:
+    engine = make_engine(kind, fields, given)
+    initial = engine.full_state_dict()
+    losses = [engine.step(*parity.shard(engine, *batch(kind, step))).item() for step in range(STEPS)]
+    with torch.no_grad():
+        evaluated = engine.evaluate(*parity.shard(engine, *batch(kind, STEPS))).item()
+    return {"initial": initial, "losses": [*losses, evaluated], "state": engine.full_state_dict()}
+
+
+@cache
+def reference(kind: str) -> dict[str, Any]:
+    model = build(kind)
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = parity.ADAMW(model.parameters())
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = batch(kind, step)
+        loss = models.loss(kind)(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        inputs, targets = batch(kind, STEPS)
+        losses.append(models.loss(kind)(model.eval()(inputs), targets).item())
+    return {"initial": initial, "losses": losses, "state": model.state_dict()}
+
+
+@pytest.mark.parametrize("kind", models.KINDS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_most_weights_are_split(kind, size):
+    assert table(kind, size).split_share >= LEAST_SHARES[kind]
+
+
+@pytest.mark.parametrize(("name", "kind"), mark_slow(CASES, [case for case in CASES if case not in FAST]))
+def test_training_as_one_process_does(ranks, name, kind):
+    world_size, fields = PLANS[name]
+    found = ranks(world_size, train, kind, fields, table(kind, fields["tp"]).plan.to_dict())[0]
+    expected = reference(kind)
+    parity.assert_same_state(found["initial"], expected["initial"], 0.0)
+    parity.assert_same(found, expected, 1e-5)
+
+
+def from_a_constructor(fields: dict[str, Any], given: dict[str, str] | None) -> dict[str, torch.Tensor]:
+    plan = ts.Plan(**fields, tp_plan=given, tp_check=given is None)
+    model = partial(models.make, "efficient")
+    return ts.parallelize(model, plan, optimizer=parity.ADAMW, loss_fn=models.loss("efficient")).full_state_dict()
+
+
+def test_initial_weights_do_not_depend_on_the_plan(ranks):
+    expected = ranks(1, from_a_constructor, {}, None)[0]
+    given = table("efficient", 2).plan.to_dict()
+    parity.assert_same_state(ranks(2, from_a_constructor, dict(tp=2), given)[0], expected, 0.0)
+
+
+def save(fields: dict[str, Any], given: dict[str, str] | None, path: str) -> list[float]:
+    engine = make_engine("efficient", fields, given)
+    for step in range(2):
+        engine.step(*parity.shard(engine, *batch("efficient", step)))
+    engine.save(path)
+    return continued(engine)
+
+
+def resume(fields: dict[str, Any], given: dict[str, str] | None, path: str) -> list[float]:
+    engine = make_engine("efficient", fields, given)
+    with torch.no_grad():
+        for tensor in (*engine.sharded.masters().values(), *engine.sharded.persistent_buffers().values()):
+            tensor.zero_()
+    engine.load(path)
+    return continued(engine)
+
+
+def continued(engine: ts.Engine) -> list[float]:
+    """Losses that depend on weights, states of the optimizer, and running statistics."""
+    first = engine.evaluate(*parity.shard(engine, *batch("efficient", 5))).item()
+    return [first, *(engine.step(*parity.shard(engine, *batch("efficient", step))).item() for step in range(2, 4))]
+
+
+@pytest.mark.parametrize("written", [(4, dict(tp=2, zero=3)), (1, {})], ids=str)
+def test_checkpoints_between_sizes_of_tp(ranks, tmp_path, written):
+    world_size, fields = written
+    found = {size: table("efficient", size).plan.to_dict() for size in (2, 4)} | {1: None}
+    expected = ranks(world_size, save, fields, found[fields.get("tp", 1)], str(tmp_path / "c"))[0]
+    for other_size, other in [(1, {}), (2, dict(tp=2)), (4, dict(tp=4))]:
+        resumed = ranks(other_size, resume, other, found[other.get("tp", 1)], str(tmp_path / "c"))[0]
+        torch.testing.assert_close(torch.tensor(resumed), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+class MixesInTraining(nn.BatchNorm2d):
+    """In evaluation, in which blocks are compared, it is a batch norm like any other."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input - input.mean(1, keepdim=True) if self.training else input)
+
+
+def test_a_norm_that_mixes_channels_in_training_is_not_split():
+    model = build("basic")
+    for block in model.blocks:
+        block.norm1 = MixesInTraining(block.norm1.num_features)
+    found = find_tensor_plan(model, 2, inputs=models.sample("basic"))
+    styles = {name: str(style) for name, style in found.plan.resolve(model).items()}
+    assert styles["blocks.1.conv1"] == styles["blocks.1.conv2"] == "colwise_gather"
+    assert not any("norm1" in name for name in styles)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"blocks.*.conv1": "colwise", "blocks.*.conv2": "rowwise"}, r"blocks\.\* \(as blocks\.0\)"),
+        ({"blocks.*.norm1": "rowwise"}, "is a BatchNorm2d, which cannot be 'rowwise'"),
+        ({"blocks.*.conv1": "channels"}, "is a Conv2d, which cannot be 'channels'"),
+    ],
+)
+def test_a_wrong_table_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        check_tensor_plan(build("basic"), TensorPlan.from_dict(given), 2, inputs=models.sample("basic"))
