@@ -92,10 +92,11 @@ def _sampled() -> None:
     engine = parallelized(model, ts.Plan())
     inputs, targets = classifier_batch()
     for step in range(3):
-        torch.manual_seed(step)
+        engine.random.begin(step)
         engine.step((inputs, targets), targets)
-        torch.manual_seed(step)
-        alone(inputs, targets).backward()
+        engine.random.begin(step)  # which classes are drawn
+        with engine.random.installed():
+            alone(inputs, targets).backward()
         rest.step()
         rest.zero_grad()
         alone.head.optimizer.step()

@@ -7,7 +7,7 @@ from torch import nn
 import parity
 from table_models import build
 from tensorshard.models import GPT
-from tensorshard.tensor_parallel.search.find_table import NoTensorPlanError, find_tensor_plan
+from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -15,13 +15,14 @@ def test_an_output_layer_of_many_classes_is_split(device):
     with torch.device(device):
         model = parity.build("resnet_37")
     found = find_tensor_plan(model, 4)
-    assert found.plan.to_dict() == {"classifier.1": "colwise_gather"}
-    assert found.whole == {}
+    assert found.plan.to_dict()["classifier.1"] == "colwise_gather"
+    assert "classifier.1" not in found.whole
 
 
 def test_an_output_layer_of_few_classes_is_not():
-    with pytest.raises(NoTensorPlanError, match=r"classifier.\*: .*not an output layer larger than its input"):
-        find_tensor_plan(parity.build("resnet"), 2)
+    found = find_tensor_plan(parity.build("resnet"), 2)
+    assert "classifier.1" not in found.plan.to_dict()
+    assert "not an output layer larger than its input" in found.whole["classifier.*"]
 
 
 class Recurrent(nn.Module):

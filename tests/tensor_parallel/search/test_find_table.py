@@ -117,7 +117,7 @@ def test_what_cannot_be_split_stays_whole_and_says_why():
         "blocks.*.down": "rowwise",
     }
     assert set(found.whole) == {"blocks.*.attention.qkv", "blocks.*.attention.out"}
-    assert "split over 2 ranks, it does not run" in found.whole["blocks.*.attention.qkv"]
+    assert "attention.heads is 1, which cannot be divided over 2 ranks" in found.whole["blocks.*.attention.qkv"]
 
 
 def test_attention_of_plain_pytorch():
