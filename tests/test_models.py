@@ -10,6 +10,7 @@ from benchmarks.models.plans import PLANS
 from benchmarks.models.registry import find_cases
 
 from bounds import assert_within
+from slow_cases import mark_slow
 
 # (model, plan): the least share of the weights that tp has to split, None without tp.
 CELLS: dict[tuple[str, str], float | None] = {
@@ -72,7 +73,7 @@ def _train(key: str, plan: str, dtype: torch.dtype) -> Trained:
     return train_under(find_cases()[key], PLANS[plan], dtype=dtype)
 
 
-@pytest.mark.parametrize(("key", "plan"), [pytest.param(*c, marks=pytest.mark.slow) if c in SLOW else c for c in CELLS])
+@pytest.mark.parametrize(("key", "plan"), mark_slow(CELLS, SLOW))
 def test_a_stock_model_trains_as_in_one_process(ranks, alone, key, plan):
     dtype = torch.float64 if key in IN_FP64 else torch.float32
     found = ranks(PLANS[plan].ranks, _train, key, plan, dtype)
