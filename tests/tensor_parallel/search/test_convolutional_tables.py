@@ -98,7 +98,7 @@ def test_channels_that_are_flattened_go_into_a_row():
         nn.Flatten(),
         nn.Linear(64, 24),
         nn.ReLU(),
-        nn.Linear(24, 5),
+        nn.Linear(24, 8),
     )
     found = find_tensor_plan(model, 4, inputs=torch.zeros(2, 3, 8, 8))
     assert found.plan.to_dict() == {"0": "colwise", "4": "rowwise", "6": "colwise_gather"}
