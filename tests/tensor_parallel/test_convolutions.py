@@ -116,6 +116,13 @@ def test_training_as_one_process_does(ranks, name, kind):
     parity.assert_same(found, expected, 1e-5)
 
 
+@pytest.mark.parametrize("kind", mark_slow(models.KINDS_OF_TRANSFORMERS, ["hf_resnet", "hf_convnext"]))
+def test_models_of_transformers(ranks, kind):
+    found = table(kind, 2)
+    assert found.split_share >= 0.8
+    parity.assert_same(ranks(4, train, kind, dict(tp=2), found.plan.to_dict())[0], reference(kind), 1e-5)
+
+
 def from_a_constructor(fields: dict[str, Any], given: dict[str, str] | None) -> dict[str, torch.Tensor]:
     plan = ts.Plan(**fields, tp_plan=given, tp_check=given is None)
     model = partial(models.make, "efficient")
