@@ -261,9 +261,31 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "volumes": _volumes,
 }
 KINDS = tuple(_BUILDERS)
-CLASSIFIERS = ("basic", "bottleneck", "resnext", "efficient", "convnext")
-NORMALIZED_BY_BATCH = ("basic", "bottleneck", "resnext", "efficient", "autoencoder", "volumes")
-"""Those in which samples meet, in batch norms."""
+
+
+class Logits(nn.Module):
+    """A classifier of transformers that returns a tensor."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__()
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(num_labels=5, **options)
+        self.model = getattr(transformers, f"{name}ForImageClassification")(config)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(pixel_values=images).logits
+
+
+_SIZES = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 2]}
+_OF_TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
+    "hf_resnet": lambda: Logits("ResNet", layer_type="bottleneck", **_SIZES),
+    "hf_regnet": lambda: Logits("RegNet", groups_width=4, **_SIZES),
+    "hf_convnext": lambda: Logits("ConvNext", hidden_sizes=[16, 32], depths=[1, 2], num_stages=2),
+}
+KINDS_OF_TRANSFORMERS = tuple(_OF_TRANSFORMERS)
+_BUILDERS.update(_OF_TRANSFORMERS)
+CLASSIFIERS = ("basic", "bottleneck", "resnext", "efficient", "convnext", *KINDS_OF_TRANSFORMERS)
 
 
 def make(kind: str) -> nn.Module:

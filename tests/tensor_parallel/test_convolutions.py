@@ -116,6 +116,13 @@ def test_training_as_one_process_does(ranks, name, kind):
     parity.assert_same(found, expected, 1e-5)
 
 
+@pytest.mark.parametrize("kind", mark_slow(models.KINDS_OF_TRANSFORMERS, ["hf_resnet", "hf_convnext"]))
+def test_models_of_transformers(ranks, kind):
+    found = table(kind, 2)
+    assert found.split_share >= 0.8
+    parity.assert_same(ranks(4, train, kind, dict(tp=2), found.plan.to_dict())[0], reference(kind), 1e-5)
+
+
 def from_a_constructor(fields: dict[str, Any], given: dict[str, str] | None) -> dict[str, torch.Tensor]:
     plan = ts.Plan(**fields, tp_plan=given, tp_check=given is None)
     model = partial(models.make, "efficient")
@@ -189,3 +196,16 @@ def test_a_norm_that_mixes_channels_in_training_is_not_split():
 def test_a_wrong_table_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         check_tensor_plan(build("basic"), TensorPlan.from_dict(given), 2, inputs=models.sample("basic"))
+
+
+def losses(kind: str, fields: dict[str, Any], given: dict[str, str] | None) -> torch.Tensor:
+    engine = make_engine(kind, fields, given)
+    return torch.stack([engine.step(*parity.shard(engine, *batch(kind, step))) for step in range(STEPS)])
+
+
+@pytest.mark.parametrize("kind", ["efficient", "unet"])
+def test_bf16_is_near_what_one_process_computes_in_it(ranks, kind):
+    alone = ranks(1, losses, kind, dict(precision="bf16"), None)[0]
+    found = ranks(2, losses, kind, dict(precision="bf16", tp=2), table(kind, 2).plan.to_dict())[0]
+    torch.testing.assert_close(found, alone, rtol=1e-2, atol=0)
+    assert not torch.equal(found, torch.tensor(reference(kind)["losses"][:STEPS]))
