@@ -1,19 +1,22 @@
 """Copies of modules that share nothing with the original, on fake or real tensors, without its weights."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from tensorshard.modules.forwards import deepcopy_module
+from tensorshard.modules.memoized import nothing_remembered
 from tensorshard.modules.running_statistics import STATISTICS
 from tensorshard.modules.stacked_experts import use_placeholder_outputs
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.torch_private.dispatch import TorchDispatchMode
-from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from tensorshard.torch_private.fake_tensors import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from tensorshard.torch_private.pytree import tree_leaves
+
+# Parameters that a copy with values may have: they take 2 GB.
+_LARGEST_REAL_COPY = 500_000_000
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _Mode = TypeVar("_Mode", bound=TorchDispatchMode)
@@ -66,31 +69,70 @@ def make_sample(inputs: Any, fake: FakeTensorMode, device: torch.device, *, valu
     return map_tensors_once(lambda tensor: _sample(tensor, fake, device, values=values), inputs)
 
 
-@contextmanager
-def fake_run(
-    model: _Module, inputs: Any, follow: Callable[[FakeTensorMode, _Module, Any], _Mode]
-) -> Iterator[tuple[_Module, Any, _Mode]]:
-    """A fake copy of `model` on the CPU that evaluates with gradients, a sample of `inputs`, and what follows the run.
+def follow_run(
+    model: _Module,
+    inputs: Any,
+    follow: Callable[[FakeTensorMode, _Module, Any], _Mode],
+    run: Callable[[_Module, Any, _Mode], None],
+) -> _Mode:
+    """Runs a copy of `model` on fake tensors; where it asks for values, on real ones, if it is not too large.
 
-    No tensor has values, so that the run is the one that holds for all of them: code that would take a short cut for
-    some (no mask where nothing is masked) takes the long way. All parameters require gradients, since without some
-    modules take shortcuts past their layers. Experts return placeholders
-    (:func:`tensorshard.modules.stacked_experts.use_placeholder_outputs`).
+    The copy is on the CPU and evaluates with gradients. All parameters require them, since without some modules take
+    shortcuts past their layers.
+
+    Fake tensors have no values, so that the run is the one that holds for all of them: code that would take a short cut
+    for some (no mask where nothing is masked) takes the long way. Experts return placeholders
+    (:func:`tensorshard.modules.stacked_experts.use_placeholder_outputs`). Real ones are random, the same on every
+    rank, and show what the model does with these.
 
     Args:
-        follow: makes the dispatch mode under which the block of the ``with`` runs.
+        follow: makes the dispatch mode that follows the run, from the copy and its inputs.
+        run: runs the copy on its inputs.
+
+    Returns:
+        The mode that followed the run.
+
+    Raises:
+        Exception: whatever the model raises.
     """
+    with nothing_remembered(model), torch.enable_grad():
+        try:
+            return _run_fake(model, inputs, follow, run)
+        except NEEDS_VALUES:
+            if sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_REAL_COPY:
+                raise
+        return _run_real(model, inputs, follow, run)
+
+
+def _run_fake(model: _Module, inputs: Any, follow: Any, run: Any) -> Any:
     fake, device = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
-    with torch.enable_grad(), fake:
+    with fake:
         copied = make_fake_copy(model, fake, device, values=False)
-        copied.eval()  # which some models return nothing from
         use_placeholder_outputs(copied)
-        for parameter in copied.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
+        _prepare(copied)
         samples = make_sample(inputs, fake, device, values=False)
         mode = follow(fake, copied, samples)
         with mode:
-            yield copied, samples, mode
+            run(copied, samples, mode)
+    return mode
+
+
+def _run_real(model: _Module, inputs: Any, follow: Any, run: Any) -> Any:
+    values = random_values(torch.Generator().manual_seed(0))
+    copied = copy_with(model, values)
+    keep_padding(copied)
+    _prepare(copied)
+    samples = map_tensors_once(lambda tensor: values("", tensor), inputs)
+    mode = follow(FakeTensorMode(), copied, samples)
+    with torch.random.fork_rng(devices=[]), mode:
+        run(copied, samples, mode)
+    return mode
+
+
+def _prepare(copied: nn.Module) -> None:
+    copied.eval()  # which some models return nothing from
+    for parameter in copied.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
 
 
 def _sample(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device, *, values: bool) -> torch.Tensor:

@@ -30,7 +30,11 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise where their values are asked for."""
+
 __all__ = [
+    "NEEDS_VALUES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",

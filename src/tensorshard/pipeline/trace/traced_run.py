@@ -17,16 +17,11 @@ from tensorshard.pipeline.trace.real_run import run_for_real
 from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_tensors import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
     without_fake_kernel_reports,
 )
 from tensorshard.torch_private.modules import NormBase
 from tensorshard.torch_private.tensors import tensor_version
-
-BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
-"""What fake tensors raise where their values are asked for."""
 
 # Of autograd's nodes, what does more in backward than computing gradients one by one.
 _ONE_PIECE = ("BackwardHookFunctionBackward", "CheckpointFunctionBackward")

@@ -11,14 +11,15 @@ from torch import nn
 from tensorshard.modules.batches import call_model
 from tensorshard.modules.fake_copies import make_fake_copy, make_sample
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.modules.memoized import nothing_remembered
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.pipeline_units import find_units
-from tensorshard.pipeline.trace.traced_run import BY_VALUE, Recording, UncuttableError
+from tensorshard.pipeline.trace.traced_run import Recording, UncuttableError
 from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
 from tensorshard.torch_private.dispatch import without_dispatch_modes
-from tensorshard.torch_private.fake_tensors import FakeTensorMode
+from tensorshard.torch_private.fake_tensors import NEEDS_VALUES, FakeTensorMode
 from tensorshard.torch_private.modules import has_backward_hooks
 
 
@@ -94,7 +95,12 @@ class Tracer:
         """One run: its graph, and the modules that must not run twice though they are no units."""
         devices = [self.device] if self.device.type == "cuda" else []
         samples = make_sample(inputs, self._fake, self.device)
-        with without_dispatch_modes(), torch.random.fork_rng(devices=devices), self._recorded(samples) as recording:
+        with (
+            without_dispatch_modes(),
+            torch.random.fork_rng(devices=devices),
+            nothing_remembered(self._copy),
+            self._recorded(samples) as recording,
+        ):
             output = tensor_leaves(self._output(recording, samples))
             output_gradients = recording.gradient_leaves(output)
         sources = recording.sources
@@ -160,7 +166,7 @@ class Tracer:
     def _output(self, recording: Recording, samples: Any) -> Any:
         try:
             return call_model(self._copy, samples)
-        except BY_VALUE as error:
+        except NEEDS_VALUES as error:
             where = recording.module
             owner = f"module {where!r}" if where else "the model's own forward"
             last = recording.calls[-1].unit if recording.calls else None

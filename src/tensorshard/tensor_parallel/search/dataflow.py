@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.fake_copies import fake_run
+from tensorshard.modules.fake_copies import follow_run
 from tensorshard.modules.provenance import Operation, Provenance
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.channelwise import as_channelwise
@@ -88,9 +88,15 @@ def follow(block: nn.Module, call: BlockCall, whole: set[str], columns: Containe
     def watch(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> _LayerSources:
         return _LayerSources(fake, fake_copy, whole, columns, tensor_leaves(samples))
 
-    run = fake_run(block, (call.args, call.kwargs), watch)
-    with run as (fake_copy, (args, kwargs), sources), _reads(fake_copy) as numbers:
-        fake_copy(*args, **kwargs)
+    numbers: dict[str, dict[str, int]] = {}
+
+    def run(copied: nn.Module, samples: Any, sources: _LayerSources) -> None:
+        args, kwargs = samples
+        with _reads(copied) as found:
+            copied(*args, **kwargs)
+        numbers.update(found)
+
+    sources = follow_run(block, (call.args, call.kwargs), watch, run)
     return Dataflow(sources.regions(), sources.called, sources.shared_inputs(), numbers, sources.arguments)
 
 

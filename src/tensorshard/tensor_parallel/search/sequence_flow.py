@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.fake_copies import fake_run
+from tensorshard.modules.fake_copies import follow_run
 from tensorshard.modules.provenance import Operation, Provenance
 from tensorshard.modules.tensors import storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention, named_arguments
@@ -63,10 +63,12 @@ def follow_stream(block: nn.Module, call: BlockCall, styles: Mapping[str, Style]
     def watch(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> _StreamSources:
         return _StreamSources(fake, fake_copy, styles, tensor_leaves(samples)[index])
 
-    with fake_run(block, (call.args, call.kwargs), watch) as (fake_copy, (args, kwargs), sources):
-        outputs = tensor_leaves(fake_copy(*args, **kwargs))
-    sources.flow.outputs = {leaf: output.shape for leaf, output in enumerate(outputs) if sources.holds(output)}
-    return sources.flow
+    def run(copied: nn.Module, samples: Any, sources: _StreamSources) -> None:
+        args, kwargs = samples
+        outputs = tensor_leaves(copied(*args, **kwargs))
+        sources.flow.outputs = {leaf: output.shape for leaf, output in enumerate(outputs) if sources.holds(output)}
+
+    return follow_run(block, (call.args, call.kwargs), watch, run).flow
 
 
 _STREAM = ""

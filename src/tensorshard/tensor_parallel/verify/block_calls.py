@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tensorshard.modules.batches import call_arguments, call_model
-from tensorshard.modules.fake_copies import fake_run
+from tensorshard.modules.fake_copies import follow_run
 from tensorshard.modules.provenance import Operation, Provenance
 from tensorshard.modules.tensors import map_tensors_once, storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
@@ -77,9 +77,10 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
         return BlockOutputs(fake, fake_copy, blocks)
 
     # With gradients: which inputs of a block have any is part of what is to be found.
-    with fake_run(model, inputs, follow) as (fake_copy, samples, outputs):
-        outputs.returned(call_model(fake_copy, samples))
-    return outputs.capture
+    def run(copied: nn.Module, samples: Any, outputs: BlockOutputs) -> None:
+        outputs.returned(call_model(copied, samples))
+
+    return follow_run(model, inputs, follow, run).capture
 
 
 class BlockOutputs(Provenance[Output]):

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.modules.fake_copies import fake_run
+from tensorshard.modules.fake_copies import follow_run
 from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.provenance import Provenance
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
@@ -29,11 +29,15 @@ def _makes_random_numbers(block: nn.Module, call: BlockCall) -> bool:
         return Provenance(fake)
 
     try:
-        with fake_run(block, (call.args, call.kwargs), watch) as (fake_copy, (args, kwargs), provenance):
-            fake_copy.train()
-            fake_copy(*args, **kwargs)
+        provenance = follow_run(block, (call.args, call.kwargs), watch, _train)
     except Exception as error:  # what evaluates on fake tensors may not train on them
         if not raised_by_model(error):
             raise
         return True
     return provenance.rng_ops > 0
+
+
+def _train(copied: nn.Module, samples: Any, provenance: Provenance[Any]) -> None:
+    args, kwargs = samples
+    copied.train()
+    copied(*args, **kwargs)
