@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks.models.batches import Batches, images, number_loss, several
-from benchmarks.models.case import Case
+from benchmarks.models.case import Case, without_dropout
 
 
 def _built(name: str, settings: dict[str, Any]) -> Callable[[], nn.Module]:
@@ -14,10 +14,7 @@ def _built(name: str, settings: dict[str, Any]) -> Callable[[], nn.Module]:
         import diffusers
 
         model = getattr(diffusers, name)(**settings)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        return model
+        return without_dropout(model)
 
     return build
 

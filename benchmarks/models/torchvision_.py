@@ -8,20 +8,14 @@ import torch
 from torch import nn
 
 from benchmarks.models.batches import CLASSES, Batches, class_loss, images, main_output, number_loss, numbers
-from benchmarks.models.case import Case, Loss
+from benchmarks.models.case import Case, Loss, without_dropout
 
 
 def _undropped(build: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
     def built() -> nn.Module:
         from torchvision import models
 
-        model = build(models)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if type(module).__name__ == "StochasticDepth":
-                module.p = 0.0
-        return model
+        return without_dropout(build(models))
 
     return built
 

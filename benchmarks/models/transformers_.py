@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks.models.batches import CLASSES, VOCABULARY, Batches, token_loss, tokens
-from benchmarks.models.case import Case, Loss
+from benchmarks.models.case import Case, Loss, without_dropout
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -51,11 +51,7 @@ def builder(model: str, settings: dict[str, Any], config: str | None = None) -> 
         kind = getattr(transformers, config) if config is not None else chosen.config_class
         made = kind(**settings)
         _drop_nothing(made)
-        built = chosen(made)
-        for module in built.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        return built
+        return without_dropout(chosen(made))
 
     return build
 

@@ -71,3 +71,9 @@ def test_the_models_operations_are_its_own_under_provenance():
 def test_memory_that_is_not_enough_says_nothing_about_a_model():
     assert not raised_by_model(caught(raising(torch.OutOfMemoryError, "modeling.py")))
     assert not raised_by_model(caught(raising(MemoryError, "modeling.py")))
+
+
+def test_what_torchs_layers_assert_of_shapes_is_the_models():
+    attention = nn.MultiheadAttention(8, 2)
+    x = torch.zeros(3, 1, 4)
+    assert raised_by_model(caught(lambda: attention(x, x, x)))

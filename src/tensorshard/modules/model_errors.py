@@ -23,15 +23,19 @@ def raised_by_model(error: Exception) -> bool:
     model's tensors end up, be it in the layers of this package: these say that the model cannot run so. Other errors
     (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ...) do so if the model's code raised
     them: that is, if of the frames on the way to the error the innermost that is neither torch's nor the standard
-    library's belongs to no file of this package. A call of a module counts as a frame of the file of its class. Memory
-    that is not enough says nothing about a model.
+    library's belongs to no file of this package. A call of a module counts as a frame of the file of its class. What
+    torch's layers assert of the shapes that they are given is an error of the first kind. Memory that is not enough
+    says nothing about a model.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return False
     by_values = isinstance(error, ValueError | IndexError | RuntimeError | ArithmeticError)
     if by_values and not isinstance(error, NotImplementedError | RecursionError):
         return True
-    for frame in reversed(_frames(error.__traceback__)):
+    frames = _frames(error.__traceback__)
+    if isinstance(error, AssertionError) and frames and _is_inside(frames[-1].f_code.co_filename, _TORCH / "nn"):
+        return True
+    for frame in reversed(frames):
         owned = _is_of_package(frame)
         if owned is not None:
             return not owned
