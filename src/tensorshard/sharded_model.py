@@ -169,7 +169,8 @@ class ShardedModel(ABC):
     def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers of a state dict, whole, by the original model's names. A collective: all ranks iterate."""
         for name, buffer in self.owned_buffers().items():
-            yield name, self.split.full(name, buffer.detach(), self._buffer_shapes[name])
+            shape = self._buffer_shapes.get(name, buffer.shape)  # a forward may have made it
+            yield name, self.split.full(name, buffer.detach(), shape)
 
     def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
         """The original model's state dict, whole, on the CPU; {} on ranks that do not `keep` it. A collective."""
