@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.modules.argument_guesses import guesses_by_arguments
+
 _SAMPLES = 2
 _TOKENS = 6
 _LARGEST_TOKEN = 100
@@ -15,14 +17,16 @@ def example_inputs(model: nn.Module) -> list[Any]:
     """Candidates for inputs that `model` takes, the likeliest first; the values are arbitrary.
 
     Hugging Face's models say themselves what they take. For others, the first layer with parameters shows it: an
-    embedding wants indices, a convolution images, a linear layer features. A model with a head that computes its loss
-    takes targets as well, and may take masks.
+    embedding wants indices, a convolution images, a linear layer features; then the names of the forward's arguments
+    do. A model with a head that computes its loss takes targets as well, and may take masks.
     """
     published = _hugging_face_inputs(model)
     if any(getattr(module, "takes_targets", False) for module in model.modules()):
         main = [] if published is None else [next(iter(published.values()))]
         return [given for inputs in [*main, *_inputs_of_first_layer(model)] for given in _with_targets(model, inputs)]
-    return _inputs_of_first_layer(model) if published is None else [published]
+    if published is not None:
+        return [published]
+    return [*_inputs_of_first_layer(model), *guesses_by_arguments(model)]
 
 
 def _with_targets(model: nn.Module, inputs: Any) -> list[Any]:
@@ -45,7 +49,7 @@ def _with_targets(model: nn.Module, inputs: Any) -> list[Any]:
 
 def _inputs_of_first_layer(model: nn.Module) -> list[Any]:
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             tokens = _tokens(module.num_embeddings)
             return [tokens, (tokens, tokens)]
         if isinstance(module, nn.Conv2d):

@@ -1,0 +1,106 @@
+"""Guesses of what a forward takes, from its arguments' names and the layers that the model has.
+
+They are tried one after the other on fake tensors until one runs, so that a wrong guess costs time and nothing else.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from itertools import islice, pairwise, product
+
+import torch
+from torch import nn
+
+_SAMPLES = 2
+_STEPS = 6
+_MOST_GUESSES = 48
+
+_INDICES = re.compile(
+    r"(^|_)(ids?|idx|index|indices|tokens?|categor\w*|sparse|users?|items?|words?|labels?|src|tgt)($|_)"
+)
+_MASKS = re.compile(r"mask|padding")
+_TIMES = re.compile(r"^(t|times?|timesteps?|noise_level|sigmas?)$")
+_GRAPHS = re.compile(r"adj|edge|graph")
+_POINTS = re.compile(r"pos(ition)?s?$|dir(ection)?s?$|coord|points?|xyz|rays?")
+
+
+def guesses_by_arguments(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    """Keyword arguments that the forward of `model` may take: what it cannot do without, the likeliest first.
+
+    The values are arbitrary; each tensor has samples as its first dimension.
+    """
+    needed = _needed(model)
+    if not needed:
+        return []
+    options = [list(_options(model, name)) for name in needed]
+    # The first options of all, then those of which one is the second, ...
+    places = sorted(product(*(range(len(each)) for each in options)), key=sum)
+    return [
+        {name: options[i][place] for i, (name, place) in enumerate(zip(needed, chosen, strict=True))}
+        for chosen in islice(places, _MOST_GUESSES)
+    ]
+
+
+def _needed(model: nn.Module) -> list[str]:
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    accepted = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in accepted if p.default is p.empty and p.kind in by_name]
+
+
+def _options(model: nn.Module, name: str) -> Iterator[torch.Tensor]:
+    if _MASKS.search(name):
+        yield torch.ones(_SAMPLES, _STEPS, dtype=torch.bool)
+    elif _TIMES.search(name):
+        yield torch.ones(_SAMPLES, dtype=torch.long)
+        yield torch.full((_SAMPLES,), 0.5)
+        yield torch.full((_SAMPLES, 1), 0.5)
+    elif _GRAPHS.search(name):
+        yield torch.ones(_SAMPLES, _STEPS, _STEPS)
+        yield torch.ones(_SAMPLES, _SAMPLES)
+    elif _INDICES.search(name):
+        yield from _indices(model)
+        yield from _numbers(model)
+    elif _POINTS.search(name):
+        yield torch.zeros(_SAMPLES, 3)
+        yield torch.zeros(_SAMPLES, _STEPS, 3)
+        yield from _numbers(model)
+    else:
+        yield from _numbers(model)
+        yield from _indices(model)
+
+
+def _indices(model: nn.Module) -> Iterator[torch.Tensor]:
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    if not tables:
+        return
+    most = min(table.num_embeddings for table in tables)
+    shapes = [(_SAMPLES, _STEPS), (_SAMPLES, len(tables)), (_SAMPLES,)]
+    shapes += [(_SAMPLES, fields) for fields in _fields(model, tables[0].embedding_dim)]
+    for shape in dict.fromkeys(shapes):
+        yield torch.arange(torch.Size(shape).numel()).remainder_(most).view(shape)
+
+
+def _fields(model: nn.Module, width: int) -> Iterator[int]:
+    """How many looked-up rows of `width`, beside the features of the first linear layer or by themselves, would fill
+    the input of another."""
+    inputs = [m.in_features for m in model.modules() if isinstance(m, nn.Linear)]
+    for features in inputs:
+        for beside in (0, inputs[0]):
+            count, rest = divmod(features - beside, width)
+            if count > 1 and not rest:
+                yield count
+
+
+def _numbers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Features that the linear layers take, the first ones first, as vectors and as sequences."""
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    widths = list(dict.fromkeys(layer.in_features for layer in linear))[:3]
+    shapes = [shape for width in widths for shape in ((_SAMPLES, width), (_SAMPLES, _STEPS, width))]
+    if linear:
+        first = linear[0].in_features
+        shapes.append((_SAMPLES, 2 * first))  # a half of which it takes
+        for layer, later in pairwise(linear):
+            steps, rest = divmod(later.in_features, layer.out_features)
+            if steps > 1 and not rest:  # all steps' features at once
+                shapes.append((_SAMPLES, steps, first))
+    yield from (torch.zeros(shape) for shape in dict.fromkeys(shapes))
