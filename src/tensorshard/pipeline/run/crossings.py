@@ -1,8 +1,11 @@
 """What crosses the cuts for given inputs: found once for every shape that the inputs have."""
 
+import logging
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tensorshard.modules.values import Layout
@@ -11,11 +14,17 @@ from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.tracer import Tracer
 from tensorshard.torch_private.pytree import tree_flatten
 
+logger = logging.getLogger("tensorshard")
+
+_MOST_KNOWN = 64
+_MANY_NUMBERS = 8
+
 
 class Shapes:
-    """Runs the model on fake tensors for inputs of shapes not seen before, and remembers what that showed.
+    """Runs the model on fake tensors for inputs of shapes not seen before, and remembers what the last of these showed.
 
-    Every stage has the same inputs, so all of them find the same, without communication.
+    Every stage has the same inputs, so all of them find the same, without communication. A Python number may decide
+    what a model does, so that each new one counts as a new shape; where there are many, the log says so.
 
     Args:
         tracer: runs the whole model; one for all stages of a process.
@@ -25,7 +34,8 @@ class Shapes:
     def __init__(self, tracer: Tracer, cut: Cut) -> None:
         self._tracer = tracer
         self.cut = cut
-        self._known: dict[Any, CallGraph] = {}
+        self._known: OrderedDict[Any, CallGraph] = OrderedDict()
+        self._numbers: Counter[Any] = Counter()  # runs that differ in numbers alone
 
     def of(self, inputs: Any, model: nn.Module) -> CallGraph:
         """The model's run on `inputs`, with gradients and autocast as they are set here.
@@ -38,13 +48,30 @@ class Shapes:
             ValueError: with these inputs the model calls other units than with those that it was cut with, or needs
                 parameters on a stage that has them not.
         """
-        key = (_signature(inputs), model.training, torch.is_grad_enabled(), _autocast(self._tracer.device.type))
-        if key not in self._known:
-            self._tracer.follow_modes(model)
-            graph = self._tracer.run(inputs)
-            self._check(graph, inputs)
-            self._known[key] = graph
-        return self._known[key]
+        mode = (model.training, torch.is_grad_enabled(), _autocast(self._tracer.device.type))
+        key = (_signature(inputs), mode)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        self._tracer.follow_modes(model)
+        graph = self._tracer.run(inputs)
+        self._check(graph, inputs)
+        self._known[key] = graph
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        self._note_numbers(inputs, mode)
+        return graph
+
+    def _note_numbers(self, inputs: Any, mode: Any) -> None:
+        tensors = (_signature(inputs, numbers=False), mode)
+        self._numbers[tensors] += 1
+        if self._numbers[tensors] == _MANY_NUMBERS and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning(
+                "the model was examined %d times for inputs %s that differ in Python numbers alone, by a run on fake "
+                "tensors each time: pass such a number as a tensor with an entry for each sample",
+                _MANY_NUMBERS,
+                _described(inputs),
+            )
 
     def received(self, stage: int, inputs: Any, model: nn.Module) -> tuple[Layout, ...]:
         """What `stage` receives for `inputs`, in order."""
@@ -79,10 +106,16 @@ class Shapes:
                 )
 
 
-def _signature(inputs: Any) -> Any:
+def _signature(inputs: Any, *, numbers: bool = True) -> Any:
+    """What tells inputs apart; without `numbers`, those of floating-point and whole ones are left out."""
     leaves, spec = tree_flatten(inputs)
     return spec, tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else type(leaf)
+        if not numbers and isinstance(leaf, int | float)
+        else repr(leaf)
+        for leaf in leaves
     )
 
 
