@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -32,3 +33,19 @@ def no_world_is_left() -> Iterator[None]:
     if dist.is_initialized() and not joined_before:
         dist.destroy_process_group()
         pytest.fail("the test left a process group in the process of the tests; run it by ranks(1, ...)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what ``slow_cases.txt`` lists, before slow tests are left out."""
+    lines = (Path(__file__).parent / "slow_cases.txt").read_text().splitlines()
+    listed = {line for line in lines if line and not line.startswith("#")}
+    found = set()
+    for item in items:
+        if item.nodeid in listed:
+            found.add(item.nodeid)
+            item.add_marker(pytest.mark.slow)
+    whole = {item.nodeid.partition("::")[0] for item in items}
+    unknown = sorted(line for line in listed - found if line.partition("::")[0] in whole)
+    if unknown and not any("::" in argument for argument in config.args) and not config.option.keyword:
+        raise pytest.UsageError(f"tests/slow_cases.txt lists cases that do not exist: {', '.join(unknown)}")

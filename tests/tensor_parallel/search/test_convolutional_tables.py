@@ -107,9 +107,18 @@ def test_channels_that_are_flattened_go_into_a_row():
 def test_columns_keep_what_was_split_already():
     """Once the first of a chain has no partner, the second is not paired with a layer that others need."""
     transposed = [nn.ConvTranspose2d(8, 16, 2, 2), nn.ReLU(), nn.ConvTranspose2d(16, 16, 2, 2), nn.ReLU()]
-    model = nn.Sequential(nn.Linear(12, 32), nn.Unflatten(1, (8, 2, 2)), *transposed, nn.ConvTranspose2d(16, 3, 2, 2))
+    start = [nn.Linear(12, 32), nn.LayerNorm(32), nn.Unflatten(1, (8, 2, 2))]
+    model = nn.Sequential(*start, *transposed, nn.ConvTranspose2d(16, 3, 2, 2))
     found = find_tensor_plan(model, 2, inputs=torch.zeros(2, 12))
-    assert found.plan.to_dict() == {"0": "colwise_gather", "2": "colwise_gather", "4": "colwise", "6": "rowwise"}
+    assert found.plan.to_dict() == {"0": "colwise_gather", "3": "colwise_gather", "5": "colwise", "7": "rowwise"}
+
+
+def test_features_that_become_channels_stay_split():
+    """The reshape asks for all of them, and gets a rank's."""
+    transposed = [nn.ReLU(), nn.ConvTranspose2d(8, 3, 2, 2)]
+    model = nn.Sequential(nn.Linear(12, 32), nn.Unflatten(1, (8, 2, 2)), *transposed)
+    found = find_tensor_plan(model, 2, inputs=torch.zeros(2, 12))
+    assert found.plan.to_dict() == {"": "divide(reshape.sizes)", "0": "colwise", "3": "rowwise"}
 
 
 def test_what_is_guessed_of_volumes_and_sounds():
