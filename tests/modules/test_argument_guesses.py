@@ -101,6 +101,18 @@ def test_there_are_not_too_many():
     assert all(list(guess) == ["a", "b", "c", "d"] for guess in found)
 
 
+def test_a_forward_of_many_arguments_takes_no_longer():
+    class Wide(Many):
+        def forward(self, a, b, c, d, e, f, g, h, i, j):
+            return a
+
+    found = guesses_by_arguments(Wide())
+    assert len(found) == 48
+    first = {name: value.shape for name, value in found[0].items()}
+    differing = [sum(guess[name].shape != shape for name, shape in first.items()) for guess in found]
+    assert differing[0] == 0 and set(differing[1:11]) == {1} and max(differing) == 2
+
+
 def test_a_forward_that_takes_anything_gets_no_guess():
     class Open(nn.Module):
         def forward(self, *args, **kwargs):

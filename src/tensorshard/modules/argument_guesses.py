@@ -6,7 +6,7 @@ They are tried one after the other on fake tensors until one runs, so that a wro
 import inspect
 import re
 from collections.abc import Iterator
-from itertools import islice, pairwise, product
+from itertools import islice, pairwise
 
 import torch
 from torch import nn
@@ -33,12 +33,26 @@ def guesses_by_arguments(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     if not needed:
         return []
     options = [list(_options(model, name)) for name in needed]
+    if not all(options):
+        return []
+    last = [len(each) - 1 for each in options]
     # The first options of all, then those of which one is the second, ...
-    places = sorted(product(*(range(len(each)) for each in options)), key=sum)
+    chosen = (places for total in range(sum(last) + 1) for places in _adding_up(total, last))
     return [
-        {name: options[i][place] for i, (name, place) in enumerate(zip(needed, chosen, strict=True))}
-        for chosen in islice(places, _MOST_GUESSES)
+        {name: each[place] for name, each, place in zip(needed, options, places, strict=True)}
+        for places in islice(chosen, _MOST_GUESSES)
     ]
+
+
+def _adding_up(total: int, last: list[int]) -> Iterator[tuple[int, ...]]:
+    """Numbers from 0 to each of `last` that add up to `total`. There are far too many in all to make them at once."""
+    if total > sum(last):
+        return
+    if not last:
+        yield ()
+        return
+    for first in range(min(total, last[0]) + 1):
+        yield from ((first, *rest) for rest in _adding_up(total - first, last[1:]))
 
 
 def _needed(model: nn.Module) -> list[str]:
