@@ -1,7 +1,6 @@
 """Losses that couple samples: noticed where they are not gathered, exact where they are."""
 
 import importlib.util
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 import parity
 import tensorshard as ts
+from log_lines import logged
 from tensorshard.models import GPT, next_token_loss
 from toys import squares
 
@@ -27,24 +27,11 @@ def _example() -> Any:
     return script
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _debug_lines(engine: ts.Engine, batch: tuple[Any, Any], steps: int = 2) -> list[str]:
-    lines = _Lines()
-    logging.getLogger("tensorshard").addHandler(lines)
-    try:
+    with logged() as lines:
         for _ in range(steps):
             engine.step(*batch)
-    finally:
-        logging.getLogger("tensorshard").removeHandler(lines)
-    return [line for line in lines.lines if line.startswith("debug: ")]
+    return [line for line in lines if line.startswith("debug: ")]
 
 
 def _contrastive(fields: dict[str, Any], gathered: bool) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:

@@ -1,6 +1,5 @@
 """Stock configs of transformers ask for a cache of keys and values, which training must neither fill nor trip over."""
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 import parity
 import seeds
 import tensorshard as ts
+from log_lines import logged
 from toys import plain_loop
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-4)
@@ -118,24 +118,11 @@ def test_stock_configs_are_split_and_cut_at_once(ranks, kind):
     _check(kind, ranks(4, _train, kind, dict(pp=2, tp=2, micro_batches=2)))
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _said(**options: Any) -> tuple[ts.Engine, list[str]]:
     """An engine, and what the log said of caches when it was made."""
-    lines = _Lines()
-    logging.getLogger("tensorshard").addHandler(lines)
-    try:
+    with logged() as lines:
         engine = ts.parallelize(_build("llama", **options), ts.Plan(recompute="full"), optimizer=ADAMW, loss_fn=_loss)
-    finally:
-        logging.getLogger("tensorshard").removeHandler(lines)
-    return engine, [line for line in lines.lines if "use_cache" in line]
+    return engine, [line for line in lines if "use_cache" in line]
 
 
 def _calls() -> dict[str, Any]:

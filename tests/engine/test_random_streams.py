@@ -1,6 +1,5 @@
 """Torch's global random state is the user's; the Engine draws from streams of its own, which checkpoints hold."""
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 import tensorshard as ts
+from log_lines import logged
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -135,28 +135,15 @@ def _written(path: Path, fields: dict[str, Any]) -> list[float]:
     return [engine.step(*_batch(engine, step)).item() for step in (2, 3)]
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def _resumed(path: Path, fields: dict[str, Any]) -> tuple[list[float], list[str], torch.Tensor]:
-    heard = _Heard()
-    logging.getLogger("tensorshard").addHandler(heard)
-    try:
+    with logged() as heard:
         engine = _engine(seed=5, **fields)
         torch.rand(7)
         before = torch.get_rng_state()
         engine.load(path)
         assert torch.equal(before, torch.get_rng_state())
-    finally:
-        logging.getLogger("tensorshard").removeHandler(heard)
     losses = [engine.step(*_batch(engine, step)).item() for step in (2, 3)]
-    return losses, [m for m in heard.messages if "random state" in m], engine.random.states()["cpu"]
+    return losses, [m for m in heard if "random state" in m], engine.random.states()["cpu"]
 
 
 @pytest.mark.parametrize("fields", [dict(zero=0), dict(zero=3), dict(tp=2)], ids=str)

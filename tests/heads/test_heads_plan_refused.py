@@ -1,7 +1,6 @@
 """Heads built with update= that a plan cannot train as they would have trained themselves, refused by name."""
 
 import copy
-import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 import parity
 import tensorshard as ts
 from head_models import SGD, UPDATE, HeadClassifier, classifier_batch, parallelized
+from log_lines import logged
 from tensorshard.nn import ParallelLinearCrossEntropy
 
 
@@ -111,14 +111,8 @@ def _stepped() -> list[str]:
     model = HeadClassifier(update=UPDATE)
     model(*classifier_batch()).backward()
     model.head.optimizer.step()
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("tensorshard").addHandler(handler)
-    try:
+    with logged() as messages:
         parallelized(model, ts.Plan())
-    finally:
-        logging.getLogger("tensorshard").removeHandler(handler)
     return messages
 
 

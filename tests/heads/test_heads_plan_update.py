@@ -1,8 +1,5 @@
 """Heads built with update= under plans: what they do by themselves without a plan, as a parameter group of SGD."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 import parity
 import tensorshard as ts
 from head_models import SGD, UPDATE, HeadClassifier, classifier_batch, parallelized
+from log_lines import logged
 from tensorshard.heads.under_plan.head_updates import take_updates
 from tensorshard.nn import ParallelLinearCrossEntropy
 
@@ -86,8 +84,7 @@ class _State:
 
 
 def _train(kind: str, fields: dict[str, Any], as_callable: bool = False, halve: bool = False) -> dict[str, Any]:
-    messages: list[str] = []
-    with _listening(messages):
+    with logged() as messages:
         engine = engine_of(kind, fields, as_callable)
     initial = engine.full_state_dict() if as_callable else {}
     scheduler = StepLR(engine.optimizer, 2, 0.5) if halve else None
@@ -99,19 +96,6 @@ def _train(kind: str, fields: dict[str, Any], as_callable: bool = False, halve: 
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     state = engine.full_state_dict()
     return {"losses": losses, "state": state, "groups": groups, "initial": initial, "messages": messages}
-
-
-@contextmanager
-def _listening(messages: list[str]) -> Iterator[None]:
-    """Collects what the package logs."""
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tensorshard")
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("case", PLANS)

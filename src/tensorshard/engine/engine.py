@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.mesh import Mesh
 from tensorshard.modules.buffer_values import BufferValues, Place
 from tensorshard.modules.generation_cache import GenerationCache
+from tensorshard.modules.surrounded import surround_forwards
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
@@ -83,8 +85,8 @@ class Engine:
         self._cache = cache
         self._check_samples = debug  # before the first step
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
-            random.install_in(sharded.model)
-            cache.switch_off_in_training(sharded.model)
+            surround_forwards(sharded.model, random.installed)
+            surround_forwards(sharded.model, partial(cache.off_in_training, sharded.model))
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         self.optimizer = build_optimizer(optimizer, self._trained, head_groups)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from tensorshard.torch_private.fake_tensors import active_fake_mode, unset_fake_temporarily
 
@@ -54,42 +53,23 @@ class RandomStreams:
         If an exception leaves it, the streams are where they were before, so that a step that is taken again draws the
         same. May be nested.
         """
-        before = self.states()
-        if not self.install():
+        if self._installed or active_fake_mode() is not None:
             yield
             return
+        before = self.states()
+        self._installed = True
+        self._exchange()
         try:
             yield
         except BaseException:
-            self.remove()
+            self._remove()
             self._states = before
             raise
-        self.remove()
+        self._remove()
 
-    def install(self) -> bool:
-        """Begins what :meth:`installed` surrounds; False if it had begun already, and nothing is to be ended."""
-        if self._installed or active_fake_mode() is not None:
-            return False
-        self._installed = True
+    def _remove(self) -> None:
+        self._installed = False
         self._exchange()
-        return True
-
-    def remove(self) -> None:
-        """Ends it; nothing if it had not begun."""
-        if self._installed:
-            self._installed = False
-            self._exchange()
-
-    def install_in(self, model: nn.Module) -> None:
-        """Installs the streams within every forward of `model`, wherever it is called."""
-        opened: list[bool] = []
-        model.register_forward_pre_hook(lambda *_: opened.append(self.install()), prepend=True)
-
-        def leave(*_: object) -> None:
-            if opened and opened.pop():
-                self.remove()
-
-        model.register_forward_hook(leave, always_call=True)
 
     def _exchange(self) -> None:
         """The streams' states become the global ones, and the other way round."""

@@ -5,7 +5,7 @@ recomputation would fill it a second time, and it is an output that no batch dim
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,21 +41,9 @@ class GenerationCache:
             for config in switched:
                 setattr(config, _SWITCH, True)
 
-    def switch_off_in_training(self, model: nn.Module) -> None:
-        """Has it off in each forward of `model` whose graph is kept for a backward, wherever the forward is called."""
-        opened: list[ExitStack] = []
-
-        def enter(module: nn.Module, *_: object) -> None:
-            opened.append(ExitStack())
-            if module.training and torch.is_grad_enabled():
-                opened[-1].enter_context(self.off())
-
-        def leave(*_: object) -> None:
-            if opened:
-                opened.pop().close()
-
-        model.register_forward_pre_hook(enter, prepend=True)
-        model.register_forward_hook(leave, always_call=True)
+    def off_in_training(self, model: nn.Module) -> AbstractContextManager[None]:
+        """:meth:`off`, if the graph of a forward of `model` would be kept for a backward."""
+        return self.off() if model.training and torch.is_grad_enabled() else nullcontext()
 
 
 def _configs_of(models: tuple[nn.Module, ...]) -> list[Any]:
