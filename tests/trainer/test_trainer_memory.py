@@ -14,14 +14,31 @@ def test_the_peak_remembers_what_was_freed_until_it_is_reset() -> None:
     peak = PeakMemory(torch.device("cpu"))
     peak.reset()
     before = peak.bytes()
-    block = torch.ones(16 * 2**20)  # 64 MiB
+    # Where the system lets no process reset its peak, an earlier peak may lie far above what is held now.
+    block = torch.ones((before - _held_now() + 64 * 2**20) // 4)
     del block
     grown = peak.bytes() - before
     assert 60 * 2**20 < grown < 80 * 2**20
     peak.reset()
-    if peak.bytes() >= before + grown:
-        pytest.skip("this system does not let a process reset its peak")
-    assert peak.bytes() < before + 32 * 2**20
+    if _can_reset():
+        assert peak.bytes() < before + 32 * 2**20
+    else:
+        assert peak.bytes() == before + grown
+
+
+def _can_reset() -> bool:
+    """Whether this system lets a process reset its peak; some containers do not."""
+    try:
+        memory._CLEAR_REFS.write_text(memory._RESET_PEAK)
+    except OSError:
+        return False
+    return True
+
+
+def _held_now() -> int:
+    """Resident bytes of this process at this moment; 0.1 ms."""
+    line = next(line for line in memory._STATUS.read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
 
 
 def test_without_proc_the_peak_is_that_of_the_whole_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
