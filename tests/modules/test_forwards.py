@@ -22,7 +22,6 @@ from tensorshard.modules.forwards import (
     has_users_forward,
     own_forward,
     replace_forward,
-    restore_forwards,
     runs_forward_of,
     wrap_forward,
 )
@@ -120,22 +119,7 @@ def test_a_forward_that_was_set_later_is_not_lost_in_silence():
     module.forward = lambda x: 3 * x
     with pytest.raises(RuntimeError, match="set after tensorshard had changed it"):
         wrap_forward(module, Role.RECOMPUTATION, partial(adding, 2))
-    restore_forwards(module)
     assert module(torch.tensor(1.0)) == 3
-
-
-def test_restored_modules_are_as_they_were():
-    model = nn.Sequential(Scale(), Scale(), nn.Sequential(nn.Linear(2, 2)))
-    model[1].forward = lambda x: 3 * x
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    for module in model.modules():
-        wrap_forward(module, Role.RECOMPUTATION, partial(adding, 1))
-        convert_forward(module, Role.COMPILATION, torch.compile)
-    replace_forward(model[0], Role.SPLIT_LAYER, lambda x: x)
-    restore_forwards(model)
-    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
-    wrap_forward(model[0], Role.RECOMPUTATION, partial(adding, 1))  # and can be changed again
-    assert model[0](torch.tensor(1.0)) == 21
 
 
 def test_a_module_has_arguments_of_any_name():
@@ -198,8 +182,6 @@ def test_a_copy_runs_the_users_forward_on_its_own_parameters(kind, wrapped):
     assert (copied(x), model(x)) == ((151, 61) if wrapped else (15, 6))
     copied(x).backward()
     assert copied[0].weight.grad is not None and model[0].weight.grad is None
-    restore_forwards(copied)
-    assert copied(x) == 15
 
 
 def test_a_copy_has_code_of_its_own_around_it():
@@ -210,8 +192,6 @@ def test_a_copy_has_code_of_its_own_around_it():
             copied.weight.fill_(5.0)
         wrap_forward(copied, Role.COMPILATION, partial(adding, 2))
         assert copied(torch.tensor(1.0)) == 512
-        restore_forwards(copied)
-        assert copied(torch.tensor(1.0)) == 5
     assert module(torch.tensor(1.0)) == 21
 
 

@@ -125,17 +125,17 @@ def advance(work: dist.Work | None) -> None:
 
 
 def finish_unasked(work: dist.Work) -> None:
-    """Ends a collective whose result nobody wants, because something has failed, so that the next finds no rest of it.
+    """Ends a collective whose result nobody wants, so that the next finds no rest of it.
 
-    Ranks that failed alike are all here. One that failed alone does not wait for long: the others will not come, and
-    its error is to be seen.
+    Something has failed, or the Engine that began it is gone. Ranks that did so alike are all here. One that did so
+    alone does not wait for long: the others will not come, and its error is to be seen.
     """
     if not isinstance(work, _Pending):
         return  # a collective of the backend, which goes on by itself
     try:
         work.wait(_PATIENCE)
     except RuntimeError as error:
-        logger.warning("after a failed step: %s", error)
+        logger.warning("a collective that was begun and not waited for: %s", error)
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

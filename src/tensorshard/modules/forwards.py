@@ -1,4 +1,4 @@
-"""The one place where a module's forward is changed, on the instance: in a stated order, and so that it can be undone.
+"""The one place where a module's forward is changed, on the instance and in a stated order.
 
 Transforms leave names, classes, parameters and hooks as they are, and put code around a module's forward, or in its
 place. Each says which :class:`Role` its code has. The roles are the order, whatever the order of the calls: with
@@ -106,21 +106,6 @@ def replace_forward(module: nn.Module, role: Role, forward: Forward) -> None:
         RuntimeError: as :func:`wrap_forward`.
     """
     _add(module, role, _Layer(partial(_second, forward), replaces=True))
-
-
-def restore_forwards(model: nn.Module) -> None:
-    """Gives every module of `model` the forward back that it had before :func:`wrap_forward` and the like changed it.
-
-    A forward that other code has set since is left as it is.
-    """
-    for module in model.modules():
-        record: _Record | None = vars(module).pop(_RECORD, None)
-        if record is None or vars(module).get("forward") is not record.composed:
-            continue
-        if record.own_is_the_users:
-            vars(module)["forward"] = record.own
-        else:
-            del vars(module)["forward"]
 
 
 def own_forward(module: nn.Module) -> Forward:
