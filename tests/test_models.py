@@ -10,7 +10,6 @@ from benchmarks.models.plans import PLANS
 from benchmarks.models.registry import find_cases
 
 from bounds import assert_within
-from slow_cases import mark_slow
 
 # (model, plan): the least share of the weights that tp has to split, None without tp.
 CELLS: dict[tuple[str, str], float | None] = {
@@ -40,18 +39,6 @@ CELLS: dict[tuple[str, str], float | None] = {
 }
 
 # What a faster test covers in part.
-SLOW = [
-    ("plain/nanoGPT", "zero3"),
-    ("plain/minGPT", "tp"),
-    ("plain/ResNet", "pp"),
-    ("plain/U-Net", "pp"),
-    ("transformers/Llama", "full"),
-    ("transformers/GPT-2", "tp"),
-    ("transformers/GPT-2", "pp"),
-    ("transformers/BERT", "sp"),
-    ("transformers/ViT", "pp"),
-    ("transformers/ConvNeXt", "zero3"),
-]
 
 # Of these a convolution's gradient in fp32 hangs on how a sum of a batch is rounded: whether a ReLU opens.
 IN_FP64 = ["plain/ResNet"]
@@ -73,7 +60,7 @@ def _train(key: str, plan: str, dtype: torch.dtype) -> Trained:
     return train_under(find_cases()[key], PLANS[plan], dtype=dtype)
 
 
-@pytest.mark.parametrize(("key", "plan"), mark_slow(CELLS, SLOW))
+@pytest.mark.parametrize(("key", "plan"), CELLS)
 def test_a_stock_model_trains_as_in_one_process(ranks, alone, key, plan):
     dtype = torch.float64 if key in IN_FP64 else torch.float32
     found = ranks(PLANS[plan].ranks, _train, key, plan, dtype)

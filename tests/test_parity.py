@@ -9,7 +9,6 @@ import torch
 import parity
 import tensorshard as ts
 from bounds import assert_within
-from slow_cases import mark_slow
 from tensorshard.models import GPT
 
 CLIP = 1.1  # some steps' norms are above it, some below
@@ -54,19 +53,6 @@ FP32: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 # Of each model, level, layout, recomputation and number of micro-batches one stays that is not slow.
-SLOW_FP32 = [
-    "gpt-4-zero0-micro4",
-    "gpt-4-zero2-full",
-    "gpt-2x2-zero2-full",
-    "tied-4-zero1-full",
-    "tied-2x2-zero3",
-    "bert-4-zero3-selective",
-    "vit-4-zero0",
-    "vit-2x2-zero2-clip",
-    "resnet-4-zero1-full",
-    "llama-4-zero1",
-    "hf_bert-4-zero2",
-]
 
 BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-2-zero0": ("gpt", 2, dict(zero=0)),
@@ -81,7 +67,7 @@ BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", mark_slow(FP32, SLOW_FP32))
+@pytest.mark.parametrize("case", FP32)
 def test_fp32_is_exact(ranks, case):
     kind, world_size, fields = FP32[case]
     clip = fields.get("clip_grad_norm")
@@ -111,7 +97,7 @@ def bf16_alone(ranks):
     return run
 
 
-@pytest.mark.parametrize("case", mark_slow(BF16, ["gpt-4-zero1-full", "tied-2x2-zero3", "vit-4-zero2"]))
+@pytest.mark.parametrize("case", BF16)
 def test_bf16_is_as_near_to_fp32_as_one_process_is(ranks, bf16_alone, case):
     """Which way a sum of 8-bit numbers rounds differs with the order of its terms, and training amplifies it. So how
     far rounding takes one process is the measure of both: the distance to it, and that to fp32."""

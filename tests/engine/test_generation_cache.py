@@ -112,7 +112,6 @@ def test_stock_configs_are_split_and_cut(ranks, kind, fields):
     _check(kind, ranks(2, _train, kind, fields))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "bart", "gemma3"])
 def test_stock_configs_are_split_and_cut_at_once(ranks, kind):
     _check(kind, ranks(4, _train, kind, dict(pp=2, tp=2, micro_batches=2)))

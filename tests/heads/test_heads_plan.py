@@ -11,7 +11,6 @@ import parity
 import tensorshard as ts
 from head_models import classifier_batch, given_loss, gpt_with_head
 from rank_pool import RankError
-from slow_cases import mark_slow
 from tensorshard.models import GPT
 from tensorshard.nn import ParallelLinearCrossEntropy
 
@@ -40,11 +39,10 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "resnet-2-zero1-selective": ("resnet_37", 2, dict(zero=1, recompute="selective")),
 }
 # Of each model, level and axis one stays that is not slow.
-SLOW = ["tied-4-tp2-zero2", "bert-4-tp2-zero3", "bert-2x2-zero3", "bert-4-pp2-tp2", "resnet-4-tp2-zero3-full"]
 STEPS = 8
 
 
-@pytest.mark.parametrize("case", mark_slow(PLANS, SLOW))
+@pytest.mark.parametrize("case", PLANS)
 def test_it_is_what_a_linear_layer_and_a_loss_are(ranks, case):
     kind, world_size, fields = PLANS[case]
     found = ranks(world_size, parity.train, f"{kind}_head", fields, STEPS)

@@ -12,7 +12,6 @@ from torch import nn
 
 import parity
 import tensorshard as ts
-from slow_cases import mark_slow
 from tensorshard.engine.engine import NonFiniteLossError
 from tensorshard.launch.launch_errors import WorkerFailedError
 from tensorshard.launch.launcher import World, launch
@@ -58,10 +57,9 @@ for schedule in SCHEDULES:
 
 
 # Of each model, level, schedule and other axis one stays that is not slow.
-SLOW = ["t5-tp2", "llama-tp2-sequences", "tied-interleaved-tp2-zero1", "resnet-dp2", "tied-zero3-zbv"]
 
 
-@pytest.mark.parametrize("case", mark_slow(CASES, SLOW))
+@pytest.mark.parametrize("case", CASES)
 def test_a_pipeline_trains_as_one_process_does(ranks, case):
     kind, world_size, fields = CASES[case]
     fields = {"pp": 2, **fields}
@@ -194,7 +192,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("written", mark_slow(["pp2-zero1", "zero3"], ["zero3"]))
+@pytest.mark.parametrize("written", ["pp2-zero1", "zero3"])
 def test_checkpoints_go_from_any_plan_to_any_other(ranks, tmp_path, written):
     world, fields = LAYOUTS[written]
     path = str(tmp_path / "checkpoint")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import parity
-from slow_cases import mark_slow
 from table_models import build
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.search.check_table import WrongTensorPlanError, check_tensor_plan
@@ -33,16 +32,9 @@ CASES = [
     ("mixtral", 4, dict(tp=2, zero=3, recompute="full")),
 ]
 # Of each model and size of tp, with sequence parallelism and without, one stays that is not slow.
-SLOW = [
-    ("bloom", 4, dict(tp=4, sequence_parallel=True)),
-    ("bloom", 4, dict(tp=2, zero=3, recompute="full")),
-    ("llama", 4, dict(tp=4)),
-    ("llama_one", 4, dict(tp=2, zero=3, recompute="full")),
-    ("mixtral", 4, dict(tp=4, sequence_parallel=True)),
-]
 
 
-@pytest.mark.parametrize(("kind", "world_size", "fields"), mark_slow(CASES, SLOW), ids=str)
+@pytest.mark.parametrize(("kind", "world_size", "fields"), CASES, ids=str)
 def test_parity_with_one_process(ranks, kind, world_size, fields):
     expected = parity.reference(kind, CLIP)
     found = ranks(world_size, parity.train, kind, {**fields, "clip_grad_norm": CLIP})[0]

@@ -11,7 +11,6 @@ import convolutional_models as models
 import parity
 import seeds
 import tensorshard as ts
-from slow_cases import mark_slow
 from tensorshard.tensor_parallel.search.check_table import check_tensor_plan
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan
 from tensorshard.tensor_parallel.table.table import TensorPlan
@@ -33,17 +32,6 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_pp2": (4, dict(tp=2, pp=2, pp_schedule="gpipe", micro_batches=1)),
 }
 CASES = [(plan, kind) for plan in PLANS for kind in models.KINDS if plan != "tp2_pp2" or kind in ("basic", "unet")]
-FAST = [
-    *(("tp2", kind) for kind in models.KINDS),
-    ("tp4", "efficient"),
-    ("tp4", "autoencoder"),
-    ("tp2_dp2", "basic"),
-    ("tp2_zero3", "unet"),
-    ("tp2_zero3", "bottleneck"),
-    ("tp2_recompute", "basic"),
-    ("tp2_zero3_recompute", "efficient"),
-    ("tp2_pp2", "basic"),
-]
 
 
 @cache
@@ -107,7 +95,7 @@ def test_most_weights_are_split(kind, size):
     assert table(kind, size).split_share >= LEAST_SHARES[kind]
 
 
-@pytest.mark.parametrize(("name", "kind"), mark_slow(CASES, [case for case in CASES if case not in FAST]))
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_training_as_one_process_does(ranks, name, kind):
     world_size, fields = PLANS[name]
     found = ranks(world_size, train, kind, fields, table(kind, fields["tp"]).plan.to_dict())[0]
@@ -116,7 +104,7 @@ def test_training_as_one_process_does(ranks, name, kind):
     parity.assert_same(found, expected, 1e-5)
 
 
-@pytest.mark.parametrize("kind", mark_slow(models.KINDS_OF_TRANSFORMERS, ["hf_resnet", "hf_convnext"]))
+@pytest.mark.parametrize("kind", models.KINDS_OF_TRANSFORMERS)
 def test_models_of_transformers(ranks, kind):
     found = table(kind, 2)
     assert found.split_share >= 0.8

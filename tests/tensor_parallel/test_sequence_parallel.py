@@ -10,7 +10,6 @@ from torch import nn
 import parity
 import table_models
 import tensorshard as ts
-from slow_cases import mark_slow
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 
 CLIP = 1.0
@@ -26,10 +25,9 @@ MATRIX = {
 }
 CASES = [(name, kind) for name, (_, _, kinds) in MATRIX.items() for kind in kinds]
 # Of each model, level and recomputation one stays that is not slow; test_pipeline_parallel.py has one on eight ranks.
-SLOW = [("tp2", "gpt"), ("tp2", "gpt_tied"), ("tp2", "llama"), ("tp2_zero3", "gpt"), ("tp2_hybrid", "gpt")]
 
 
-@pytest.mark.parametrize(("name", "kind"), mark_slow(CASES, SLOW))
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_parity_with_one_process(ranks, name, kind):
     world_size, fields, _ = MATRIX[name]
     plan = {**fields, "sequence_parallel": True, "clip_grad_norm": CLIP}

@@ -8,7 +8,6 @@ import torch
 import parity
 import tensorshard as ts
 from bounds import assert_within
-from slow_cases import mark_slow
 from tensorshard.checkpoint.pieces import TensorPieces
 
 CLIP = 1.0
@@ -39,33 +38,9 @@ SHORT_MATRIX = {
 SHORT = 6
 CASES = [(name, kind) for name, (_, _, kinds) in (MATRIX | SHORT_MATRIX).items() for kind in kinds]
 # Of each model, level, size of tp, recomputation and number of micro-batches one stays that is not slow.
-SLOW = [
-    ("tp2", "gpt"),
-    ("tp2", "bert"),
-    ("tp2", "vit"),
-    ("tp2", "llama"),
-    ("tp2_zero3", "gpt"),
-    ("tp2_zero1", "gpt"),
-    ("tp2_selective", "llama"),
-    ("tp2_hybrid_zero1", "llama"),
-    ("tp2_short", "gpt_neox"),
-    ("tp2_short", "t5"),
-    ("tp4_short", "gpt2"),
-    ("tp4_short", "t5"),
-    ("tp4_short", "resnet_37"),
-    ("tp2_zero3_short", "phi3"),
-    ("tp2_zero3_short", "resnet_37"),
-    ("tp2_zero3_selective", "bert"),
-    ("tp2_zero1_short", "gpt_neox"),
-    ("tp2_zero1_short", "t5"),
-    ("tp2_zero1_short", "vit"),
-    ("tp2_hybrid_short", "gpt2"),
-    ("tp2_hybrid_short", "bert"),
-    ("tp4_zero3_hybrid", "gpt_101"),
-]
 
 
-@pytest.mark.parametrize(("name", "kind"), mark_slow(CASES, SLOW))
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_parity_with_one_process(ranks, name, kind):
     world_size, fields, _ = (MATRIX | SHORT_MATRIX)[name]
     steps = SHORT if name in SHORT_MATRIX else parity.STEPS

@@ -74,9 +74,9 @@ CASES = [
     ("fused", 2, dict(tp=2)),
     ("fused, split by the input's width", 2, dict(tp=2, recompute="full")),
     ("separate", 2, dict(tp=2, sequence_parallel=True)),
-    pytest.param("packed heads", 4, dict(tp=2, zero=3), marks=pytest.mark.slow),
-    pytest.param("fused, plain", 4, dict(tp=4, recompute="selective"), marks=pytest.mark.slow),
-    pytest.param("separate", 4, dict(tp=2, pp=2, micro_batches=2), marks=pytest.mark.slow),
+    ("packed heads", 4, dict(tp=2, zero=3)),
+    ("fused, plain", 4, dict(tp=4, recompute="selective")),
+    ("separate", 4, dict(tp=2, pp=2, micro_batches=2)),
 ]
 
 
