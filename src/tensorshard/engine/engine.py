@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -269,6 +270,30 @@ class Engine:
         from tensorshard.checkpoint import load
 
         return load(self, path)
+
+    def save_pretrained(
+        self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
+    ) -> None:
+        """Writes the weights to the directory `path` as Hugging Face does, for other programs and `from_pretrained`.
+
+        Full tensors in safetensors, in several files and an index where there are more than `max_shard_size` bytes;
+        for a model of transformers ``config.json`` too, so that its ``from_pretrained`` opens the directory. A tensor
+        at a time goes through rank 0, which needs room for one (for the experts of a layer, where these are stored
+        apart). Optimizer and step count are in :meth:`save`'s checkpoints alone. A collective.
+
+        Args:
+            dtype: of floating-point tensors in the files, such as ``torch.bfloat16``; by default that of the masters,
+                fp32.
+            max_shard_size: bytes in a file, or text such as "5GB".
+
+        Raises:
+            FileExistsError: `path` is there already, and is no empty directory; nothing is overwritten.
+            ValueError: a size or dtype that is none.
+        """
+        from tensorshard.engine.pretrained_files import save_pretrained
+
+        with explained("engine.save_pretrained"):
+            save_pretrained(self.sharded, self.mesh, Path(path), dtype=dtype, max_shard_size=max_shard_size)
 
     def draw_schedule(self, path: Any = None, *, micro_batches: int | None = None) -> str:
         """Who computes what when in a step of the plan's pipeline, and its bubble's share, as text.

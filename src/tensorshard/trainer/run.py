@@ -1,6 +1,5 @@
 """A run, from its config to its summary: what every worker of ``tensorshard train`` executes."""
 
-import functools
 import logging
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +26,7 @@ from tensorshard.trainer.hooks import (
     ScheduleHook,
     TimerHook,
 )
+from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory
@@ -100,7 +100,7 @@ def _prepare(
 ) -> _Run:
     dataset = instantiate(config.data.train)
     engine = parallelize(
-        functools.partial(instantiate, config.model),
+        initial_model(config.model),
         settings.plan,
         optimizer=instantiate(config.optimizer),
         loss_fn=instantiate(config.loss),
