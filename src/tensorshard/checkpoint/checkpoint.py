@@ -17,11 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
-from tensorshard.checkpoint.reader import SafeReader, read_metadata
 from tensorshard.comm.decisions import decide_once
 from tensorshard.mesh import Mesh
 from tensorshard.plan import AXES, Plan
 from tensorshard.pretrained.export import write_configs
+from tensorshard.pretrained.safe_reader import SafeReader, read_metadata
 from tensorshard.sharded_model import ShardedModel
 
 if TYPE_CHECKING:

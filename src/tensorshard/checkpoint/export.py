@@ -2,19 +2,12 @@
 
 import json
 import shutil
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tensorshard.checkpoint.reader import SafeReader, read_metadata
 from tensorshard.pretrained.export import MAX_SHARD_SIZE, export_all, model_from_configs
 from tensorshard.pretrained.weight_files import open_weight_files
-
-_PREFIXES = ("model.", "buffers.")
 
 
 def export_checkpoint(
@@ -44,8 +37,9 @@ def export_checkpoint(
         raise ValueError(f"to={to!r} was given; it must be 'hf' or 'torch'")
     if not (checkpoint / "engine.json").is_file():
         raise FileNotFoundError(f"{checkpoint} is no checkpoint of tensorshard: it has no file engine.json")
-    layouts = _layouts(checkpoint)
-    tensors = _tensors(checkpoint, layouts)
+    (weights,) = open_weight_files(checkpoint)
+    layouts = {name: weights.layout(name) for name in weights}
+    tensors = ((name, weights[name]) for name in weights)
     if to == "hf":
         model = model_from_configs(checkpoint)
         export_all(tensors, target, model, layouts, dtype=dtype, max_shard_size=max_shard_size)
@@ -58,29 +52,6 @@ def export_checkpoint(
         _pickle(mapped, target, aliases)
     finally:
         shutil.rmtree(mapped, ignore_errors=True)
-
-
-def _layouts(checkpoint: Path) -> dict[str, torch.Tensor]:
-    stored = read_metadata(checkpoint).state_dict_metadata
-    return {
-        _name(key): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for key, entry in stored.items()
-        if key.startswith(_PREFIXES) and isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def _name(key: str) -> str:
-    return key.partition(".")[2]
-
-
-def _tensors(checkpoint: Path, layouts: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    keys = [key for key in read_metadata(checkpoint).state_dict_metadata if key.startswith(_PREFIXES)]
-    for key in keys:
-        room = torch.empty_like(layouts[_name(key)], device="cpu")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-            dcp.load({key: room}, storage_reader=SafeReader(checkpoint), no_dist=True)
-        yield _name(key), room
 
 
 def _pickle(mapped: Path, target: Path, aliases: dict[str, str]) -> None:

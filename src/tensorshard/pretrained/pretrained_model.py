@@ -67,8 +67,9 @@ def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | 
 
     Args:
         path: a directory as Hugging Face writes it (``model.safetensors``, or several files and an index), or a file:
-            ``.safetensors``, or a state dict by ``torch.save``, which may stand under ``"state_dict"`` or ``"model"``.
-            Pickles that could run code are refused.
+            ``.safetensors``, or a state dict by ``torch.save``, which may stand under ``"state_dict"`` or ``"model"``;
+            or what :meth:`tensorshard.Engine.save` wrote, of which the weights alone are taken. Pickles that could run
+            code are refused.
         model: the constructor of the model whose weights these are, any ``nn.Module``. By default it is the class that
             ``config.json`` names, of transformers.
 

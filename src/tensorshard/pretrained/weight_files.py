@@ -1,10 +1,11 @@
-"""Files of weights, opened without reading them: safetensors, one or many with an index, and ``torch.save``'s.
+"""Files of weights, opened without reading them: safetensors, ``torch.save``'s, and tensorshard's checkpoints.
 
 Tensors are views of memory-mapped files, so that what is read of them is what is used of them.
 """
 
 import json
 import pickle
+import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tensorshard.pretrained.safe_reader import SafeReader, read_metadata
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -88,17 +93,56 @@ class _Pickled(WeightFile):
         return self._tensors[name].detach().to("meta")
 
 
+class _Checkpoint(WeightFile):
+    """The weights in a checkpoint of tensorshard's: what every rank wrote of each, put together."""
+
+    PREFIXES = ("model.", "buffers.")
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory / ".metadata")
+        self._directory = directory
+        stored = read_metadata(directory).state_dict_metadata
+        self._keys = {
+            key.partition(".")[2]: key
+            for key, entry in stored.items()
+            if key.startswith(self.PREFIXES) and isinstance(entry, TensorStorageMetadata)
+        }
+        self._layouts = {name: _on_meta(stored[key]) for name, key in self._keys.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        room = torch.empty_like(self._layouts[name], device="cpu")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+            dcp.load({self._keys[name]: room}, storage_reader=SafeReader(self._directory), no_dist=True)
+        return room
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def layout(self, name: str) -> torch.Tensor:
+        return self._layouts[name]
+
+
+def _on_meta(entry: Any) -> torch.Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+
 def open_weight_files(path: Path) -> list[WeightFile]:
     """The files of weights at `path`.
 
     Args:
-        path: a file, an index of files as Hugging Face writes it, or a directory that has either by the names that
-            Hugging Face gives them, or one file of weights of any name.
+        path: a file, an index of files as Hugging Face writes it, a directory that has either by the names that
+            Hugging Face gives them, or one file of weights of any name, or a checkpoint of tensorshard's.
 
     Raises:
         FileNotFoundError: there is none, or the index names files that are not there.
         ValueError: a file cannot be read.
     """
+    if (path / "engine.json").is_file():
+        return [_Checkpoint(path)]
     if path.is_dir():
         path = _find_in(path)
     if not path.is_file():
