@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tensorshard.group_sharded import group_sharded_parallel, save_group_sharded_model
     from tensorshard.mesh import Mesh
     from tensorshard.parallelize import parallelize
+    from tensorshard.pretrained import from_pretrained
     from tensorshard.state import collect_state_dict, relocate_state_dict, slice
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "Plan",
     "collect_state_dict",
     "distributed",
+    "from_pretrained",
     "get_parallel_dim",
     "group_sharded_parallel",
     "init_process_group",
@@ -44,6 +46,7 @@ _MODULES = {
     "Engine": "engine",
     "Mesh": "mesh",
     "collect_state_dict": "state",
+    "from_pretrained": "pretrained",
     "get_parallel_dim": "comm.marks",
     "group_sharded_parallel": "group_sharded",
     "init_process_group": "distributed",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import tensorshard
-from tensorshard.commands import train
+from tensorshard.commands import export, generate, train
 from tensorshard.config import ConfigError
 from tensorshard.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
 from tensorshard.launch.worker import INTERRUPTED, USAGE_ERROR, hand_on_mistake, print_mistake
@@ -18,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"tensorshard {tensorshard.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     train.add_parser(commands)
+    generate.add_parser(commands)
+    export.add_parser(commands)
     args, rest = parser.parse_known_args(argv)
     for word in rest:
         if word.startswith("-"):

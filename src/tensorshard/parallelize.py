@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, world_size
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.optimizer import OptimizerFactory, check_trains_heads
@@ -28,13 +29,14 @@ from tensorshard.materialize import TensorSource, from_meta, from_module, record
 from tensorshard.mesh import Mesh
 from tensorshard.modules.generation_cache import GenerationCache
 from tensorshard.plan import Plan
+from tensorshard.pretrained.pretrained_model import PretrainedModel
 from tensorshard.transforms.precision import check_supported
 
 logger = logging.getLogger("tensorshard")
 
 
 def parallelize(
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | PretrainedModel | Callable[[], nn.Module],
     plan: Plan,
     *,
     optimizer: OptimizerFactory,
@@ -52,7 +54,8 @@ def parallelize(
     Args:
         model: an ``nn.Module``, one on the meta device, or a callable that returns one. A callable is best: its
             constructor runs on fake tensors, and each weight is then made alone and cut to this rank's part, so that no
-            rank ever holds the whole model. A module's own weights are those of rank 0 on every rank.
+            rank ever holds the whole model. :func:`tensorshard.from_pretrained` is one whose weights are read from
+            files. A module's own weights are those of rank 0 on every rank.
         plan: what to do.
         optimizer: ``parameters -> torch.optim.Optimizer``, such as ``functools.partial(torch.optim.AdamW, lr=3e-4)``.
             It is given a list of parameters (fp32 masters, sharded ones as DTensors, so that ``p.ndim`` and
@@ -88,6 +91,8 @@ def parallelize(
             _check_updates(model, find_updates(model), optimizer)
         join_world(device, timeout=patience)
         source, agreed, updates = _weights_of(model, seed, users)
+        if isinstance(model, PretrainedModel):
+            source = model.source(source, world_group())
         check_model(source.module, plan)
         if not isinstance(model, nn.Module):
             _check_updates(source.module, updates, optimizer)
@@ -122,7 +127,7 @@ def parallelize(
 
 
 def _weights_of(
-    model: nn.Module | Callable[[], nn.Module], seed: int, users: UsersModules
+    model: nn.Module | PretrainedModel | Callable[[], nn.Module], seed: int, users: UsersModules
 ) -> tuple[TensorSource, bool, list[HeadUpdate]]:
     """Where the initial weights come from, whether they are the same on every rank by construction, and what the
     model's heads were to update by themselves, which is switched off."""
@@ -130,7 +135,7 @@ def _weights_of(
         updates: list[HeadUpdate] = []
 
         def build() -> nn.Module:
-            built = model()
+            built = model.build() if isinstance(model, PretrainedModel) else model()
             if isinstance(built, nn.Module):
                 if not is_just_built(built):
                     users.keep(built)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.modules.parameters import parameter_aliases
+from tensorshard.transforms.precision import master_dtype
 
 
 class ParameterSplit(Protocol):
@@ -61,6 +62,8 @@ class ShardedModel(ABC):
         self._buffer_shapes = {
             name: split.full_shape(name, b.shape) for name, b in model.named_buffers() if name in persistent
         }
+        self._dtypes = {name: master_dtype(p.dtype) for name, p in model.named_parameters()}
+        self._dtypes.update({name: b.dtype for name, b in model.named_buffers() if name in persistent})
 
     def full_shapes(self) -> dict[str, torch.Size]:
         """The shapes of all of the original model's parameters, also of those that other pipeline ranks have."""
@@ -69,6 +72,20 @@ class ShardedModel(ABC):
     def buffer_shapes(self) -> dict[str, torch.Size]:
         """The shapes of all persistent buffers, by the original model's names."""
         return self._buffer_shapes
+
+    def full_layouts(self) -> dict[str, torch.Tensor]:
+        """What :meth:`full_tensors` gives, in its order, on the meta device: shapes, and dtypes of masters."""
+        shapes = {**self._shapes, **self._buffer_shapes}
+        layouts = {name: torch.empty(shape, dtype=self._dtypes[name], device="meta") for name, shape in shapes.items()}
+        for name, buffer in self.owned_buffers().items():
+            if name not in layouts:  # a forward made it
+                layouts[name] = torch.empty_like(buffer, device="meta")
+        return layouts
+
+    @property
+    def structure(self) -> nn.Module:
+        """The original model, for its modules, names and attributes; its tensors are of whatever kind."""
+        return self.model
 
     def describe_stages(self) -> str | None:
         """The stages of the pipeline, if there is one."""
@@ -172,13 +189,20 @@ class ShardedModel(ABC):
             shape = self._buffer_shapes.get(name, buffer.shape)  # a forward may have made it
             yield name, self.split.full(name, buffer.detach(), shape)
 
-    def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
-        """The original model's state dict, whole, on the CPU; {} on ranks that do not `keep` it. A collective."""
-        full: dict[str, torch.Tensor] = {}
+    def full_tensors(self, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter and buffer of a state dict, whole, one at a time, by the first of its names.
+
+        A collective: all ranks iterate to the end, at the same time. Those that do not `keep` them are given none.
+        """
         for name, tensor in self.full_parameters():
             if keep:
-                full[name] = tensor.detach().to("cpu", copy=True)
+                yield name, tensor.detach()
         for name, tensor in self.full_buffers():
             if keep:
-                full[name] = tensor.to("cpu", copy=True)
-        return {name: full[self._aliases.get(name, name)] for name in self.model.state_dict(keep_vars=True) if keep}
+                yield name, tensor
+
+    def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
+        """The original model's state dict, whole, on the CPU; {} on ranks that do not `keep` it. A collective."""
+        full = {name: tensor.to("cpu", copy=True) for name, tensor in self.full_tensors(keep)}
+        names = self.structure.state_dict(keep_vars=True)
+        return {name: full[self._aliases.get(name, name)] for name in names if keep}

@@ -17,10 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
-from tensorshard.checkpoint.reader import SafeReader, read_metadata
 from tensorshard.comm.decisions import decide_once
 from tensorshard.mesh import Mesh
 from tensorshard.plan import AXES, Plan
+from tensorshard.pretrained.export import write_configs
+from tensorshard.pretrained.safe_reader import SafeReader, read_metadata
 from tensorshard.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def save(engine: TrainingState, path: str | os.PathLike[str], extra: dict[str, A
     dist.barrier()
     dcp.save(_tensors(engine), storage_writer=dcp.FileSystemWriter(temporary), planner=PiecesSavePlanner())
     if engine.mesh.rank == 0:
+        write_configs(engine.sharded.structure, temporary)  # for who exports the checkpoint
         _write_durably(temporary / "engine.json", document)
         temporary.rename(target)
         _sync_folder(target.parent)
@@ -116,6 +118,7 @@ def _document(engine: TrainingState, extra: dict[str, Any]) -> dict[str, Any]:
         "plan": engine.plan.to_dict(),
         "world_size": engine.mesh.world_size,
         "scaler": None if engine.scaler is None else engine.scaler.state_dict(),
+        "aliases": {name: first for name, first in engine.sharded.aliases().items() if name != first},
         "optimizer": {"groups": groups, "scalars": {name: s for name, s in scalars.items() if s}},
         "extra": extra,
     }

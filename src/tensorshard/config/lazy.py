@@ -13,6 +13,10 @@ from tensorshard.config.config_error import ConfigError, suggest
 # Keys of a recorded call that are no arguments: hydra's `instantiate` reads them.
 CALL_KEYS = frozenset({"_target_", "_partial_", "_args_", "_convert_", "_recursive_"})
 
+WEIGHTS_KEY = "model.pretrained"
+"""Where a config says which files the model's initial weights are read from: no argument of the model's either, unless
+its constructor has one of this name."""
+
 
 class LazyCall:
     """``LazyCall(target)(arguments)`` records that call as a ``DictConfig`` instead of making it.
@@ -160,7 +164,7 @@ def check_calls(config: DictConfig) -> None:
         if known is None:
             continue
         for key in call:
-            if key not in CALL_KEYS and key not in known:
+            if key not in CALL_KEYS and key not in known and f"{where}.{key}" != WEIGHTS_KEY:
                 raise ConfigError(f"{where}.{key}: {_unknown_argument(name, str(key), known)}".lstrip("."))
 
 

@@ -12,7 +12,7 @@ from yaml import YAMLError
 
 from tensorshard.config.config_error import ConfigError, suggest
 from tensorshard.config.kinds import Kinds
-from tensorshard.config.lazy import CALL_KEYS, check_calls, find_target, parameters
+from tensorshard.config.lazy import CALL_KEYS, WEIGHTS_KEY, check_calls, find_target, parameters
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,8 @@ def _slot(group: DictConfig | ListConfig, part: str, where: str) -> _Slot:
         return _Slot(part, current, current, Kinds.of_value(current))
     name = group["_target_"]
     known_parameters = parameters(find_target(name, where))
+    if part not in (known_parameters or ()) and where == WEIGHTS_KEY:
+        return _Slot(part, current, current, Kinds.of_annotation(str))
     if known_parameters is None or part in CALL_KEYS:
         return _Slot(part, current, current, Kinds.of_value(current))
     if part not in known_parameters:

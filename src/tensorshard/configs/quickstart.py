@@ -22,3 +22,6 @@ train.eval_batches = 32
 train.save_every = 250
 optimizer.lr = 3e-3
 scheduler.warmup_steps = 25
+
+# What the trained model continues at the end of the run.
+sample = {"prompt": "def main(", "max_new_tokens": 100, "temperature": 0.8, "seed": 0, "tokenizer": "bytes"}

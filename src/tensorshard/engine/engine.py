@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tensorshard.engine.collective_errors import explained
+from tensorshard.engine.generation import Generator
 from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.engine.independent_samples import check_independent_samples
 from tensorshard.engine.loss import Objective
@@ -174,10 +176,57 @@ class Engine:
             ValueError: outputs of micro-batches that cannot be put together; ranks that should pass the same batch do
                 not.
         """
+        with explained("engine.predict"), self._evaluation_mode():
+            return self._predict(inputs, compare=inputs)
+
+    def _predict(self, inputs: Any, *, compare: Any) -> Any:
         # Micro-batches of a pipeline have no cache in common.
         cache = self._cache.off() if self.plan.pp > 1 else nullcontext()
-        with explained("engine.predict"), self.random.installed(), cache, self._evaluation_mode():
-            return self._step_runner.predict(inputs)
+        with self.random.installed(), cache:
+            return self._step_runner.predict(inputs, compare=compare)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: torch.Tensor,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        eos_token_id: int | None = None,
+        seed: int = 0,
+    ) -> torch.Tensor:
+        """Extends `prompts` with a causal language model, one token at a time, as one process would.
+
+        The model takes token ids (as ``input_ids``, if its forward has such an argument) and returns logits of shape
+        [samples, tokens, vocabulary]: alone, first in a tuple, or as ``.logits``. Models of transformers use their
+        cache of keys and values; others, and pipelines, read the whole sequence for each token. Every rank calls this;
+        ranks that differ only along tp, cp or pp with the same prompts.
+
+        Args:
+            prompts: token ids of shape [samples, tokens], all of one length.
+            max_new_tokens: how many tokens each is extended by.
+            temperature: logits are divided by it before a token is drawn; 0 takes the likeliest.
+            top_k: draws among so many of the likeliest alone.
+            eos_token_id: ends a sample, which is filled up with it; generation stops when all have ended.
+            seed: of the draws.
+
+        Returns:
+            Token ids of shape [samples, tokens + new ones], on the prompts' device.
+
+        Raises:
+            ValueError: prompts, numbers or a model that this cannot be done with; more tokens than the model reads.
+        """
+        generator = Generator(self.sharded.structure, self._predict, self.mesh, self.plan.micro_batches)
+        with explained("engine.generate"), self._evaluation_mode():
+            return generator.generate(
+                prompts,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                eos_token_id=eos_token_id,
+                seed=seed,
+            )
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
@@ -269,6 +318,30 @@ class Engine:
         from tensorshard.checkpoint import load
 
         return load(self, path)
+
+    def save_pretrained(
+        self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
+    ) -> None:
+        """Writes the weights to the directory `path` as Hugging Face does, for other programs and `from_pretrained`.
+
+        Full tensors in safetensors, in several files and an index where there are more than `max_shard_size` bytes;
+        for a model of transformers ``config.json`` too, so that its ``from_pretrained`` opens the directory. A tensor
+        at a time goes through rank 0, which needs room for one (for the experts of a layer, where these are stored
+        apart). Optimizer and step count are in :meth:`save`'s checkpoints alone. A collective.
+
+        Args:
+            dtype: of floating-point tensors in the files, such as ``torch.bfloat16``; by default that of the masters,
+                fp32.
+            max_shard_size: bytes in a file, or text such as "5GB".
+
+        Raises:
+            FileExistsError: `path` is there already, and is no empty directory; nothing is overwritten.
+            ValueError: a size or dtype that is none.
+        """
+        from tensorshard.engine.pretrained_files import save_pretrained
+
+        with explained("engine.save_pretrained"):
+            save_pretrained(self.sharded, self.mesh, Path(path), dtype=dtype, max_shard_size=max_shard_size)
 
     def draw_schedule(self, path: Any = None, *, micro_batches: int | None = None) -> str:
         """Who computes what when in a step of the plan's pipeline, and its bubble's share, as text.

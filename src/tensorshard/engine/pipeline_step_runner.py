@@ -90,8 +90,9 @@ class PipelineStepRunner(StepRunner):
             tally.start_total()
         return self._broadcast_loss(tally, len(parts)).mean
 
-    def predict(self, inputs: Any) -> Any:
-        self._same_batch.check("predict", inputs, None)
+    def predict(self, inputs: Any, *, compare: Any) -> Any:
+        if compare is not None:
+            self._same_batch.check("predict", compare, None)
         parts = self._on_device(split_unevenly(inputs, None, self._plan.micro_batches))
         outputs: dict[int, Any] = {}
 

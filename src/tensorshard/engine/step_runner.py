@@ -66,8 +66,12 @@ class StepRunner(ABC):
         """
 
     @abstractmethod
-    def predict(self, inputs: Any) -> Any:
-        """The model's output for this data rank's batch. Modules are in evaluation mode already."""
+    def predict(self, inputs: Any, *, compare: Any) -> Any:
+        """The model's output for this data rank's batch. Modules are in evaluation mode already.
+
+        Args:
+            compare: what of the inputs is compared between ranks that should have the same; None for nothing.
+        """
 
 
 class WholeModelStepRunner(StepRunner):
@@ -106,8 +110,9 @@ class WholeModelStepRunner(StepRunner):
         tally.start_total()
         return tally.mean()
 
-    def predict(self, inputs: Any) -> Any:
-        self._same_batch.check("predict", inputs, None)
+    def predict(self, inputs: Any, *, compare: Any) -> Any:
+        if compare is not None:
+            self._same_batch.check("predict", compare, None)
         return widen_output(self._output(to_device(inputs, self._device)))
 
     def _loss(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,5 @@
 """A run, from its config to its summary: what every worker of ``tensorshard train`` executes."""
 
-import functools
 import logging
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.groups import world_group
@@ -27,6 +28,7 @@ from tensorshard.trainer.hooks import (
     ScheduleHook,
     TimerHook,
 )
+from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory
@@ -34,6 +36,7 @@ from tensorshard.trainer.report import print_opening, print_summary, resume_comm
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.settings import TrainSettings
 from tensorshard.trainer.start import Start, check_not_ahead, find_start, write_config
+from tensorshard.trainer.text import TextSettings, sample_text
 from tensorshard.trainer.trainer import Trainer
 
 logger = logging.getLogger("tensorshard")
@@ -59,6 +62,7 @@ def run(
     patience = DEFAULT_TIMEOUT if timeout is None else as_timedelta(timeout)
     join_world(default_device(), timeout=patience)
     settings = TrainSettings.from_config(config)
+    sample = TextSettings.from_config(config.sample) if config.get("sample") else None
     settings.check_batch(settings.plan.resolve(dist.get_world_size()).dp_size)
     start = decide_once(lambda: find_start(config, settings, resume, output), world_group())
 
@@ -76,6 +80,8 @@ def run(
             logger.info("%s in %s, steps %d to %d", verb, start.directory.path, first, last)
             parts.trainer.fit()
             _report(parts, start.directory, console)
+            if sample is not None and not parts.trainer.interrupted:
+                console.print(Panel(Text(sample_text(parts.trainer.engine, sample)), title="a sample", expand=False))
     if not joined_before:
         dist.destroy_process_group()
 
@@ -100,7 +106,7 @@ def _prepare(
 ) -> _Run:
     dataset = instantiate(config.data.train)
     engine = parallelize(
-        functools.partial(instantiate, config.model),
+        initial_model(config.model),
         settings.plan,
         optimizer=instantiate(config.optimizer),
         loss_fn=instantiate(config.loss),

@@ -199,13 +199,12 @@ class PipelinedModel(ShardedModel):
         for part in self.parts:
             yield from part.full_parameters()
 
-    def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
+    def full_tensors(self, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
         # Towards the world's first rank tensors travel along the pipeline that it is in.
         first = dist.get_process_group_ranks(self._mesh.world_group)[0]
         travels = dist.get_process_group_ranks(self._group)[0] == first
         rank = self._group.rank()
         buffers = dict(self.full_buffers())
-        full: dict[str, torch.Tensor] = {}
         for name, tensor in self._everything():
             sender = self._sender(name)
             value = None
@@ -217,10 +216,11 @@ class PipelinedModel(ShardedModel):
                 value = self._sent(value, tensor, sender)
             if keep:
                 assert value is not None
-                full[name] = value.detach().to("cpu", copy=True)
-        if not keep:
-            return {}
-        return {name: full[self._aliases.get(name, name)] for name in self._whole.state_dict(keep_vars=True)}
+                yield name, value.detach()
+
+    @property
+    def structure(self) -> nn.Module:
+        return self._whole
 
     def _everything(self) -> list[tuple[str, torch.Tensor]]:
         parameters = list(self._whole.named_parameters())

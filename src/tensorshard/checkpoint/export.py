@@ -1,0 +1,70 @@
+"""A checkpoint's weights for other programs: read and written a tensor at a time, by one process, without the model."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from tensorshard.pretrained.export import MAX_SHARD_SIZE, export_all, model_from_configs
+from tensorshard.pretrained.weight_files import open_weight_files
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    target: Path,
+    *,
+    to: str = "hf",
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Writes the weights of `checkpoint` for programs that know nothing of tensorshard.
+
+    Args:
+        checkpoint: what :meth:`tensorshard.Engine.save` wrote, under any plan.
+        target: the directory to write; must not exist, or be empty.
+        to: "hf" for what Hugging Face's ``save_pretrained`` writes: safetensors, and ``config.json`` if the model is
+            one of transformers; "torch" for one file ``model.pt`` with the state dict, as ``torch.save`` writes it.
+        dtype: of floating-point tensors; None for the masters' own.
+        max_shard_size: bytes in a file of safetensors, or text such as "5GB".
+
+    Raises:
+        FileNotFoundError: `checkpoint` is none.
+        FileExistsError: `target` is there already.
+        ValueError: `to` is something else; a size or dtype that is none; the checkpoint is damaged.
+    """
+    if to not in ("hf", "torch"):
+        raise ValueError(f"to={to!r} was given; it must be 'hf' or 'torch'")
+    if not (checkpoint / "engine.json").is_file():
+        raise FileNotFoundError(f"{checkpoint} is no checkpoint of tensorshard: it has no file engine.json")
+    (weights,) = open_weight_files(checkpoint)
+    layouts = {name: weights.layout(name) for name in weights}
+    tensors = ((name, weights[name]) for name in weights)
+    if to == "hf":
+        model = model_from_configs(checkpoint)
+        export_all(tensors, target, model, layouts, dtype=dtype, max_shard_size=max_shard_size)
+        return
+    # A state dict is pickled whole. Written as safetensors first, its tensors are mapped files and take no memory.
+    mapped = target.with_name(f".{target.name}.mapped")
+    try:
+        export_all(tensors, mapped, None, layouts, dtype=dtype, max_shard_size=max_shard_size)
+        aliases = json.loads((checkpoint / "engine.json").read_text()).get("aliases", {})
+        _pickle(mapped, target, aliases)
+    finally:
+        shutil.rmtree(mapped, ignore_errors=True)
+
+
+def _pickle(mapped: Path, target: Path, aliases: dict[str, str]) -> None:
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise FileExistsError(f"{target} is there already and is not overwritten; give another name, or move it away")
+    state = {name: file[name] for file in open_weight_files(mapped) for name in file}
+    state.update({alias: state[first] for alias, first in aliases.items()})
+    temporary = target.with_name(f".{target.name}.saving")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        torch.save(state, temporary / "model.pt")
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -1,0 +1,61 @@
+"""``tensorshard export``: a checkpoint's weights for other programs."""
+
+import argparse
+from pathlib import Path
+
+from tensorshard.config import ConfigError
+
+_EPILOG = """\
+examples:
+  tensorshard export runs/my_run-1/checkpoints/step-1000 weights
+      safetensors, with config.json for a model of transformers: its from_pretrained("weights") opens them
+  tensorshard export runs/my_run-1/checkpoints/step-1000 weights --to torch
+      weights/model.pt: the state dict, for torch.load(..., weights_only=True)
+"""
+_DTYPES = ("fp32", "bf16", "fp16")
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``export`` to the command line."""
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint's weights as Hugging Face or torch.save do",
+        description="Writes the weights of CHECKPOINT, of any plan, to the new directory DIR. It runs in one process "
+        "and holds a tensor at a time.",
+        usage="tensorshard export CHECKPOINT DIR [options]",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", metavar="CHECKPOINT DIR", help="what to read, and where to write")
+    parser.add_argument("--to", choices=("hf", "torch"), default="hf", help="whose files to write (default: hf)")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors (default: the masters', fp32)")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="bytes in a file of safetensors (default: 5GB)"
+    )
+    parser.set_defaults(command=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ConfigError: what was asked for cannot be done; nothing was written.
+    """
+    if len(args.words) != 2:
+        given = " ".join(args.words) or "nothing"
+        raise ConfigError(f"export takes a checkpoint and a directory to write, and was given {given}")
+    import torch
+
+    from tensorshard.checkpoint.export import export_checkpoint
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    source, target = map(Path, args.words)
+    dtype = dtypes.get(args.dtype)
+    try:
+        export_checkpoint(source, target, to=args.to, dtype=dtype, max_shard_size=args.max_shard_size)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+    files = sorted(target.iterdir())
+    print(f"{target}: {', '.join(file.name for file in files)} ({sum(f.stat().st_size for f in files):,} bytes)")
+    return 0

@@ -1,0 +1,165 @@
+"""Tokens from a causal language model, one after the other, the same on every layout."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.mesh import Mesh
+
+Predict = Callable[..., Any]
+_LIMITS = ("context_length", "block_size", "n_positions", "max_position_embeddings")
+
+
+class Generator:
+    """Extends prompts by what a model predicts for their last token.
+
+    A model of transformers keeps keys and values of earlier tokens in its cache; others, and pipelines, whose
+    micro-batches have no cache in common, read the whole sequence for each token.
+
+    Args:
+        model: the original, for its forward's arguments and its limits.
+        predict: an output for inputs, as :meth:`tensorshard.Engine.predict`; ``compare=False`` for no comparison of
+            the ranks' inputs.
+        mesh: whose data ranks may have different prompts; all of them run the model equally often.
+        micro_batches: of a pipeline, which the samples must fill.
+    """
+
+    def __init__(self, model: nn.Module, predict: Predict, mesh: Mesh, micro_batches: int) -> None:
+        self._model = model
+        self._predict = predict
+        self._mesh = mesh
+        self._micro_batches = micro_batches
+        self._parameters = inspect.signature(type(model).forward).parameters
+        self._has_cache = (
+            mesh.degrees["pp"] == 1 and "past_key_values" in self._parameters and hasattr(model, "generation_config")
+        )
+
+    def generate(
+        self,
+        prompts: torch.Tensor,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int | None,
+        eos_token_id: int | None,
+        seed: int,
+    ) -> torch.Tensor:
+        """What :meth:`tensorshard.Engine.generate` returns."""
+        self._check(prompts, max_new_tokens, temperature, top_k)
+        tokens = prompts
+        ended = torch.zeros(len(prompts), dtype=torch.bool)
+        draws = torch.Generator().manual_seed(seed)
+        next_logits = self._with_cache() if self._has_cache else self._without_cache(max_new_tokens)
+        for _ in range(max_new_tokens):
+            chosen = _choose(next_logits(tokens).double().cpu(), temperature, top_k, draws)
+            if eos_token_id is not None:
+                chosen = chosen.masked_fill(ended, eos_token_id)
+                ended |= chosen == eos_token_id
+            tokens = torch.cat([tokens, chosen[:, None].to(tokens.device)], dim=1)
+            if eos_token_id is not None and self._all_ended(ended):
+                break
+        return tokens
+
+    def _with_cache(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        from transformers import DynamicCache
+
+        config: Any = self._model.config
+        cache = DynamicCache(config=config)
+        read = 0
+
+        def next_logits(tokens: torch.Tensor) -> torch.Tensor:
+            nonlocal read
+            # The prompts are compared between ranks; what follows from them need not be.
+            new = {"input_ids": tokens[:, read:]}
+            output = self._predict(
+                {**new, "past_key_values": cache, "use_cache": True}, compare=new if not read else None
+            )
+            read = tokens.size(1)
+            return _logits(output, new["input_ids"])[:, -1]
+
+        return next_logits
+
+    def _without_cache(self, max_new_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        by_name = "input_ids" in self._parameters
+        full_length: int | None = None
+
+        def next_logits(tokens: torch.Tensor) -> torch.Tensor:
+            nonlocal full_length
+            last = tokens.size(1) - 1
+            full_length = full_length or tokens.size(1) + max_new_tokens
+            if self._mesh.degrees["pp"] > 1:  # stages exchange one shape; a causal model does not see what follows
+                tokens = nn.functional.pad(tokens, (0, full_length - tokens.size(1)))
+            samples = len(tokens)
+            missing = -samples % self._micro_batches if self._mesh.degrees["pp"] > 1 else 0
+            tokens = torch.cat([tokens, tokens[:1].expand(missing, -1)]) if missing else tokens
+            inputs = {"input_ids": tokens} if by_name else tokens
+            return _logits(self._predict(inputs, compare=inputs), tokens)[:samples, last]
+
+        return next_logits
+
+    def _all_ended(self, ended: torch.Tensor) -> bool:
+        running = (~ended).any().to(torch.int64).to(self._mesh.device_mesh.device_type)
+        dist.all_reduce(running, group=self._mesh.world_group)
+        return not running.item()
+
+    def _check(self, prompts: torch.Tensor, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
+        if not isinstance(prompts, torch.Tensor) or prompts.dim() != 2 or prompts.is_floating_point():
+            given = f"{prompts.dtype} {tuple(prompts.shape)}" if isinstance(prompts, torch.Tensor) else type(prompts)
+            raise ValueError(
+                f"prompts of {given} were given; they must be token ids, whole numbers of shape [samples, tokens]"
+            )
+        if 0 in prompts.shape:
+            raise ValueError(f"prompts of shape {tuple(prompts.shape)} were given; at least one token is needed")
+        if max_new_tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k} were given; they must be "
+                f"at least 1, at least 0 (which is greedy), and at least 1 or None"
+            )
+        config = getattr(self._model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{type(self._model).__name__} has an encoder beside its decoder; without pp its own "
+                f"engine.model.generate(...) works, called on every rank alike"
+            )
+        limits = [getattr(owner, name, None) for owner in (self._model, config) for name in _LIMITS]
+        limit = next((limit for limit in limits if isinstance(limit, int)), None)
+        length = prompts.size(1) + max_new_tokens
+        if limit is not None and length > limit:
+            raise ValueError(
+                f"prompts of {prompts.size(1)} tokens and {max_new_tokens} new ones are {length} together, and this "
+                f"{type(self._model).__name__} reads at most {limit}; ask for fewer, or cut the prompts"
+            )
+
+
+def _logits(output: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits in what a model returned for `tokens`: [samples, tokens, vocabulary].
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = output
+    if isinstance(output, dict) or hasattr(output, "logits"):
+        found = output["logits"] if isinstance(output, dict) else output.logits
+    elif isinstance(output, tuple | list):
+        found = output[0]
+    if not isinstance(found, torch.Tensor) or found.dim() != 3 or found.shape[:2] != tokens.shape:
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ValueError(
+            f"the model returned {shape} for tokens of shape {tuple(tokens.shape)}; generation needs logits of shape "
+            f"[samples, tokens, vocabulary]: the output itself, its first item, or its .logits"
+        )
+    return found
+
+
+def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, draws: torch.Generator) -> torch.Tensor:
+    """One token for each row of `logits`: the likeliest, or one drawn."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    if top_k is not None and top_k < logits.size(-1):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=draws)[:, 0]

@@ -1,0 +1,45 @@
+"""A laid-out model's weights, written by rank 0 for others to read."""
+
+from pathlib import Path
+
+import torch
+
+from tensorshard.comm.decisions import decide_once
+from tensorshard.mesh import Mesh
+from tensorshard.pretrained.export import Export
+from tensorshard.sharded_model import ShardedModel
+
+
+def save_pretrained(
+    sharded: ShardedModel, mesh: Mesh, path: Path, *, dtype: torch.dtype | None, max_shard_size: int | str
+) -> None:
+    """What :meth:`tensorshard.Engine.save_pretrained` does; errors of rank 0 are raised on every rank."""
+    export: Export | None = None
+
+    def begin() -> None:
+        nonlocal export
+        layouts = sharded.full_layouts()
+        export = Export(path, sharded.structure, layouts, dtype=dtype, max_shard_size=max_shard_size)
+
+    decide_once(begin, mesh.world_group)
+    failure: Exception | None = None
+    sharded.finish_gather()
+    for name, tensor in sharded.full_tensors(keep=export is not None):
+        if export is None or failure is not None:
+            continue  # the others give their parts all the same
+        try:
+            export.add(name, tensor)
+        except Exception as error:
+            failure = error
+
+    def finish() -> None:
+        assert export is not None
+        try:
+            if failure is not None:
+                raise failure
+            export.finish()
+        except BaseException:
+            export.discard()
+            raise
+
+    decide_once(finish, mesh.world_group)

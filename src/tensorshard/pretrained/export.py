@@ -1,0 +1,154 @@
+"""Weights for others: a directory as Hugging Face's ``save_pretrained`` makes it, written a tensor at a time."""
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from tensorshard.pretrained.safetensors_writer import SafetensorsWriter
+from tensorshard.pretrained.stored_names import StoredNames
+from tensorshard.pretrained.stored_weights import is_of_transformers
+
+MAX_SHARD_SIZE = "5GB"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Export:
+    """A directory of weights in the making: made under another name, and there under its own when it is complete.
+
+    Args:
+        directory: where; must not exist, or be empty.
+        structure: the model, for its names and config; None for names as they are.
+        layouts: for each name, tied ones once, a tensor of its shape and dtype on the meta device.
+        dtype: of floating-point tensors in the files; None for what they have.
+        max_shard_size: bytes of a file, or text such as "5GB".
+
+    Raises:
+        FileExistsError: there is something.
+        ValueError: a size or a dtype that is none.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        structure: nn.Module | None,
+        layouts: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+    ) -> None:
+        size = parse_size(max_shard_size)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype={dtype!r} was given; it must be a floating-point torch.dtype, or None")
+        if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+            raise FileExistsError(
+                f"{directory} is there already and is not overwritten; save under another name, or move it away"
+            )
+        self._directory = directory
+        self._temporary = directory.with_name(f".{directory.name}.saving")
+        plain = None if structure is None else _plain(structure)
+        self._names = StoredNames(plain, layouts)
+        stored = {name: _cast(layout, dtype) for name, layout in self._names.layouts.items()}
+        shutil.rmtree(self._temporary, ignore_errors=True)  # what a crash left
+        self._temporary.mkdir(parents=True)
+        self._writer = SafetensorsWriter(self._temporary, stored, size)
+        if structure is not None:
+            write_configs(structure, self._temporary, dtype)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Writes one tensor, by the model's name."""
+        for stored, value in self._names.add(name, tensor):
+            self._writer.write(stored, value)
+
+    def finish(self) -> None:
+        """Gives the directory its name."""
+        self._writer.finish()
+        self._temporary.rename(self._directory)
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+@contextmanager
+def exporting(*args: Any, **kwargs: Any) -> Iterator[Export]:
+    """An :class:`Export` that is finished if all goes well, and discarded if not."""
+    export = Export(*args, **kwargs)
+    try:
+        yield export
+        export.finish()
+    except BaseException:
+        export.discard()
+        raise
+
+
+def export_all(tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
+    """Writes all of `tensors`; the other arguments are those of :class:`Export`."""
+    with exporting(*args, **kwargs) as export:
+        for name, tensor in tensors:
+            export.add(name, tensor)
+
+
+def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
+    """The ``config.json`` and ``generation_config.json`` of a model of transformers; nothing for others."""
+    if not is_of_transformers(model):
+        return
+    config: Any = deepcopy(model.config)
+    config.architectures = [_own_class(model).__name__]
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(directory)
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None and model.can_generate():  # type: ignore[operator]
+        generation.save_pretrained(directory)
+
+
+def model_from_configs(directory: Path) -> nn.Module | None:
+    """The model that :func:`write_configs` described, on the meta device; None where there is no ``config.json``."""
+    if not (directory / "config.json").is_file():
+        return None
+    from tensorshard.pretrained.transformers_weights import model_of
+
+    with torch.device("meta"):
+        return model_of(directory)()
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or from text such as "5GB" or "200MiB".
+
+    Raises:
+        ValueError: it is neither, or not positive.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if isinstance(size, bool) or not found or found[2].upper() not in _UNITS:
+        raise ValueError(f"max_shard_size={size!r} was given; it must be a number of bytes, or text such as '5GB'")
+    number = int(float(found[1]) * _UNITS[found[2].upper()])
+    if number < 1:
+        raise ValueError(f"max_shard_size={size!r} was given; it must be at least one byte")
+    return number
+
+
+def _cast(layout: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return layout if dtype is None or not layout.is_floating_point() else layout.to(dtype)
+
+
+def _own_class(model: nn.Module) -> type[nn.Module]:
+    """The class of `model` before ``fully_shard`` derived another from it."""
+    kinds = (kind for kind in type(model).__mro__ if issubclass(kind, nn.Module))
+    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """`model` as its class builds it, without values: transformers looks its rules up by classes' names."""
+    kind = _own_class(model)
+    if kind is type(model) or not is_of_transformers(model):
+        return model
+    with torch.device("meta"):
+        return kind(deepcopy(model.config))

@@ -1,0 +1,157 @@
+"""`from_pretrained`: a model whose initial weights are read from files, by each rank what it needs of them."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.materialize.source import TensorSource
+from tensorshard.modules.parameters import parameter_aliases
+from tensorshard.pretrained.stored_weights import StoredWeights, find_stored_weights
+from tensorshard.pretrained.weight_files import open_weight_files
+
+logger = logging.getLogger("tensorshard")
+
+
+@dataclass(frozen=True)
+class PretrainedModel:
+    """A model for :func:`tensorshard.parallelize`, whose weights are in files. Made by :func:`from_pretrained`.
+
+    Called, it builds the model with these weights in this process's memory, as one device would have it.
+
+    Attributes:
+        path: of the files.
+        build: the model's constructor.
+    """
+
+    path: Path
+    build: Callable[[], nn.Module]
+
+    def __call__(self) -> nn.Module:
+        model = self.build()
+        stored = _stored(self.path, model)
+        _report_missing(model, stored, self.path)
+        state = model.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, read in stored.made_of.items():
+                state[name].copy_(read())
+        return model
+
+    def source(self, initial: TensorSource, group: dist.ProcessGroup) -> TensorSource:
+        """The values of these files for the model of `initial`, which has those of tensors that are not in them.
+
+        Args:
+            group: all ranks, which are to find the same files. A collective.
+
+        Raises:
+            ValueError: as :func:`from_pretrained`; another rank found other files.
+        """
+        stored = _stored(self.path, initial.module)
+        _check_same_files(stored, self.path, group)
+        if group.rank() == 0:
+            _report_missing(initial.module, stored, self.path)
+        return _FileTensors(initial, stored)
+
+
+def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | None = None) -> PretrainedModel:
+    """A model for :func:`tensorshard.parallelize` that starts from weights in files, under any plan.
+
+    Each rank reads what it keeps, a tensor at a time, from memory-mapped files: no process ever holds the model. The
+    same files must be there on every machine.
+
+    Args:
+        path: a directory as Hugging Face writes it (``model.safetensors``, or several files and an index), or a file:
+            ``.safetensors``, or a state dict by ``torch.save``, which may stand under ``"state_dict"`` or ``"model"``;
+            or what :meth:`tensorshard.Engine.save` wrote, of which the weights alone are taken. Pickles that could run
+            code are refused.
+        model: the constructor of the model whose weights these are, any ``nn.Module``. By default it is the class that
+            ``config.json`` names, of transformers.
+
+    Weights are cast to the dtype of the model's parameters. Tensors of the model that the files do not have, such as a
+    new classifier, start as its constructor makes them; tensors of the files that the model does not have are left out.
+    Both are said in the log.
+
+    Raises:
+        FileNotFoundError: no weights, or no ``config.json`` and no `model`.
+        ValueError: files that cannot be read; an architecture that transformers does not have. By ``parallelize``:
+            shapes that differ from the model's, or no name in common.
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise FileNotFoundError(
+            f"there is no file or directory {place}; a local one is needed, as nothing is downloaded. "
+            f"huggingface_hub.snapshot_download(name) fetches one"
+        )
+    if model is None:
+        from tensorshard.pretrained.transformers_weights import model_of
+
+        model = model_of(place if place.is_dir() else place.parent)
+    elif not callable(model) or isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}; from_pretrained needs what builds it, such as a class or a lambda, so "
+            f"that no rank holds all of it"
+        )
+    open_weight_files(place)  # what cannot be read is said here, before a world is joined
+    return PretrainedModel(place, model)
+
+
+class _FileTensors(TensorSource):
+    def __init__(self, initial: TensorSource, stored: StoredWeights) -> None:
+        super().__init__(initial.module)
+        self._initial = initial
+        self._made_of = stored.made_of
+        aliases = parameter_aliases(initial.module)
+        # A tied weight may be stored by any of its names.
+        stored_as = {aliases.get(name, name): name for name in reversed(list(stored.made_of))}
+        self._stored_as = {name: stored_as[first] for name, first in aliases.items() if first in stored_as}
+
+    def _value(self, name: str) -> torch.Tensor:
+        stored = self._stored_as.get(name, name)
+        if stored not in self._made_of:
+            return self._initial.tensor(name)
+        return self._made_of[stored]().to(self._layouts[name].dtype)
+
+
+def _stored(path: Path, module: nn.Module) -> StoredWeights:
+    stored = find_stored_weights(open_weight_files(path), module)
+    if not stored.made_of:
+        raise ValueError(
+            f"{path} has no weight of this {type(module).__name__}: its names are like "
+            f"{', '.join(stored.unused[:3])}, the model's like {', '.join(list(module.state_dict())[:3])}"
+        )
+    return stored
+
+
+def _check_same_files(stored: StoredWeights, path: Path, group: dist.ProcessGroup) -> None:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, stored.describe(), group=group)
+    for rank, files in enumerate(found):
+        if files != found[0]:
+            raise ValueError(
+                f"rank {rank} finds other files in {path} than rank 0: {_named(files)} there and {_named(found[0])} "
+                f"on rank 0; every machine needs the same"
+            )
+
+
+def _named(files: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} ({size} bytes)" for name, size in files[:4])
+
+
+def _report_missing(module: nn.Module, stored: StoredWeights, path: Path) -> None:
+    aliases = parameter_aliases(module)
+    given = {aliases.get(name, name) for name in stored.made_of}
+    missing = [name for name in module.state_dict() if aliases.get(name, name) not in given]
+    if missing:
+        logger.warning("%s has no %s; they start as the model's constructor makes them", path, _listed(missing))
+    if stored.unused:
+        logger.warning("%s has %s, which the model has no place for", path, _listed(stored.unused))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

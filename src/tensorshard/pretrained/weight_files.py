@@ -1,0 +1,214 @@
+"""Files of weights, opened without reading them: safetensors, ``torch.save``'s, and tensorshard's checkpoints.
+
+Tensors are views of memory-mapped files, so that what is read of them is what is used of them.
+"""
+
+import json
+import pickle
+import warnings
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tensorshard.pretrained.safe_reader import SafeReader, read_metadata
+
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_WITHIN = ("state_dict", "model", "model_state_dict")
+"""Under which of these a training script's file often has the state dict, beside its optimizer's."""
+_WRAPPERS = ("_orig_mod.", "module.")
+"""What torch.compile and DistributedDataParallel put before every name."""
+
+
+class WeightFile(ABC, Mapping[str, torch.Tensor]):
+    """The tensors of one file, by name. Each is read when it is used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abstractmethod
+    def layout(self, name: str) -> torch.Tensor:
+        """The tensor `name` on the meta device: its shape and dtype."""
+
+
+class _Safetensors(WeightFile):
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        super().__init__(path)
+        try:
+            self._file = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no file of safetensors, or is cut off: {error}") from error
+        self._names = list(self._file.keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def layout(self, name: str) -> torch.Tensor:
+        return self._file.get_tensor(name).to("meta")  # mapped, and so not read
+
+
+class _Pickled(WeightFile):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        if not zipfile.is_zipfile(path):
+            raise ValueError(
+                f"{path} is no file of torch.save's, or one of torch before 1.6, which cannot be mapped into memory; "
+                f"write it anew with torch.save(torch.load(file, weights_only=True), file)"
+            )
+        try:
+            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except pickle.UnpicklingError as error:
+            first = next(iter(str(error).splitlines()), "")
+            raise ValueError(
+                f"{path} holds more than tensors, numbers and containers, and is not opened, because that could run "
+                f"code; save model.state_dict() alone ({first})"
+            ) from error
+        self._tensors = _without_wrappers(_state_dict_in(loaded, path))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name].detach()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def layout(self, name: str) -> torch.Tensor:
+        return self._tensors[name].detach().to("meta")
+
+
+class _Checkpoint(WeightFile):
+    """The weights in a checkpoint of tensorshard's: what every rank wrote of each, put together."""
+
+    PREFIXES = ("model.", "buffers.")
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory / ".metadata")
+        self._directory = directory
+        stored = read_metadata(directory).state_dict_metadata
+        self._keys = {
+            key.partition(".")[2]: key
+            for key, entry in stored.items()
+            if key.startswith(self.PREFIXES) and isinstance(entry, TensorStorageMetadata)
+        }
+        self._layouts = {name: _on_meta(stored[key]) for name, key in self._keys.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        room = torch.empty_like(self._layouts[name], device="cpu")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+            dcp.load({self._keys[name]: room}, storage_reader=SafeReader(self._directory), no_dist=True)
+        return room
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def layout(self, name: str) -> torch.Tensor:
+        return self._layouts[name]
+
+
+def _on_meta(entry: Any) -> torch.Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+
+def open_weight_files(path: Path) -> list[WeightFile]:
+    """The files of weights at `path`.
+
+    Args:
+        path: a file, an index of files as Hugging Face writes it, a directory that has either by the names that
+            Hugging Face gives them, or one file of weights of any name, or a checkpoint of tensorshard's.
+
+    Raises:
+        FileNotFoundError: there is none, or the index names files that are not there.
+        ValueError: a file cannot be read.
+    """
+    if (path / "engine.json").is_file():
+        return [_Checkpoint(path)]
+    if path.is_dir():
+        path = _find_in(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file of weights {path}")
+    if path.suffix == ".json":
+        return [_open(file) for file in _files_of(path)]
+    return [_open(path)]
+
+
+def _find_in(directory: Path) -> Path:
+    for name in (*_INDICES, *_SINGLE):
+        if (directory / name).is_file():
+            return directory / name
+    others = sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", *_PICKLED))
+    if len(others) == 1:
+        return others[0]
+    found = f"it has {', '.join(file.name for file in others[:6])}: name one of them" if others else "it has none"
+    raise FileNotFoundError(
+        f"{directory} was given, where files of weights were expected ({', '.join((*_SINGLE, *_INDICES))}, or one file "
+        f"ending in .safetensors or .pt); {found}"
+    )
+
+
+def _files_of(index: Path) -> list[Path]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is no index of weights: it has no JSON object 'weight_map'") from error
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{index} names {len(files)} files of weights, of which {len(missing)} are not there, such as {missing[0]}"
+        )
+    return files
+
+
+def _open(file: Path) -> WeightFile:
+    if file.suffix == ".safetensors":
+        return _Safetensors(file)
+    if file.suffix in _PICKLED:
+        return _Pickled(file)
+    raise ValueError(f"{file} ends in {file.suffix!r}; weights are read from .safetensors, {', '.join(_PICKLED)}")
+
+
+def _state_dict_in(loaded: Any, path: Path) -> dict[str, torch.Tensor]:
+    candidates = [loaded]
+    if isinstance(loaded, Mapping):
+        candidates += [loaded[key] for key in _WITHIN if key in loaded]
+    for candidate in candidates:
+        if isinstance(candidate, Mapping) and candidate and all(_is_entry(*item) for item in candidate.items()):
+            return {name: value for name, value in candidate.items() if isinstance(value, torch.Tensor)}
+    held = f"the keys {', '.join(map(str, list(loaded)[:6]))}" if isinstance(loaded, Mapping) else type(loaded).__name__
+    raise ValueError(
+        f"{path} holds {held}, where a state dict was expected: names and tensors, at the top or under one of "
+        f"{', '.join(_WITHIN)}"
+    )
+
+
+def _is_entry(name: Any, value: Any) -> bool:
+    """Whether this may be an entry of a state dict; modules may put numbers beside their tensors."""
+    return isinstance(name, str) and (isinstance(value, torch.Tensor | int | float) or name.endswith("_extra_state"))
+
+
+def _without_wrappers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for prefix in (*_WRAPPERS, *_WRAPPERS):  # either may be around the other
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors

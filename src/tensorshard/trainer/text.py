@@ -1,0 +1,139 @@
+"""Text from a trained language model: a sample at the end of a run, and ``tensorshard generate``."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import nn
+
+from tensorshard.comm.world import DEFAULT_TIMEOUT
+from tensorshard.config import ConfigError, load_config
+from tensorshard.config.config_error import suggest
+from tensorshard.data.text_codec import BYTES, TextCodec, find_codec
+from tensorshard.engine.engine import Engine
+from tensorshard.parallelize import parallelize
+from tensorshard.plan import Plan
+from tensorshard.pretrained.pretrained_model import from_pretrained
+from tensorshard.trainer.initial_model import initial_model
+from tensorshard.trainer.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """What is generated, and how: the options of ``tensorshard generate``, and the ``sample`` section of a config.
+
+    Attributes:
+        prompt: what the text begins with.
+        max_new_tokens: how many tokens follow.
+        temperature: 0 for the likeliest tokens.
+        top_k: draws among so many of the likeliest alone; None for all.
+        seed: of the draws.
+        tokenizer: "bytes", a ``tokenizer.json``, or a directory that has one; None for the model's own.
+    """
+
+    prompt: str
+    max_new_tokens: int = 100
+    temperature: float = 0.8
+    top_k: int | None = None
+    seed: int = 0
+    tokenizer: str | None = None
+
+    @classmethod
+    def from_config(cls, section: Any) -> "TextSettings":
+        """The ``sample`` section of a config.
+
+        Raises:
+            ConfigError: a key that it does not have, or no prompt.
+        """
+        known = list(cls.__dataclass_fields__)
+        for key in section:
+            if key not in known:
+                raise ConfigError(f"sample: there is no key {key!r}; {suggest(str(key), known, 'its keys')}")
+        if "prompt" not in section:
+            raise ConfigError("sample: it needs a prompt, the text that is to be continued")
+        return cls(**section)
+
+
+def sample_text(engine: Engine, settings: TextSettings) -> str:
+    """The prompt and what `engine` adds to it. Collective."""
+    return _continued(engine, find_codec(settings.tokenizer or BYTES), settings)
+
+
+def print_text(source: str, settings: TextSettings, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    """What each worker of ``tensorshard generate`` does; rank 0 prints the text.
+
+    Raises:
+        ConfigError: no model at `source`, or none that can be asked.
+    """
+    try:
+        model, beside = find_model(Path(source))
+        codec = find_codec(settings.tokenizer or beside)
+        if not codec.encode(settings.prompt):
+            raise ConfigError("the prompt is empty; give at least one character")
+        engine = parallelize(
+            model,
+            Plan(zero=3),
+            optimizer=partial(torch.optim.SGD, lr=0.0),
+            loss_fn=_no_loss,
+            timeout=timeout,
+        )
+        text = _continued(engine, codec, settings)
+    except (OSError, ImportError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if dist.get_rank() == 0:
+        print(text)
+
+
+def find_model(source: Path) -> tuple[Callable[[], nn.Module], str]:
+    """A model with weights for :func:`parallelize`, and the tokenizer that belongs to it.
+
+    Args:
+        source: the directory of a run, for its newest checkpoint; a checkpoint of a run; a directory or a checkpoint
+            with a ``config.json`` of Hugging Face's.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    run = RunDirectory(source)
+    checkpoint = run.newest_checkpoint() if run.config.is_file() else None
+    if checkpoint is None and source.resolve().parent.name == "checkpoints":
+        run, checkpoint = RunDirectory(source.resolve().parent.parent), source
+    if checkpoint is not None and run.config.is_file():
+        config: DictConfig = load_config(str(run.config), [])
+        build = initial_model(config.model)
+        build = getattr(build, "build", build)  # not the weights that the run began with
+        tokenizer = (config.get("sample") or {}).get("tokenizer") or BYTES
+        return from_pretrained(checkpoint, build), tokenizer
+    if (source / "config.json").is_file():
+        return from_pretrained(source), str(source) if (source / "tokenizer.json").is_file() else BYTES
+    raise ConfigError(
+        f"{source} was given, where a run with a checkpoint, one of its checkpoints, or a directory with a config.json "
+        f"of Hugging Face's was expected"
+    )
+
+
+def _continued(engine: Engine, codec: TextCodec, settings: TextSettings) -> str:
+    prompt = torch.tensor([codec.encode(settings.prompt)])
+    tokens = engine.generate(
+        prompt,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        seed=settings.seed,
+    )
+    return _printable(codec.decode(tokens[0].tolist()))
+
+
+def _printable(text: str) -> str:
+    """`text` without what would move a terminal's cursor about."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\N{MIDDLE DOT}" for letter in text)
+
+
+def _no_loss(output: Any, targets: Any) -> torch.Tensor:
+    raise NotImplementedError("a model that generates is not trained")
