@@ -13,7 +13,8 @@ from torch import nn
 
 from tensorshard.materialize.source import TensorSource
 from tensorshard.modules.parameters import parameter_aliases
-from tensorshard.pretrained.stored_weights import StoredWeights, find_stored_weights
+from tensorshard.pretrained.match_weights import find_stored_weights
+from tensorshard.pretrained.stored_weights import StoredWeights
 from tensorshard.pretrained.weight_files import open_weight_files
 
 logger = logging.getLogger("tensorshard")
