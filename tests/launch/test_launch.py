@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tensorshard.config import ConfigError
@@ -41,6 +42,30 @@ def fail_in_rank_1(folder: str) -> None:
 
 def find_a_mistake(folder: str) -> None:
     raise ConfigError("that cannot be")
+
+
+def list_listeners(folder: str) -> None:
+    """Writes the addresses at which this process, and the one that started it, wait for connections."""
+    from tensorshard.comm.world import join_world
+
+    join_world(torch.device("cpu"))
+    torch.distributed.barrier()
+    listening = {inode: address for pid in ("self", os.getppid()) for inode, address in _listening(pid).items()}
+    Path(folder, f"listeners{os.environ['RANK']}").write_text("\n".join(sorted(set(listening.values()))))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _listening(pid: int | str) -> dict[str, str]:
+    """Addresses at which a process listens, in the kernel's hexadecimal notation, by the inodes of its sockets."""
+    own = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found[fields[9]] = fields[1].partition(":")[0]
+    return found
 
 
 def sleep(folder: str) -> None:
@@ -111,6 +136,9 @@ def _is_running(pid: int) -> bool:
 
 def test_rank_0_has_the_terminal_and_every_rank_its_environment(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    (tmp_path / f"tensorshard-run-{killed.pid}-left").mkdir()
     parent = _parent(say, tmp_path, stdout=theirs)
     _, errors = parent.communicate(timeout=_PATIENCE_SECONDS)
     os.close(theirs)
@@ -121,6 +149,15 @@ def test_rank_0_has_the_terminal_and_every_rank_its_environment(tmp_path: Path) 
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert lines == [f"rank 0 LOCAL_RANK=0 WORLD_SIZE=2 OMP_NUM_THREADS={threads} MALLOC_ARENA_MAX=1 tty=True"]
     assert not list(tmp_path.iterdir()), "temporary files were left behind"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of sockets")
+def test_on_one_machine_nothing_listens_to_the_network(tmp_path: Path) -> None:
+    parent = _parent(list_listeners, tmp_path)
+    _, errors = parent.communicate(timeout=_PATIENCE_SECONDS)
+    assert (parent.returncode, errors) == (0, "")
+    found = [(tmp_path / f"listeners{rank}").read_text().split() for rank in (0, 1)]
+    assert found == [["0100007F"], ["0100007F"]], "127.0.0.1, at which Gloo's connections are made, and no other"
 
 
 def test_the_first_failing_rank_is_shown_once(tmp_path: Path) -> None:
@@ -150,6 +187,7 @@ def test_ctrl_c_reaches_the_workers_and_leaves_none(tmp_path: Path) -> None:
     assert parent.returncode == 128 + signal.SIGINT
     assert (output, errors) == ("rank 0 tidied up\n", "")
     assert not [pid for pid in workers if _is_running(pid)]
+    assert not list(tmp_path.glob("tensorshard-*")), "temporary files were left behind"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not end a dead parent's workers")
@@ -164,6 +202,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
 
     assert parent.returncode == 128 + signal.SIGINT
     _wait_for(lambda: not [pid for pid in workers if _is_running(pid)])
+    assert not list(tmp_path.glob("tensorshard-*")), "temporary files were left behind"
 
 
 def _failure(rank: int, exitcode: int, error_file: Path = Path("<N/A>")) -> ProcessFailure:

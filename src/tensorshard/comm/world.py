@@ -9,6 +9,9 @@ import torch.distributed as dist
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective, unless told otherwise."""
 
+STORE_FILE = "TENSORSHARD_STORE_FILE"
+"""Environment variable: the file in which processes of one machine meet, in place of a port of their first."""
+
 
 def as_timedelta(timeout: timedelta | float) -> timedelta:
     """A timeout given in seconds, or as a timedelta.
@@ -42,7 +45,11 @@ def join_world(device: torch.device, *, timeout: timedelta | None = None) -> Non
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if _under_torchrun():
+    if _under_torchrun() and STORE_FILE in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(os.environ[STORE_FILE], size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    elif _under_torchrun():
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -22,10 +22,14 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tensorshard.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
+from tensorshard.launch.local_world import local_environment, register
 from tensorshard.launch.worker import INTERRUPTED, write_call
 
 # How long workers may take to save and leave after a signal, in seconds, where the environment does not say.
 _SHUTDOWN_SECONDS = "600"
+
+_SCRATCH, _KEPT = "tensorshard-run-", "tensorshard-logs-"
+"""How folders of temporary files begin, and those of logs that are kept because a worker failed."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,11 @@ class World:
         """Number of processes on all machines."""
         return self.nproc * self.nnodes
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only machine."""
+        return self.rdzv_endpoint is None
+
 
 def visible_gpus() -> int:
     """Number of GPUs that workers on this machine can use."""
@@ -121,15 +130,19 @@ def launch(
         WorkerFailedError: a worker failed; carries the traceback of the rank that failed first.
     """
     _check_meeting_place(world)
-    scratch = Path(tempfile.mkdtemp(prefix="tensorshard-"))
+    _remove_leftovers()
+    scratch = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-"))
     logs = Path(log_dir) if log_dir is not None else scratch
     keep_scratch = False
     try:
         call = scratch / "call.pickle"
         write_call(call, entrypoint, args)
         logs.mkdir(parents=True, exist_ok=True)
-        streams = _Streams(logs, {**worker_environment(world.nproc), **(worker_env or {})})
-        with _signal_handling(), _quiet_agent():
+        environment = worker_environment(world.nproc)
+        if world.is_alone:
+            environment |= local_environment(scratch)
+        streams = _Streams(logs, {**environment, **(worker_env or {})})
+        with _signal_handling(scratch), _quiet_agent():
             start = elastic_launch(_launch_config(world, streams), sys.executable)
             start("-u", "-m", "tensorshard.launch.worker", str(call))
     except SignalException as error:
@@ -138,12 +151,28 @@ def launch(
         raise LaunchError(f"the {world.nnodes} machines did not meet at {world.rdzv_endpoint}: {error}") from error
     except ChildFailedError as error:
         written = any(file.stat().st_size for file in logs.glob("rank*.log"))
-        keep_scratch = written and logs == scratch
+        if written and logs == scratch:
+            keep_scratch = True
+            (scratch / "store").unlink(missing_ok=True)
+            scratch.rename(logs := scratch.with_name(scratch.name.replace(_SCRATCH, _KEPT, 1)))
         raise WorkerFailedError(error.failures, world.size, logs if written else None) from None
     finally:
         call.unlink(missing_ok=True)
         if not keep_scratch:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remove_leftovers() -> None:
+    """Removes the temporary files of launchers that were killed, of which nothing is running any more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*-*"):
+        pid = folder.name.removeprefix(_SCRATCH).partition("-")[0]
+        try:
+            if pid.isdecimal() and folder.stat().st_uid == os.getuid():
+                os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue  # somebody else's, or gone in the meantime
 
 
 def _check_meeting_place(world: World) -> None:
@@ -205,7 +234,8 @@ def worker_environment(nproc: int) -> dict[str, str]:
 
 def _launch_config(world: World, streams: LogsSpecs) -> LaunchConfig:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)  # read by LaunchConfig
-    alone = world.rdzv_endpoint is None
+    alone = world.is_alone
+    meeting = "static" if world.node_rank is not None else "c10d"
     return LaunchConfig(
         min_nodes=world.nnodes,
         max_nodes=world.nnodes,
@@ -214,8 +244,8 @@ def _launch_config(world: World, streams: LogsSpecs) -> LaunchConfig:
         run_id=uuid.uuid4().hex if alone else "tensorshard",
         role="tensorshard",
         rdzv_endpoint="localhost:0" if alone else str(world.rdzv_endpoint),
-        rdzv_backend="c10d" if world.node_rank is None else "static",
-        rdzv_configs={} if world.node_rank is None else {"rank": world.node_rank},
+        rdzv_backend=register() if alone else meeting,
+        rdzv_configs={} if alone or world.node_rank is None else {"rank": world.node_rank},
         local_addr="localhost" if alone else None,
         max_restarts=0,
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
@@ -223,14 +253,19 @@ def _launch_config(world: World, streams: LogsSpecs) -> LaunchConfig:
 
 
 @contextmanager
-def _signal_handling() -> Iterator[None]:
-    """Ctrl-C: once for the agent to pass on, twice to end at once. Handlers are as before afterwards."""
+def _signal_handling(scratch: Path) -> Iterator[None]:
+    """Ctrl-C: once for the agent to pass on, twice to end at once. Handlers are as before afterwards.
+
+    Args:
+        scratch: temporary files, which go before the process ends.
+    """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, end_at_once)
         raise SignalException("interrupted", signal.SIGINT)
 
     def end_at_once(number: int, frame: FrameType | None) -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
         os._exit(INTERRUPTED)  # the kernel kills the workers with us, see tensorshard.launch.worker
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -1,0 +1,88 @@
+"""The workers of one machine meet in a file, and their connections stay on the loopback interface.
+
+torchrun's rendezvous serves a store to every network that the machine is in, without a password, and unpickles what it
+finds there. Where there is one machine nobody has to be met: the agent keeps its store in its own memory, and the
+workers have theirs in a file that only this user can open.
+"""
+
+import socket
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from tensorshard.comm.world import STORE_FILE
+
+BACKEND = "tensorshard-local"
+_LOOPBACK = "127.0.0.1"
+
+
+class LocalRendezvous(RendezvousHandler):
+    """One agent, which is all there are."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._closed = False
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = dist.HashStore()
+        # Nothing listens at this port; code that reads MASTER_PORT finds one that was free.
+        meeting_place = RendezvousStoreInfo(_LOOPBACK, _free_port())
+        return RendezvousInfo(store, 0, 1, meeting_place)
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+
+def register() -> str:
+    """Makes the rendezvous known to torch's launcher; returns its name there."""
+    rendezvous_handler_registry.register(BACKEND, _create)
+    return BACKEND
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    return LocalRendezvous(parameters.run_id)
+
+
+def local_environment(scratch: Path) -> dict[str, str]:
+    """What workers of a machine of its own find in their environment: where they meet, and over what they talk."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        STORE_FILE: str(scratch / "store"),
+        "MASTER_ADDR": _LOOPBACK,
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])

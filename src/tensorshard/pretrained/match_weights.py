@@ -1,0 +1,73 @@
+"""Which tensors of files each tensor of a model is made of; most are one tensor of the same name."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from tensorshard.pretrained.stored_weights import StoredWeights, is_of_transformers
+from tensorshard.pretrained.weight_files import WeightFile
+
+
+def find_stored_weights(files: list[WeightFile], module: nn.Module) -> StoredWeights:
+    """What of `files` belongs where in `module`, which is on the meta device.
+
+    Models of transformers are matched by its own rules, which rename, fuse and split what older versions and other
+    frameworks wrote. For others names are the same; a common prefix that one side alone has is left out.
+
+    Raises:
+        ValueError: a name stands in two files; a tensor has another shape than the model's.
+    """
+    where: dict[str, WeightFile] = {}
+    for file in files:
+        for name in file:
+            if name in where:
+                raise ValueError(
+                    f"{name!r} is in {where[name].path.name} and in {file.path.name}; each tensor has one file"
+                )
+            where[name] = file
+    wanted = module.state_dict(keep_vars=True)
+    found = StoredWeights(files)
+    if is_of_transformers(module):
+        from tensorshard.pretrained.transformers_weights import match
+
+        match(found, where, module)
+    else:
+        _match_names(found, where, wanted)
+    wrong = [
+        f"{name} has shape {tuple(found.layouts[name].shape)} in the files and {tuple(wanted[name].shape)} in the model"
+        for name in found.made_of
+        if found.layouts[name].shape != wanted[name].shape
+    ]
+    if wrong:
+        more = f"; {len(wrong) - 3} more differ" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"{files[0].path.parent} has the weights of another model than {type(module).__name__}: "
+            f"{'; '.join(wrong[:3])}{more}. Give the model that they are of: from_pretrained(path, model=...)"
+        )
+    return found
+
+
+def _match_names(found: StoredWeights, where: Mapping[str, WeightFile], wanted: Mapping[str, torch.Tensor]) -> None:
+    renamed = _without_common_prefix(where, wanted)
+    for name, file in where.items():
+        target = renamed(name)
+        if target not in wanted:
+            found.unused.append(name)
+            continue
+        found.layouts[target] = file.layout(name)
+        found.made_of[target] = partial(file.__getitem__, name)
+
+
+def _without_common_prefix(stored: Iterable[str], wanted: Iterable[str]) -> Callable[[str], str]:
+    """The names of the model for those that are stored: the same; or longer or shorter by one module's name."""
+    wanted, stored = set(wanted), set(stored)
+    if not wanted & stored:
+        for prefix in sorted({name.partition(".")[0] + "." for name in stored if "." in name}):
+            if any(name.removeprefix(prefix) in wanted for name in stored if name.startswith(prefix)):
+                return lambda name: name.removeprefix(prefix)
+        for prefix in sorted({name.partition(".")[0] + "." for name in wanted if "." in name}):
+            if any(prefix + name in wanted for name in stored):
+                return lambda name: prefix + name
+    return lambda name: name
