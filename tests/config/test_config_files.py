@@ -139,6 +139,51 @@ def test_yaml_cannot_run_code(tmp_path: Path) -> None:
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (
+            "torch.utils.collect_env.run",
+            r"data.train calls torch.utils.collect_env.run; .* --allow torch.utils",
+        ),
+        ("os.system", "calls os.system; .* --allow os$"),
+        ("torch.nn.functional.torch.hub.load", "which is torch.hub's; .* --allow torch.hub$"),
+        ("tensorshard.config.files.sys.exit", "calls tensorshard.config.files.sys.exit"),
+        ("tensorshard.launch.launcher.launch", "calls tensorshard.launch.launcher.launch"),
+        ("tensorshard.trainer.run.instantiate", "which is tensorshard.config.build's"),
+        ("never_imported_module.run", "--allow never_imported_module$"),
+        ("${other}", "calls os.system"),
+    ],
+)
+def test_yaml_calls_nothing_that_is_not_allowed(tmp_path: Path, target: str, said: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"other: os.system\ndata: {{train: {{_target_: '{target}', args: touch}}}}\n")
+    with pytest.raises(ConfigError, match=said):
+        load_config(path)
+
+
+def test_what_yaml_may_call_is_the_users_to_say(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("key: {_target_: os.path.join, _args_: [a, b]}\n")
+    assert instantiate(load_config(path, allow=["os", "posixpath"]).key) == "a/b"
+    path.write_text("model: {_target_: transformers.AutoModel.from_config, trust_remote_code: true}\n")
+    with pytest.raises(ConfigError, match="trust_remote_code would run code that comes with a model"):
+        load_config(path)
+
+
+def test_values_of_the_environment_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_PLACE", "hidden")
+    path = tmp_path / "config.yaml"
+    path.write_text("a: ${oc.env:SECRET_PLACE}\nb: in/${a}/x\nc: ${oc.env:NOT_SET,some}\n")
+    config = load_config(path)
+    assert (config.a, config.b, config.c) == ("hidden", "in/hidden/x", "some")
+    written = to_yaml(config)
+    assert "hidden" not in written
+    path.write_text(written)
+    assert OmegaConf.to_container(load_config(path), resolve=True)["b"] == "in/hidden/x"  # type: ignore[call-overload,index]
+    assert config.a == "hidden"
+
+
 def test_a_yaml_list_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="holds a list; a config is a mapping"):

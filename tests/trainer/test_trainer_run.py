@@ -93,7 +93,11 @@ def config(tmp_path: Path) -> Path:
 
 
 def _run(config: Path | str, *overrides: str, output: Path, resume: str | Path | None = None) -> None:
-    run(load_config(config, overrides), resume=None if resume is None else str(resume), output=str(output))
+    run(
+        load_config(config, overrides, allow=[__name__]),
+        resume=None if resume is None else str(resume),
+        output=str(output),
+    )
 
 
 def _losses(directory: Path) -> dict[int, float]:

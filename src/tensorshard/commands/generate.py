@@ -1,9 +1,12 @@
 """``tensorshard generate``: text from a trained language model."""
 
 import argparse
+import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 
+from tensorshard.commands.allow import add_allow
 from tensorshard.config import ConfigError
 
 _EPILOG = """\
@@ -38,6 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="FILE",
         help="a tokenizer.json or its directory, or 'bytes' (default: the model's own, else bytes)",
     )
+    add_allow(parser)
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes to split it over (default: 1)")
     parser.set_defaults(command=run, parser=parser)
 
@@ -49,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError, LaunchError: what was asked for cannot be done.
         WorkerFailedError: a process failed.
     """
+    if os.getcwd() not in sys.path:  # where the user's own modules are, as for `tensorshard train`
+        sys.path.insert(0, os.getcwd())
     from tensorshard.launch.launcher import World, launch
     from tensorshard.trainer.text import TextSettings, find_model, print_text
 
@@ -58,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
     world = World(nproc=args.nproc)
     names = [field.name for field in fields(TextSettings) if field.name != "prompt"]
     settings = TextSettings(prompt, **{name: getattr(args, name) for name in names})
-    find_model(Path(source))  # what is wrong with it is said before processes are started
+    find_model(Path(source), args.allow)  # what is wrong with it is said before processes are started
     if world.nproc == 1:
-        print_text(source, settings)
+        print_text(source, settings, args.allow)
     else:
-        launch(print_text, (source, settings), world)
+        launch(print_text, (source, settings, args.allow), world)
     return 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from tensorshard.commands.allow import add_allow
 from tensorshard.config import ConfigError, load_config, to_yaml
 from tensorshard.launch.launch_errors import LaunchError
 from tensorshard.launch.worker import run_worker
@@ -60,6 +61,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="CHECKPOINT",
         help="continue from this checkpoint, or without one from the newest of the run",
     )
+    add_allow(parser)
     parser.add_argument("--print-config", action="store_true", help="print the config, overridden; start nothing")
     processes = parser.add_argument_group("processes")
     processes.add_argument(
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     world_size = int(os.environ["WORLD_SIZE"]) if world is None else world.size
     _check_paths(args)
     _check_timeout(args.timeout)
-    config = load_config(source, overrides)
+    config = load_config(source, overrides, allow=args.allow)
     if args.print_config:
         print(to_yaml(config), end="")
         return 0

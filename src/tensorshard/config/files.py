@@ -5,15 +5,18 @@ import __future__
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.resolvers import oc
 from yaml import YAMLError
 
+from tensorshard.config.allowed_targets import check_targets, resolved
 from tensorshard.config.config_error import ConfigError, suggest
 from tensorshard.config.lazy import plain
 from tensorshard.config.overrides import apply_overrides
@@ -68,13 +71,15 @@ def get_config(path: str | Path) -> DictConfig:
     return _read(beside if beside.is_file() else config_path(path))
 
 
-def load_config(source: str | Path, overrides: Iterable[str] = ()) -> DictConfig:
+def load_config(source: str | Path, overrides: Iterable[str] = (), *, allow: Iterable[str] = ()) -> DictConfig:
     """The config of a run: read, overridden and checked, without instantiating anything.
 
     Args:
         source: a ``.py`` config, a ``.yaml`` one that an earlier run wrote, or the name of one that comes
             with the package (``"quickstart"``).
         overrides: ``a.b=c``, applied in this order; see :func:`apply_overrides`.
+        allow: modules that a YAML config may call beside those of :data:`tensorshard.config.allowed_targets.ALLOWED`. A
+            Python config may call anything, as it is code itself.
 
     Returns:
         The config, with what was asked for under the key ``asked``: ``{config: source, overrides: [...]}``.
@@ -84,22 +89,42 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> DictConfig
             is wrong, a required value (``"???"``) is missing, or a reference (``${a.b}``) leads nowhere.
     """
     overrides = list(overrides)
-    config = apply_overrides(_read(config_path(source)), overrides)
+    path = config_path(source)
+    config = _read(path)
+    if path.suffix != ".py":
+        check_targets(config, str(source), allow)
+    config = apply_overrides(config, overrides)
     if ASKED in config:
         raise ConfigError(f"{source}: the key {ASKED!r} is kept for the record of what was asked for; rename it")
-    try:
-        OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}") from error
+    resolved(config, str(source), throw_on_missing=True)
     with open_dict(config):
         config[ASKED] = {"config": str(source), "overrides": overrides}
     return config
 
 
 def to_yaml(config: DictConfig) -> str:
-    """`config` as YAML with every reference resolved, without the record of what was asked for."""
+    """`config` as YAML with every reference resolved, without the record of what was asked for.
+
+    References to environment variables stay references: their values may be secrets, and belong to this machine.
+    """
     keys: list[Any] = [key for key in config if key != ASKED]
-    return OmegaConf.to_yaml(OmegaConf.masked_copy(config, keys), resolve=True)
+    chosen = OmegaConf.masked_copy(config, keys)
+    with _environment_unresolved():
+        return OmegaConf.to_yaml(chosen, resolve=True)
+
+
+@contextmanager
+def _environment_unresolved() -> Iterator[None]:
+    """Within it ``${oc.env:NAME}`` stands for itself."""
+
+    def reference(name: str, *default: Any) -> str:
+        return f"${{oc.env:{','.join([name, *map(str, default)])}}}"
+
+    OmegaConf.register_new_resolver("oc.env", reference, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def save_config(config: DictConfig, path: str | Path) -> None:

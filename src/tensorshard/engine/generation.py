@@ -125,14 +125,20 @@ class Generator:
                 f"{type(self._model).__name__} has an encoder beside its decoder; without pp its own "
                 f"engine.model.generate(...) works, called on every rank alike"
             )
-        limits = [getattr(owner, name, None) for owner in (self._model, config) for name in _LIMITS]
-        limit = next((limit for limit in limits if isinstance(limit, int)), None)
+        limit = longest_sequence(self._model)
         length = prompts.size(1) + max_new_tokens
         if limit is not None and length > limit:
             raise ValueError(
                 f"prompts of {prompts.size(1)} tokens and {max_new_tokens} new ones are {length} together, and this "
                 f"{type(self._model).__name__} reads at most {limit}; ask for fewer, or cut the prompts"
             )
+
+
+def longest_sequence(model: nn.Module) -> int | None:
+    """How many tokens `model` says that it can read at once; None where it says nothing."""
+    owners = (model, getattr(model, "config", None))
+    limits = [getattr(owner, name, None) for owner in owners for name in _LIMITS]
+    return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
 def _logits(output: Any, tokens: torch.Tensor) -> torch.Tensor:

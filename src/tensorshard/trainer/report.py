@@ -75,9 +75,14 @@ def print_summary(
             console.print(f"{name:<11} {place}", soft_wrap=True, highlight=False, markup=False)
 
 
-def resume_command(config: Path) -> str:
-    """The command line that continues the run of this ``config.yaml``."""
-    return f"tensorshard train {shlex.quote(str(config))} --resume"
+def resume_command(config: Path, allow: Sequence[str] = ()) -> str:
+    """The command line that continues the run of this ``config.yaml``.
+
+    Args:
+        allow: modules that it calls and that have to be allowed.
+    """
+    options = "".join(f" --allow {shlex.quote(module)}" for module in allow)
+    return f"tensorshard train {shlex.quote(str(config))} --resume{options}"
 
 
 def _by_rank(sizes: Sequence[int], spell: Callable[[int], str]) -> str:

@@ -15,6 +15,7 @@ from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world
 from tensorshard.config import instantiate
+from tensorshard.config.allowed_targets import modules_to_allow
 from tensorshard.engine.engine import Engine
 from tensorshard.parallelize import parallelize
 from tensorshard.trainer import loggers
@@ -79,7 +80,7 @@ def run(
             verb = "continuing" if start.checkpoint else "training"
             logger.info("%s in %s, steps %d to %d", verb, start.directory.path, first, last)
             parts.trainer.fit()
-            _report(parts, start.directory, console)
+            _report(parts, config, start.directory, console)
             if sample is not None and not parts.trainer.interrupted:
                 console.print(Panel(Text(sample_text(parts.trainer.engine, sample)), title="a sample", expand=False))
     if not joined_before:
@@ -152,7 +153,7 @@ def _prepare(
     return _Run(trainer, timer, memory, evaluation)
 
 
-def _report(parts: _Run, directory: RunDirectory, console: Console) -> None:
+def _report(parts: _Run, config: DictConfig, directory: RunDirectory, console: Console) -> None:
     """The summary of the training that was done, and how to go on where it was stopped. Collective."""
     trainer = parts.trainer
     loss = {} if trainer.last_record is None else {"loss": trainer.last_record.loss.item()}
@@ -165,7 +166,7 @@ def _report(parts: _Run, directory: RunDirectory, console: Console) -> None:
     )
     if trainer.interrupted:
         logger.info("stopped early, after step %d of %d", trainer.step, trainer.max_steps)
-        logger.info("continue with: %s", resume_command(directory.config))
+        logger.info("continue with: %s", resume_command(directory.config, modules_to_allow(config)))
 
 
 def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> list[Evaluator]:

@@ -1,7 +1,7 @@
 """Text from a trained language model: a sample at the end of a run, and ``tensorshard generate``."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from tensorshard.config import ConfigError, load_config
 from tensorshard.config.config_error import suggest
 from tensorshard.data.text_codec import BYTES, TextCodec, find_codec
 from tensorshard.engine.engine import Engine
+from tensorshard.engine.generation import longest_sequence
 from tensorshard.parallelize import parallelize
 from tensorshard.plan import Plan
 from tensorshard.pretrained.pretrained_model import from_pretrained
@@ -61,18 +62,25 @@ class TextSettings:
 
 
 def sample_text(engine: Engine, settings: TextSettings) -> str:
-    """The prompt and what `engine` adds to it. Collective."""
-    return _continued(engine, find_codec(settings.tokenizer or BYTES), settings)
+    """The prompt and what `engine` adds to it: as many tokens as the model can read, if that is less. Collective."""
+    codec = find_codec(settings.tokenizer or BYTES)
+    limit = longest_sequence(engine.sharded.structure)
+    room = settings.max_new_tokens if limit is None else limit - len(codec.encode(settings.prompt))
+    if room < 1:
+        return settings.prompt
+    return _continued(engine, codec, replace(settings, max_new_tokens=min(settings.max_new_tokens, room)))
 
 
-def print_text(source: str, settings: TextSettings, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+def print_text(
+    source: str, settings: TextSettings, allow: Sequence[str] = (), timeout: timedelta = DEFAULT_TIMEOUT
+) -> None:
     """What each worker of ``tensorshard generate`` does; rank 0 prints the text.
 
     Raises:
         ConfigError: no model at `source`, or none that can be asked.
     """
     try:
-        model, beside = find_model(Path(source))
+        model, beside = find_model(Path(source), allow)
         codec = find_codec(settings.tokenizer or beside)
         if not codec.encode(settings.prompt):
             raise ConfigError("the prompt is empty; give at least one character")
@@ -90,12 +98,13 @@ def print_text(source: str, settings: TextSettings, timeout: timedelta = DEFAULT
         print(text)
 
 
-def find_model(source: Path) -> tuple[Callable[[], nn.Module], str]:
+def find_model(source: Path, allow: Sequence[str] = ()) -> tuple[Callable[[], nn.Module], str]:
     """A model with weights for :func:`parallelize`, and the tokenizer that belongs to it.
 
     Args:
         source: the directory of a run, for its newest checkpoint; a checkpoint of a run; a directory or a checkpoint
             with a ``config.json`` of Hugging Face's.
+        allow: modules that the run's config may call beside the usual ones.
 
     Raises:
         ConfigError: it is none of these.
@@ -105,7 +114,7 @@ def find_model(source: Path) -> tuple[Callable[[], nn.Module], str]:
     if checkpoint is None and source.resolve().parent.name == "checkpoints":
         run, checkpoint = RunDirectory(source.resolve().parent.parent), source
     if checkpoint is not None and run.config.is_file():
-        config: DictConfig = load_config(str(run.config), [])
+        config: DictConfig = load_config(str(run.config), allow=allow)
         build = initial_model(config.model)
         build = getattr(build, "build", build)  # not the weights that the run began with
         tokenizer = (config.get("sample") or {}).get("tokenizer") or BYTES

@@ -1,0 +1,77 @@
+"""What a YAML config may call: a file that a stranger sent must not run whatever it names.
+
+A Python config is code, and is trusted as such.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tensorshard.config.config_error import ConfigError
+from tensorshard.config.lazy import calls, find_target
+
+ALLOWED = ("tensorshard", "torch.nn", "torch.optim", "torchmetrics", "transformers")
+"""Modules whose functions and classes a YAML config may call."""
+
+# These start processes or read further configs.
+_REFUSED = ("tensorshard.cli", "tensorshard.commands", "tensorshard.config", "tensorshard.launch")
+_CODE_FLAG = "trust_remote_code"
+
+
+def check_targets(config: DictConfig, source: str, allow: Iterable[str] = ()) -> None:
+    """Whether all calls in `config` are to modules that a YAML file may name. Nothing else is imported to find out.
+
+    Args:
+        source: what the config was read from.
+        allow: further modules, with all that is in them.
+
+    Raises:
+        ConfigError: a call to something else.
+    """
+    allowed = (*ALLOWED, *allow)
+    for where, call in calls(resolved(config, source)):
+        name = call["_target_"]
+        key = where or "the config"
+        if not isinstance(name, str) or not _is_in(name, allowed) or (_is_in(name, _REFUSED) and name not in allow):
+            raise ConfigError(_refusal(source, key, name, str(name).rpartition(".")[0]))
+        # A module's attributes are also what it imported: torch.nn.functional.torch.hub is not torch.nn's.
+        home = str(getattr(find_target(name, key), "__module__", None))
+        if not _is_in(home, allowed) or (_is_in(home, _REFUSED) and home not in allow):
+            raise ConfigError(_refusal(source, key, f"{name}, which is {home}'s", home))
+        if call.get(_CODE_FLAG):
+            raise ConfigError(
+                f"{source}: {key}.{_CODE_FLAG} would run code that comes with a model; a YAML file may not ask for "
+                f"that. Write the config in Python, which is code and trusted as such"
+            )
+
+
+def modules_to_allow(config: DictConfig) -> list[str]:
+    """The top-level modules that must be allowed before a YAML file of `config` can be read."""
+    container = OmegaConf.to_container(config, resolve=True)
+    names = [str(call["_target_"]) for _, call in calls(container)]
+    return sorted({name.partition(".")[0] for name in names if not _is_in(name, ALLOWED)})
+
+
+def resolved(config: DictConfig, source: str, *, throw_on_missing: bool = False) -> Any:
+    """`config` as plain dictionaries and lists, references resolved.
+
+    Raises:
+        ConfigError: a reference leads nowhere, or a required value is missing and `throw_on_missing`.
+    """
+    try:
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=throw_on_missing)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}") from error
+
+
+def _is_in(name: str, modules: Iterable[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _refusal(source: str, key: str, name: Any, module: str) -> str:
+    return (
+        f"{source}: {key} calls {name}; so that opening a stranger's file runs none of its code, YAML may call what is "
+        f"in {', '.join(ALLOWED)}. If you trust it: --allow {module or name}"
+    )
