@@ -208,7 +208,6 @@ def test_a_mistake_costs_one_sentence(
         (["train", "--zzz"], "unknown option --zzz\n"),
         (["train", "--nproc", "two"], "invalid int value: 'two'"),
         (["trian"], "invalid choice: 'trian'"),
-        ([], "the following arguments are required: COMMAND"),
     ],
 )
 def test_unknown_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

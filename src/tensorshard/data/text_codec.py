@@ -9,6 +9,10 @@ BYTES = "bytes"
 class TextCodec(Protocol):
     """Turns text into token ids and back."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`."""
 
@@ -18,6 +22,8 @@ class TextCodec(Protocol):
 
 class ByteCodec:
     """A token is a byte of UTF-8."""
+
+    vocab_size = 256
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -33,6 +39,7 @@ class TokenizerCodec:
         from tokenizers import Tokenizer
 
         self._tokenizer: Any = Tokenizer.from_file(str(file))
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,98 @@
+"""``tensorshard data tokenize``: text files into token files."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from tensorshard.config import ConfigError
+
+_EPILOG = """\
+examples:
+  tensorshard data tokenize book.txt
+      bytes, into train.tokens and validation.tokens
+  tensorshard data tokenize *.txt --tokenizer tokenizer.json --output data
+      by a tokenizer of Hugging Face's, into data/
+  tensorshard train gpt model.vocab_size=256 data.train.source=train.tokens data.validation.source=validation.tokens
+      trains on them
+"""
+_PIECE = 1 << 20  # characters that are tokenized at a time
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``data`` to the command line."""
+    parser = commands.add_parser(
+        "data",
+        help="turn text into token files to train on",
+        description="Writes DIR/train.tokens and DIR/validation.tokens from text files.",
+        usage="tensorshard data tokenize TEXT... [options]",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", metavar="tokenize TEXT", help="text files in UTF-8")
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="FILE",
+        help="a tokenizer.json, or its directory (default: bytes, a vocabulary of 256)",
+    )
+    parser.add_argument("--output", default=".", metavar="DIR", help="where to write (default: here)")
+    parser.add_argument(
+        "--validation",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="the share of each text, its end, that goes to validation.tokens (default: 0.05)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace token files that are there")
+    parser.set_defaults(command=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ConfigError: what was asked for cannot be done; nothing was written.
+    """
+    if not args.words or args.words[0] != "tokenize":
+        given = " ".join(args.words) or "nothing"
+        raise ConfigError(f"data was given {given}; it takes: tokenize TEXT...")
+    texts = [Path(word) for word in args.words[1:]]
+    missing = [str(text) for text in texts if not text.is_file()]
+    if not texts or missing:
+        raise ConfigError(f"there is no file {missing[0]}" if missing else "tokenize takes at least one text file")
+    if not 0 <= args.validation < 1:
+        raise ConfigError(f"--validation {args.validation}: it is the share of a text, from 0 to below 1")
+    import numpy as np
+
+    from tensorshard.data import TokenFile, write_token_file
+    from tensorshard.data.text_codec import find_codec
+
+    folder = Path(args.output)
+    try:
+        codec = find_codec(args.tokenizer)
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = {"train": (0.0, 1 - args.validation), "validation": (1 - args.validation, 1.0)}
+        files = {name: folder / f"{name}.tokens" for name, (start, end) in parts.items() if end > start}
+        there = [str(file) for file in files.values() if file.exists() and not args.overwrite]
+        if there:
+            raise ConfigError(f"{there[0]} is there already; give another --output, or --overwrite")
+        for name, file in files.items():
+            pieces = (piece for text in texts for piece in _pieces(text, *parts[name]))
+            chunks = (np.asarray(codec.encode(piece), dtype=np.int64) for piece in pieces)
+            write_token_file(file, chunks, vocab_size=codec.vocab_size, overwrite=args.overwrite)
+    except (OSError, ImportError, ValueError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+    for file in files.values():
+        print(f"{file}: {len(TokenFile(file)):,} tokens of a vocabulary of {codec.vocab_size:,}")
+    return 0
+
+
+def _pieces(text: Path, start: float, end: float) -> Iterator[str]:
+    """The part of a text between two shares of it, in pieces that end with a line where they can."""
+    content = text.read_text(encoding="utf-8")
+    content = content[round(start * len(content)) : round(end * len(content))]
+    while content:
+        cut = len(content) if len(content) <= _PIECE else content.rfind("\n", 0, _PIECE) + 1 or _PIECE
+        yield content[:cut]
+        content = content[cut:]

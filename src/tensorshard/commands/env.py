@@ -1,0 +1,100 @@
+"""``tensorshard env``: what there is on this machine, for a report of a problem or before a run."""
+
+import argparse
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+_PACKAGES = (
+    "torch", "numpy", "omegaconf", "hydra-core", "safetensors", "torchmetrics",
+    "transformers", "tokenizers", "tensorboard", "triton",
+)  # fmt: skip
+_VARIABLES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "TENSORSHARD_",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "MASTER_",
+    "WORLD_",
+)
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``env`` to the command line."""
+    parser = commands.add_parser(
+        "env",
+        help="print versions, devices, backends and links",
+        description="Prints versions, devices, backends, links between GPUs, and environment variables that matter.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=run, parser=parser, words=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    import tensorshard
+
+    lines = {
+        "tensorshard": tensorshard.__version__,
+        "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": platform.platform(),
+        **{name: _version(name) for name in _PACKAGES},
+        **_machine(),
+        **_devices(),
+    }
+    lines |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _machine() -> dict[str, str]:
+    from tensorshard.trainer.memory import format_bytes
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = {"CPU cores": str(cores)}
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found["memory"] = format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return found
+
+
+def _devices() -> dict[str, str]:
+    import torch
+    import torch.distributed as dist
+
+    from tensorshard.trainer.memory import format_bytes
+
+    found = {
+        "CPU kernels": torch.backends.cpu.get_cpu_capability(),
+        "backends": ", ".join(
+            name
+            for name, there in {
+                "gloo": dist.is_gloo_available(),
+                "nccl": dist.is_nccl_available(),
+                "mpi": dist.is_mpi_available(),
+            }.items()
+            if there
+        )
+        or "none",
+    }
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return {**found, "GPUs": "none"}
+    if dist.is_nccl_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        peers = [i for i in range(count) if i != index and torch.cuda.can_device_access_peer(index, i)]
+        links = f"; reaches {', '.join(map(str, peers))} directly" if peers else ""
+        found[f"GPU {index}"] = f"{properties.name}, {format_bytes(properties.total_memory)}{links}"
+    return found

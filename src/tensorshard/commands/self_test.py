@@ -1,0 +1,33 @@
+"""``tensorshard test``: is the installation right?"""
+
+import argparse
+import time
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``test`` to the command line."""
+    parser = commands.add_parser(
+        "test",
+        help="train a few steps under several plans on this machine and compare them with one process",
+        description="Is the installation right? Trains a small model for a few steps under several plans, on all "
+        "visible GPUs or two CPU processes, and compares each with one process. Takes under a minute.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes (default: one a visible GPU, or 2 on CPUs)")
+    parser.set_defaults(command=run, parser=parser, words=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        LaunchError: so many processes cannot be started.
+        WorkerFailedError: a plan is wrong, or a process failed.
+    """
+    from tensorshard.launch.launcher import World, launch, visible_gpus
+    from tensorshard.trainer.self_test import run as run_plans
+
+    begin = time.monotonic()
+    launch(run_plans, (), World(nproc=(visible_gpus() or 2) if args.nproc is None else args.nproc))
+    print(f"all of them are what one process computes ({time.monotonic() - begin:.0f} s)")
+    return 0

@@ -1,0 +1,100 @@
+"""``tensorshard test``: a few steps under several plans on this machine, each compared with one process."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.comm.world import default_device, join_world
+from tensorshard.models import GPT, next_token_loss
+from tensorshard.parallelize import parallelize
+from tensorshard.plan import Plan
+
+_TOLERANCE = 1e-5
+_STEPS = 3
+
+
+class SelfTestError(RuntimeError):
+    """A plan did not compute what one process computes."""
+
+
+def plans(world_size: int) -> dict[str, dict[str, Any]]:
+    """What is tried, by what a person would call it."""
+    found: dict[str, dict[str, Any]] = {f"ZeRO {level}": {"zero": level} for level in (0, 1, 2, 3)}
+    found["ZeRO 3, recomputed"] = {"zero": 3, "recompute": "full"}
+    if world_size % 2 == 0:
+        found["tp 2"] = {"tp": 2}
+        found["tp 2, sequence parallel"] = {"tp": 2, "sequence_parallel": True}
+        found["pp 2"] = {"pp": 2, "micro_batches": 2}
+    if world_size % 4 == 0:
+        found["tp 2 x pp 2"] = {"tp": 2, "pp": 2, "micro_batches": 2}
+    return found
+
+
+def run() -> None:
+    """Trains a small GPT under each plan on the ranks of this world; rank 0 prints how far each is from one process.
+
+    Raises:
+        SelfTestError: one is further away than rounding.
+    """
+    device = default_device()
+    joined_before = dist.is_initialized()
+    join_world(device)
+    size = dist.get_world_size()
+    expected = _alone(device)
+    wrong = []
+    for name, fields in plans(size).items():
+        difference = _difference(fields, expected, device)
+        ok = difference < _TOLERANCE
+        if not ok:
+            wrong.append(name)
+        if dist.get_rank() == 0:
+            print(f"{name:<24} {'exact' if ok else 'WRONG'}, largest difference {difference:.1e}", flush=True)
+    if not joined_before:
+        dist.destroy_process_group()
+    if wrong:
+        raise SelfTestError(f"{', '.join(wrong)} did not compute what one process does on this machine")
+
+
+def _model() -> nn.Module:
+    return GPT(vocab_size=64, context_length=16, num_layers=2, num_heads=4, width=32)
+
+
+_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+
+
+def _batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(step)).to(device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _alone(device: torch.device) -> list[float]:
+    """Losses of plain PyTorch with the weights that `_model` starts with under any plan."""
+    model = _model()
+    engine = parallelize(_model, Plan(zero=0), optimizer=_OPTIMIZER, loss_fn=next_token_loss, device=device)
+    state = [engine.full_state_dict()]
+    dist.broadcast_object_list(state, src=0)
+    model.load_state_dict(state[0])
+    model.to(device)
+    optimizer = _OPTIMIZER(model.parameters())
+    losses = []
+    for step in range(_STEPS):
+        inputs, targets = _batch(step, device)
+        loss = next_token_loss(model(inputs), targets)
+        mean = loss if isinstance(loss, torch.Tensor) else loss[0] / loss[1]
+        mean.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean.item())
+    return losses
+
+
+def _difference(fields: dict[str, Any], expected: list[float], device: torch.device) -> float:
+    engine = parallelize(_model, Plan(**fields), optimizer=_OPTIMIZER, loss_fn=next_token_loss, device=device)
+    found = []
+    for step in range(_STEPS):
+        inputs, targets = (part.tensor_split(engine.mesh.dp_size)[engine.mesh.dp_rank] for part in _batch(step, device))
+        found.append(engine.step(inputs, targets).item())
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
