@@ -44,10 +44,14 @@ def global_norm(
             all_reduce_(total, group, what="the norm of the gradient")
         return total.sqrt()
     norms = foreach_norm(local_gradients(with_gradient), 2.0, dtype)
-    copies = [world_size / num_shards[p] for p in with_gradient]
-    squares = torch.stack([n.double() for n in norms]).square()
-    total = (squares / torch.tensor(copies, dtype=torch.float64, device=squares.device)).sum()
-    if always_sum or any(num_shards[p] > 1 for p in with_gradient):
+    alike = len({n.dtype for n in norms}) == 1
+    squares = (torch.stack(list(norms)).double() if alike else torch.stack([n.double() for n in norms])).square()
+    shards = [num_shards[p] for p in with_gradient]
+    if len(set(shards)) == 1:
+        total = squares.sum() * (shards[0] / world_size)
+    else:
+        total = (squares * torch.tensor(shards, dtype=torch.float64, device=squares.device)).sum() / world_size
+    if always_sum or any(count > 1 for count in shards):
         all_reduce_(total, group, what="the norm of the gradient")
     else:
         total = total * world_size  # every rank holds everything
