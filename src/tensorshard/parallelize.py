@@ -11,6 +11,7 @@ from torch import nn
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, world_size
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.optimizer import OptimizerFactory, check_trains_heads
+from tensorshard.engine.other_optimizers import mark_replaced
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state
 from tensorshard.heads.under_plan.head_checks import check_loss_function
 from tensorshard.heads.under_plan.head_updates import (
@@ -81,6 +82,7 @@ def parallelize(
     plan = plan.resolve(world_size())
     check_supported(plan.precision, device)
     patience = as_timedelta(timeout)
+    users_parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
     with UsersModules() as users, kept_random_state(device):
         if isinstance(model, nn.Module):
             users.keep(model)
@@ -106,12 +108,14 @@ def parallelize(
             optimizer=optimizer,
             loss_fn=loss_fn,
             device=device,
+            seed=seed,
             random=random,
             cache=cache,
             head_groups=groups,
             debug=debug,
         )
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
+    mark_replaced(users_parameters)
     if mesh.rank == 0:
         log_updates(updates)
         if cache.is_on():

@@ -8,17 +8,20 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from tensorshard.checkpoint.reader import SafeReader, read_metadata
-from tensorshard.comm.decisions import decide_once
+from tensorshard.comm.decisions import decide_once, meet, succeed_together
+from tensorshard.comm.sharding import to_local
 from tensorshard.mesh import Mesh
 from tensorshard.plan import AXES, Plan
 from tensorshard.sharded_model import ShardedModel
@@ -42,50 +45,81 @@ class TrainingState(Protocol):
     scaler: Any
     step_count: int
     random: "RandomStreams"
+    loaders: Any
+    loader_states: dict[str, dict[str, int]]
 
 
 def save(engine: TrainingState, path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
     """Writes a checkpoint of `engine` to the folder `path`; :meth:`tensorshard.Engine.save` calls it."""
-    target = Path(path)
-    document = json.dumps(_gathered(engine, _document(engine, extra)), indent=1)
-    if decide_once(target.exists, engine.mesh.world_group):
+    target, group = Path(path), engine.mesh.world_group
+    temporary = target.with_name(f".{target.name}.saving")
+    meet("engine.save", group, engine.device)
+    own = succeed_together(lambda: _document(engine, extra), group, "engine.save")
+    document = json.dumps(_gathered(engine, own), indent=1)
+    decide_once(lambda: _make_folder(target, temporary), group)
+    try:
+        dcp.save(_tensors(engine), storage_writer=dcp.FileSystemWriter(temporary), planner=PiecesSavePlanner())
+    except CheckpointException as error:  # on every rank, and not derived from Exception
+        if engine.mesh.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise RuntimeError(f"engine.save could not write {target}, which is not there now: {_causes(error)}") from error
+    decide_once(lambda: _complete_folder(target, temporary, document), group)
+
+
+def _make_folder(target: Path, temporary: Path) -> None:
+    """Makes the folder that becomes `target` once it is whole.
+
+    Raises:
+        FileExistsError: `target` is there.
+        OSError: it cannot be written.
+    """
+    if target.exists():
         raise FileExistsError(
             f"{target} is there already and is not overwritten; save under another name, or move it away"
         )
-    temporary = target.with_name(f".{target.name}.saving")
-    if engine.mesh.rank == 0:
+    try:
         shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
         temporary.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_tensors(engine), storage_writer=dcp.FileSystemWriter(temporary), planner=PiecesSavePlanner())
-    if engine.mesh.rank == 0:
-        _write_durably(temporary / "engine.json", document)
-        temporary.rename(target)
-        _sync_folder(target.parent)
-    dist.barrier()
+    except OSError as error:
+        raise OSError(
+            f"the checkpoint {target} cannot be written: {error}; nothing was written. Save to a folder that this "
+            f"user may write to"
+        ) from error
+
+
+def _complete_folder(target: Path, temporary: Path, document: str) -> None:
+    _write_durably(temporary / "engine.json", document)
+    temporary.rename(target)
+    _sync_folder(target.parent)
 
 
 def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the checkpoint at `path` into `engine`; :meth:`tensorshard.Engine.load` calls it."""
-    source = Path(path)
-    if not (source / "engine.json").is_file():
-        raise FileNotFoundError(f"{source} is no checkpoint of tensorshard: it has no file engine.json")
-    document = json.loads((source / "engine.json").read_text())
-    if document.get("format") != _FORMAT:
-        raise ValueError(f"{source} has format {document.get('format')!r}; this version reads format {_FORMAT}")
-    metadata = read_metadata(source)
+    """Reads the checkpoint at `path` into `engine`; :meth:`tensorshard.Engine.load` calls it.
+
+    All is read and checked before anything of the engine is changed; that takes room for the tensors once more.
+    """
+    source, group = Path(path), engine.mesh.world_group
+    meet("engine.load", group, engine.device)
+    document, metadata = succeed_together(lambda: _read_description(engine, source), group, "engine.load")
     engine.sharded.finish_gather()
-    tensors = _model_tensors(engine, engine.sharded.persistent_buffers())
-    _check_matches(engine, metadata, source)
+    masters = {name: master.detach() for name, master in engine.sharded.masters().items()}
+    buffers = engine.sharded.persistent_buffers()
+    new_masters, new_buffers = _room_like(masters), _room_like(buffers)
     states = _empty_optimizer_states(engine, metadata)
+    tensors = _model_tensors(engine, new_masters, new_buffers)
     for name, values in states.items():
         shape = engine.sharded.masters()[name].shape
         for key, value in values.items():
             tensors[f"optimizer.{key}.{name}"] = _laid_out(engine, name, value) if value.shape == shape else value
     generators = _stored_generators(engine, metadata, document)
     tensors.update({_generator_key(engine, device): state for device, state in generators.items()})
-    dcp.load(tensors, storage_reader=SafeReader(source), planner=PiecesLoadPlanner())
+    try:
+        dcp.load(tensors, storage_reader=SafeReader(source), planner=PiecesLoadPlanner())
+    except CheckpointException as error:
+        raise ValueError(f"{source} cannot be read, and nothing was changed: {_causes(error)}") from error
     _restore_optimizer(engine, states, document)
+    _copy_each(masters, new_masters)
+    _copy_each(buffers, new_buffers)
     engine.sharded.all_gather_loaded()
     engine.step_count = document["step_count"]
     if engine.scaler is not None and document["scaler"] is not None:
@@ -94,7 +128,59 @@ def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
         engine.random.load_states(generators)
     else:
         engine.random.begin(engine.step_count)
+    engine.loader_states = dict(document.get("loaders", {}))
+    for name, loader in engine.loaders.items():
+        if name in engine.loader_states:
+            loader.load_state_dict(engine.loader_states.pop(name))
     return document["extra"]
+
+
+def _read_description(engine: TrainingState, source: Path) -> tuple[dict[str, Any], Metadata]:
+    """What ``engine.json`` and the metadata of `source` say, and that they fit `engine`.
+
+    Raises:
+        FileNotFoundError: `source` is no checkpoint.
+        ValueError: it is of another model, or of another optimizer.
+    """
+    if not (source / "engine.json").is_file():
+        raise FileNotFoundError(f"{source} is no checkpoint of tensorshard: it has no file engine.json")
+    try:
+        document = json.loads((source / "engine.json").read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source / 'engine.json'} is damaged: {error}") from error
+    if document.get("format") != _FORMAT:
+        raise ValueError(f"{source} has format {document.get('format')!r}; this version reads format {_FORMAT}")
+    metadata = read_metadata(source)
+    _check_matches(engine, metadata, source)
+    _check_optimizer(engine, document["optimizer"], source)
+    return document, metadata
+
+
+def _check_optimizer(engine: TrainingState, stored: dict[str, Any], source: Path) -> None:
+    then, now = stored.get("class"), type(engine.optimizer).__name__
+    if then is not None and then != now:
+        raise ValueError(
+            f"{source} was written with the optimizer {then}, and this engine has {now}, whose options and states are "
+            f"others: build it with parallelize(optimizer=functools.partial({then}, ...)), or load the weights alone "
+            f"with engine.model.load_state_dict(...), from the full_state_dict() of an engine that loaded it"
+        )
+
+
+def _room_like(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As much room as `tensors` have on this rank, laid out like them."""
+    return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def _copy_each(to: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in to.items():
+        to_local(tensor).copy_(to_local(values[name]))
+
+
+def _causes(error: CheckpointException) -> str:
+    """What went wrong on which rank, in one line."""
+    causes = {rank: failure[0] for rank, failure in error.failures.items()}
+    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(causes.items()))
 
 
 def _document(engine: TrainingState, extra: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +202,12 @@ def _document(engine: TrainingState, extra: dict[str, Any]) -> dict[str, Any]:
         "plan": engine.plan.to_dict(),
         "world_size": engine.mesh.world_size,
         "scaler": None if engine.scaler is None else engine.scaler.state_dict(),
-        "optimizer": {"groups": groups, "scalars": {name: s for name, s in scalars.items() if s}},
+        "loaders": {name: loader.state_dict() for name, loader in engine.loaders.items()},
+        "optimizer": {
+            "class": type(engine.optimizer).__name__,
+            "groups": groups,
+            "scalars": {name: s for name, s in scalars.items() if s},
+        },
         "extra": extra,
     }
     try:
@@ -143,7 +234,7 @@ def _gathered(engine: TrainingState, document: dict[str, Any]) -> dict[str, Any]
         for alike in zip(*(found["groups"] for found in documents), strict=True)
     ]
     scalars = {name: values for found in documents for name, values in found["scalars"].items()}
-    return {**document, "optimizer": {"groups": groups, "scalars": scalars}}
+    return {**document, "optimizer": {**document["optimizer"], "groups": groups, "scalars": scalars}}
 
 
 def _is_plain(value: Any) -> bool:
@@ -161,15 +252,17 @@ def _laid_out(engine: TrainingState, name: str, tensor: torch.Tensor) -> Any:
     return TensorPieces.of(tensor, shape, layout.dim, ranges)
 
 
-def _model_tensors(engine: TrainingState, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
-    masters = engine.sharded.masters()
-    tensors = {f"model.{name}": _laid_out(engine, name, master.detach()) for name, master in masters.items()}
+def _model_tensors(
+    engine: TrainingState, masters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    tensors = {f"model.{name}": _laid_out(engine, name, master) for name, master in masters.items()}
     tensors.update({f"buffers.{name}": _laid_out(engine, name, buffer) for name, buffer in buffers.items()})
     return tensors
 
 
 def _tensors(engine: TrainingState) -> dict[str, Any]:
-    tensors = _model_tensors(engine, engine.sharded.owned_buffers())
+    masters = {name: master.detach() for name, master in engine.sharded.masters().items()}
+    tensors = _model_tensors(engine, masters, engine.sharded.owned_buffers())
     names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     for parameter, state in engine.optimizer.state.items():
         for key, value in state.items():
