@@ -1,5 +1,6 @@
 """parallelize(): a model and a Plan in, an Engine out."""
 
+import inspect
 import logging
 from collections.abc import Callable
 from datetime import timedelta
@@ -166,4 +167,19 @@ def _check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any) -> Non
         )
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a callable (output, targets) -> loss")
+    _check_takes_two(loss_fn)
     check_loss_function(loss_fn)
+
+
+def _check_takes_two(loss_fn: Any) -> None:
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):  # of what is written in C
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn takes {signature}, and is called as loss_fn(output, targets) ({error}); where the model computes "
+            f"its loss, give lambda output, targets: output"
+        ) from error

@@ -43,7 +43,9 @@ def test_a_nanogpt_script_trains_as_one_process_does(ranks, tmp_path):
         ["train_any_plan.py", "pp=2"],
         ["train_sharded.py", "dtype=bfloat16"],
     ]
-    single, single_bf16 = ranks(1, _all_printed, [["train.py", f"out={tmp_path / 'one'}"], ["train.py", "dtype=bfloat16"]])[0]
+    single, single_bf16 = ranks(
+        1, _all_printed, [["train.py", f"out={tmp_path / 'one'}"], ["train.py", "dtype=bfloat16"]]
+    )[0]
     zero3, tp, pp, bf16 = ranks(2, _all_printed, runs)[0]
     expected = _figures(single)
     assert len(expected) == 4 * 2 + 3

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from tensorshard.checkpoint.optimizer_states import check_optimizer, empty_optimizer_states, restore_optimizer
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from tensorshard.checkpoint.reader import SafeReader, read_metadata
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
@@ -105,7 +106,7 @@ def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
     masters = {name: master.detach() for name, master in engine.sharded.masters().items()}
     buffers = engine.sharded.persistent_buffers()
     new_masters, new_buffers = _room_like(masters), _room_like(buffers)
-    states = _empty_optimizer_states(engine, metadata)
+    states = empty_optimizer_states(engine, metadata)
     tensors = _model_tensors(engine, new_masters, new_buffers)
     for name, values in states.items():
         shape = engine.sharded.masters()[name].shape
@@ -117,7 +118,7 @@ def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
         dcp.load(tensors, storage_reader=SafeReader(source), planner=PiecesLoadPlanner())
     except CheckpointException as error:
         raise ValueError(f"{source} cannot be read, and nothing was changed: {_causes(error)}") from error
-    _restore_optimizer(engine, states, document)
+    restore_optimizer(engine, states, document)
     _copy_each(masters, new_masters)
     _copy_each(buffers, new_buffers)
     engine.sharded.all_gather_loaded()
@@ -152,18 +153,8 @@ def _read_description(engine: TrainingState, source: Path) -> tuple[dict[str, An
         raise ValueError(f"{source} has format {document.get('format')!r}; this version reads format {_FORMAT}")
     metadata = read_metadata(source)
     _check_matches(engine, metadata, source)
-    _check_optimizer(engine, document["optimizer"], source)
+    check_optimizer(engine, document["optimizer"], source)
     return document, metadata
-
-
-def _check_optimizer(engine: TrainingState, stored: dict[str, Any], source: Path) -> None:
-    then, now = stored.get("class"), type(engine.optimizer).__name__
-    if then is not None and then != now:
-        raise ValueError(
-            f"{source} was written with the optimizer {then}, and this engine has {now}, whose options and states are "
-            f"others: build it with parallelize(optimizer=functools.partial({then}, ...)), or load the weights alone "
-            f"with engine.model.load_state_dict(...), from the full_state_dict() of an engine that loaded it"
-        )
 
 
 def _room_like(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -298,60 +289,6 @@ def _check_matches(engine: TrainingState, metadata: Metadata, source: Path) -> N
                 f"{source} is a checkpoint of another model: {key} has shape {tuple(stored[key].size)} in it and "
                 f"{tuple(shape)} in the model"
             )
-
-
-def _empty_optimizer_states(engine: TrainingState, metadata: Metadata) -> dict[str, dict[str, torch.Tensor]]:
-    """Room for the stored states of each parameter: laid out as the parameter where they have its shape."""
-    masters = engine.sharded.masters()
-    states: dict[str, dict[str, torch.Tensor]] = {}
-    for full_key, entry in metadata.state_dict_metadata.items():
-        if not full_key.startswith("optimizer.") or not isinstance(entry, TensorStorageMetadata):
-            continue
-        key, name = full_key.removeprefix("optimizer.").split(".", 1)
-        if name not in masters:  # another pipeline rank's
-            continue
-        master = masters[name]
-        dtype = entry.properties.dtype
-        if entry.size == engine.sharded.full_shape(name) and master.dim() > 0:
-            room = torch.zeros_like(master.detach(), dtype=dtype)
-        else:
-            room = torch.zeros(entry.size, dtype=dtype)
-        states.setdefault(name, {})[key] = room
-    return states
-
-
-def _restore_optimizer(
-    engine: TrainingState, states: dict[str, dict[str, torch.Tensor]], document: dict[str, Any]
-) -> None:
-    stored = document["optimizer"]
-    names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
-    current = engine.optimizer.state_dict()
-    state: dict[int, dict[str, Any]] = {}
-    groups = []
-    for place, (group, described) in enumerate(
-        zip(engine.optimizer.param_groups, current["param_groups"], strict=True)
-    ):
-        members = [names.get(p, "") for p in group["params"]]
-        # How a kernel is chosen belongs to this machine, not to the checkpoint.
-        restored = {
-            k: v
-            for k, v in _options(stored["groups"], members, place).items()
-            if k not in ("fused", "foreach", "capturable")
-        }
-        groups.append({**described, **restored})
-        for index, name in zip(described["params"], members, strict=True):
-            values: dict[str, Any] = {**states.get(name, {}), **stored["scalars"].get(name, {})}
-            if values:
-                state[index] = values
-    engine.optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _options(groups: list[dict[str, Any]], members: list[str], place: int) -> dict[str, Any]:
-    """Options of the stored group that has `members`; of the one in the same place, where these are none."""
-    for group in groups:
-        if set(members) & set(group["names"]):
-            return group["options"]
-    return {} if any(members) or place >= len(groups) else groups[place]["options"]
 
 
 def _generator_key(engine: TrainingState, device: str) -> str:

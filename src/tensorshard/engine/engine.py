@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tensorshard.comm.decisions import meet
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.final_gradients import FinalGradients, NonFiniteLossError
 from tensorshard.engine.independent_samples import check_independent_samples
@@ -229,7 +230,9 @@ class Engine(LoopMethods):
 
         A collective: every rank must call it.
         """
-        return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
+        with explained("engine.full_state_dict"):
+            meet("engine.full_state_dict", self.mesh.world_group, self.device)
+            return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
 
     def save(self, path: Any, *, extra: dict[str, Any] | None = None) -> None:
         """Writes a checkpoint to the folder `path`: weights, optimizer, scaler, random state, step count and `extra`.
@@ -241,7 +244,8 @@ class Engine(LoopMethods):
         """
         from tensorshard.checkpoint import save
 
-        save(self, path, extra or {})
+        with explained("engine.save"):
+            save(self, path, extra or {})
 
     def load(self, path: Any) -> dict[str, Any]:
         """Reads a checkpoint, written under any plan on any number of ranks; returns its `extra`. A collective.
@@ -252,7 +256,8 @@ class Engine(LoopMethods):
         """
         from tensorshard.checkpoint import load
 
-        return load(self, path)
+        with explained("engine.load"):
+            return load(self, path)
 
     def draw_schedule(self, path: Any = None, *, micro_batches: int | None = None) -> str:
         """Who computes what when in a step of the plan's pipeline, and its bubble's share, as text.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tensorshard.comm.collectives import all_reduce_, finish_unasked
+from tensorshard.engine.wrong_batch import explained_loss
 from tensorshard.mesh import Mesh
 from tensorshard.modules.batches import batch_size
 from tensorshard.transforms.precision import widen_output
@@ -33,7 +34,9 @@ class Objective:
             TypeError: the loss function returned neither a scalar nor (sum, count).
         """
         output = widen_output(output) if self.precision != "fp32" else output
-        total, count = sum_and_count(self.loss_fn(output, targets), self.device, "loss_fn returned", "return")
+        with explained_loss(output, targets):
+            result = self.loss_fn(output, targets)
+        total, count = sum_and_count(result, self.device, "loss_fn returned", "return")
         if count is not None:
             return total, count
         samples = batch_size(inputs)
