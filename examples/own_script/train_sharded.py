@@ -82,7 +82,7 @@ splits = {"train": text[: -len(text) // 10], "val": text[-len(text) // 10 :]}
 def get_batch(split: str) -> tuple[torch.Tensor, torch.Tensor]:
     data = splits[split]
     ix = torch.randint(len(data) - block_size, (batch_size,))
-    ix = ix.chunk(engine.mesh.dp_size)[engine.mesh.dp_rank] if split == "train" else ix
+    ix = ix.chunk(engine.mesh.dp_size)[engine.mesh.dp_rank] if model.training else ix
     x = torch.stack([data[i : i + block_size] for i in ix])
     y = torch.stack([data[i + 1 : i + 1 + block_size] for i in ix])
     return x.to(device), y.to(device)

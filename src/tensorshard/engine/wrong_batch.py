@@ -12,7 +12,12 @@ from torch import nn
 
 from tensorshard.torch_private.pytree import tree_leaves
 
-_FLOATING_TARGETS = ("expected scalar type Long", "expected target of type Long", "not implemented for 'Float'")
+_FLOATING_TARGETS = (
+    "expected scalar type Long",
+    "expected target of type Long",
+    "expected target dtype",
+    "not implemented for 'Float'",
+)
 
 
 @contextmanager
