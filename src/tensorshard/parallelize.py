@@ -1,5 +1,6 @@
 """parallelize(): a model and a Plan in, an Engine out."""
 
+import inspect
 import logging
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +13,7 @@ from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, world_size
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.optimizer import OptimizerFactory, check_trains_heads
+from tensorshard.engine.other_optimizers import mark_replaced
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state
 from tensorshard.heads.under_plan.head_checks import check_loss_function
 from tensorshard.heads.under_plan.head_updates import (
@@ -84,6 +86,7 @@ def parallelize(
     plan = plan.resolve(world_size())
     check_supported(plan.precision, device)
     patience = as_timedelta(timeout)
+    users_parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
     with UsersModules() as users, kept_random_state(device):
         if isinstance(model, nn.Module):
             users.keep(model)
@@ -111,12 +114,14 @@ def parallelize(
             optimizer=optimizer,
             loss_fn=loss_fn,
             device=device,
+            seed=seed,
             random=random,
             cache=cache,
             head_groups=groups,
             debug=debug,
         )
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
+    mark_replaced(users_parameters)
     if mesh.rank == 0:
         log_updates(updates)
         if cache.is_on():
@@ -167,4 +172,19 @@ def _check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any) -> Non
         )
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a callable (output, targets) -> loss")
+    _check_takes_two(loss_fn)
     check_loss_function(loss_fn)
+
+
+def _check_takes_two(loss_fn: Any) -> None:
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):  # of what is written in C
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn takes {signature}, and is called as loss_fn(output, targets) ({error}); where the model computes "
+            f"its loss, give lambda output, targets: output"
+        ) from error

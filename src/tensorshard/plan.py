@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,13 @@ class Plan:
     tp_check: bool = True
     pp_stages_per_rank: int | None = None
     pp_units: list[str] | None = None
+
+    def __new__(cls, *args: Any, **values: Any) -> "Plan":
+        """Refuses fields that do not exist, naming the nearest that does."""
+        unknown = _unknown_field(cls, values)
+        if unknown is not None:
+            raise TypeError(unknown)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -253,12 +261,9 @@ class Plan:
         Raises:
             ValueError: a key that is no field of Plan; names the nearest field.
         """
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
-                raise ValueError(f"Plan has no field {key!r}; {hint}")
+        unknown = _unknown_field(cls, values)
+        if unknown is not None:
+            raise ValueError(unknown)
         return cls(**values)
 
     def to_yaml(self, path: str | Path) -> None:
@@ -301,6 +306,17 @@ def _check_positive(name: str, value: Any) -> None:
         raise TypeError(f"{name} is {value!r}; it must be a positive number or None")
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} is {value}; it must be a positive, finite number, or None to turn it off")
+
+
+def _unknown_field(cls: type, values: Iterable[Any]) -> str | None:
+    """What is wrong with the first of `values` that is no field of the dataclass `cls`."""
+    known = [f.name for f in fields(cls)]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
+            return f"Plan has no field {key!r}; {hint}"
+    return None
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

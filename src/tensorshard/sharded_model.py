@@ -135,8 +135,13 @@ class ShardedModel(ABC):
         self.discard_gradients()
 
     @abstractmethod
-    def begin_micro_batch(self, last: bool) -> None:
-        """Called before each forward of a step; `last` when the step's gradients are complete after its backward."""
+    def begin_micro_batch(self, last: bool, *, average: bool = False) -> None:
+        """Called before each backward of a step.
+
+        Args:
+            last: whether the step's gradients are complete after this backward.
+            average: whether gradients are averaged over the data ranks, whatever :attr:`gradient_divisor`.
+        """
 
     def interleaved(self) -> AbstractContextManager[None]:
         """Surrounds a step in which forwards and backwards of several micro-batches take turns, as in a pipeline.
@@ -165,6 +170,30 @@ class ShardedModel(ABC):
     @abstractmethod
     def finish_gather(self) -> None:
         """Waits for what :meth:`all_gather_parameters` started."""
+
+    def show_masters(self) -> None:  # noqa: B027
+        """Has the modules show the masters as parameters, as they do between steps, if they show what is computed."""
+
+    def local_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of the parameter or buffer `name`, of which `full` is the full value.
+
+        It is laid out as the parameter's master is.
+        """
+        local = self.split.local(name, full)
+        master = self.masters().get(self._aliases.get(name, name))
+        if not isinstance(master, DTensor):
+            return local
+        own = master.to_local()
+        first = -(-local.size(0) // master.device_mesh.size(-1)) * master.device_mesh.get_local_rank(-1)
+        shard = local[min(first, local.size(0)) :][: own.size(0)].to(own)
+        return DTensor.from_local(
+            shard,
+            master.device_mesh,
+            master.placements,
+            run_check=False,
+            shape=master.shape,
+            stride=master.stride(),
+        )
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that belong into a state dict, by the original model's names."""

@@ -97,7 +97,7 @@ def _after_failures(fields: dict[str, Any], places: list[str]) -> list[tuple[flo
     losses = []
     for step, where in enumerate(places):
         inputs, targets = own_shard(interrupted, *data(step))
-        squares(interrupted.model(inputs), targets).backward()  # as a loop of one's own would leave behind
+        interrupted.backward(squares(interrupted.model(inputs), targets))  # as a loop of one's own would leave behind
         loss_fn.where, loss_fn.calls = where, 0
         with pytest.raises(MemoryError, match=where):
             interrupted.step(*own_shard(interrupted, *data(7)))

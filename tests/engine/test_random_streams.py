@@ -70,7 +70,10 @@ def _global_state_of_calls(fields: dict[str, Any]) -> list[bool]:
     call(engine.evaluate, *_batch(engine, 0))
     call(engine.predict, _batch(engine, 0)[0])
     if engine.plan.pp == 1:
-        call(engine.model, _batch(engine, 0)[0])
+        output = call(engine.model, _batch(engine, 0)[0])
+        if engine.plan.micro_batches == 1:
+            call(engine.backward, output.square().mean())
+            call(engine.optimizer.step)
     if engine.plan.pp == 1:
         with pytest.raises(ValueError):
             engine.step(_batch(engine, 0)[0], torch.zeros(3))

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from rank_pool import RankError, RankPool
 from tensorshard import Plan, parallelize
-from tensorshard.config import load_config
+from tensorshard.config import ConfigError, load_config
 from tensorshard.data import write_token_file
 from tensorshard.engine.engine import Engine
 from tensorshard.trainer import LossEvaluator
@@ -256,3 +256,24 @@ def test_every_shipped_config_runs(ranks: RankPool, tmp_path: Path, name: str) -
     assert ("val_accuracy" in last) == (name == "vit")
     assert ("tokens_per_second" in last) == (name != "vit")
     json.dumps(last)
+
+
+def _refused(config: Path, folder: Path) -> list[str]:
+    """What runs are told that cannot be begun."""
+    found = []
+    for overrides, output in (["optimizer.lr=-1"], "a"), ([], "b"), ([], "file/c"):
+        with pytest.raises(ConfigError) as caught:
+            _run(config, *overrides, output=folder / output)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_a_config_asks_for_and_cannot_be_had(ranks: RankPool, config: Path, tmp_path: Path) -> None:
+    missing = 'LazyCall(TokenDataset)(source="no.tokens", context_length=4)'
+    text = CONFIG.replace("LazyCall(Sums)(count=100, seed=0)", missing)
+    config.write_text("from tensorshard.data import TokenDataset\n" + text)
+    (tmp_path / "file").write_text("")
+    rate, tokens, directory = ranks(1, _refused, config, tmp_path)[0]
+    assert rate.startswith("optimizer: Invalid learning rate: -1")
+    assert tokens.startswith("data.train: [Errno 2] No such file or directory") and tokens.endswith("no.tokens'")
+    assert "file/c cannot be written" in directory and "--output" in directory

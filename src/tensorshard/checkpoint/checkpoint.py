@@ -8,16 +8,21 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from tensorshard.checkpoint.optimizer_states import check_optimizer, empty_optimizer_states, restore_optimizer
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
-from tensorshard.comm.decisions import decide_once
+from tensorshard.comm.decisions import decide_once, meet, succeed_together
+from tensorshard.comm.sharding import to_local
 from tensorshard.mesh import Mesh
 from tensorshard.plan import AXES, Plan
 from tensorshard.pretrained.export import write_configs
@@ -43,51 +48,83 @@ class TrainingState(Protocol):
     scaler: Any
     step_count: int
     random: "RandomStreams"
+    loaders: Any
+    loader_states: dict[str, dict[str, int]]
 
 
 def save(engine: TrainingState, path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
     """Writes a checkpoint of `engine` to the folder `path`; :meth:`tensorshard.Engine.save` calls it."""
-    target = Path(path)
-    document = json.dumps(_gathered(engine, _document(engine, extra)), indent=1)
-    if decide_once(target.exists, engine.mesh.world_group):
+    target, group = Path(path), engine.mesh.world_group
+    temporary = target.with_name(f".{target.name}.saving")
+    meet("engine.save", group, engine.device)
+    own = succeed_together(lambda: _document(engine, extra), group, "engine.save")
+    document = json.dumps(_gathered(engine, own), indent=1)
+    decide_once(lambda: _make_folder(target, temporary), group)
+    try:
+        dcp.save(_tensors(engine), storage_writer=dcp.FileSystemWriter(temporary), planner=PiecesSavePlanner())
+    except CheckpointException as error:  # on every rank, and not derived from Exception
+        if engine.mesh.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise RuntimeError(f"engine.save could not write {target}, which is not there now: {_causes(error)}") from error
+    structure = engine.sharded.structure
+    decide_once(lambda: _complete_folder(target, temporary, document, structure), group)
+
+
+def _make_folder(target: Path, temporary: Path) -> None:
+    """Makes the folder that becomes `target` once it is whole.
+
+    Raises:
+        FileExistsError: `target` is there.
+        OSError: it cannot be written.
+    """
+    if target.exists():
         raise FileExistsError(
             f"{target} is there already and is not overwritten; save under another name, or move it away"
         )
-    temporary = target.with_name(f".{target.name}.saving")
-    if engine.mesh.rank == 0:
+    try:
         shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
         temporary.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_tensors(engine), storage_writer=dcp.FileSystemWriter(temporary), planner=PiecesSavePlanner())
-    if engine.mesh.rank == 0:
-        write_configs(engine.sharded.structure, temporary)  # for who exports the checkpoint
-        _write_durably(temporary / "engine.json", document)
-        temporary.rename(target)
-        _sync_folder(target.parent)
-    dist.barrier()
+    except OSError as error:
+        raise OSError(
+            f"the checkpoint {target} cannot be written: {error}; nothing was written. Save to a folder that this "
+            f"user may write to"
+        ) from error
+
+
+def _complete_folder(target: Path, temporary: Path, document: str, structure: nn.Module) -> None:
+    write_configs(structure, temporary)  # for who exports the checkpoint
+    _write_durably(temporary / "engine.json", document)
+    temporary.rename(target)
+    _sync_folder(target.parent)
 
 
 def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the checkpoint at `path` into `engine`; :meth:`tensorshard.Engine.load` calls it."""
-    source = Path(path)
-    if not (source / "engine.json").is_file():
-        raise FileNotFoundError(f"{source} is no checkpoint of tensorshard: it has no file engine.json")
-    document = json.loads((source / "engine.json").read_text())
-    if document.get("format") != _FORMAT:
-        raise ValueError(f"{source} has format {document.get('format')!r}; this version reads format {_FORMAT}")
-    metadata = read_metadata(source)
+    """Reads the checkpoint at `path` into `engine`; :meth:`tensorshard.Engine.load` calls it.
+
+    All is read and checked before anything of the engine is changed; that takes room for the tensors once more.
+    """
+    source, group = Path(path), engine.mesh.world_group
+    meet("engine.load", group, engine.device)
+    document, metadata = succeed_together(lambda: _read_description(engine, source), group, "engine.load")
     engine.sharded.finish_gather()
-    tensors = _model_tensors(engine, engine.sharded.persistent_buffers())
-    _check_matches(engine, metadata, source)
-    states = _empty_optimizer_states(engine, metadata)
+    masters = {name: master.detach() for name, master in engine.sharded.masters().items()}
+    buffers = engine.sharded.persistent_buffers()
+    new_masters, new_buffers = _room_like(masters), _room_like(buffers)
+    states = empty_optimizer_states(engine, metadata)
+    tensors = _model_tensors(engine, new_masters, new_buffers)
     for name, values in states.items():
         shape = engine.sharded.masters()[name].shape
         for key, value in values.items():
             tensors[f"optimizer.{key}.{name}"] = _laid_out(engine, name, value) if value.shape == shape else value
     generators = _stored_generators(engine, metadata, document)
     tensors.update({_generator_key(engine, device): state for device, state in generators.items()})
-    dcp.load(tensors, storage_reader=SafeReader(source), planner=PiecesLoadPlanner())
-    _restore_optimizer(engine, states, document)
+    try:
+        dcp.load(tensors, storage_reader=SafeReader(source), planner=PiecesLoadPlanner())
+    except CheckpointException as error:
+        raise ValueError(f"{source} cannot be read, and nothing was changed: {_causes(error)}") from error
+    restore_optimizer(engine, states, document)
+    _copy_each(masters, new_masters)
+    _copy_each(buffers, new_buffers)
     engine.sharded.all_gather_loaded()
     engine.step_count = document["step_count"]
     if engine.scaler is not None and document["scaler"] is not None:
@@ -96,7 +133,49 @@ def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
         engine.random.load_states(generators)
     else:
         engine.random.begin(engine.step_count)
+    engine.loader_states = dict(document.get("loaders", {}))
+    for name, loader in engine.loaders.items():
+        if name in engine.loader_states:
+            loader.load_state_dict(engine.loader_states.pop(name))
     return document["extra"]
+
+
+def _read_description(engine: TrainingState, source: Path) -> tuple[dict[str, Any], Metadata]:
+    """What ``engine.json`` and the metadata of `source` say, and that they fit `engine`.
+
+    Raises:
+        FileNotFoundError: `source` is no checkpoint.
+        ValueError: it is of another model, or of another optimizer.
+    """
+    if not (source / "engine.json").is_file():
+        raise FileNotFoundError(f"{source} is no checkpoint of tensorshard: it has no file engine.json")
+    try:
+        document = json.loads((source / "engine.json").read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source / 'engine.json'} is damaged: {error}") from error
+    if document.get("format") != _FORMAT:
+        raise ValueError(f"{source} has format {document.get('format')!r}; this version reads format {_FORMAT}")
+    metadata = read_metadata(source)
+    _check_matches(engine, metadata, source)
+    check_optimizer(engine, document["optimizer"], source)
+    return document, metadata
+
+
+def _room_like(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As much room as `tensors` have on this rank, laid out like them."""
+    return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def _copy_each(to: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in to.items():
+        to_local(tensor).copy_(to_local(values[name]))
+
+
+def _causes(error: CheckpointException) -> str:
+    """What went wrong on which rank, in one line."""
+    causes = {rank: failure[0] for rank, failure in error.failures.items()}
+    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(causes.items()))
 
 
 def _document(engine: TrainingState, extra: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +198,12 @@ def _document(engine: TrainingState, extra: dict[str, Any]) -> dict[str, Any]:
         "world_size": engine.mesh.world_size,
         "scaler": None if engine.scaler is None else engine.scaler.state_dict(),
         "aliases": {name: first for name, first in engine.sharded.aliases().items() if name != first},
-        "optimizer": {"groups": groups, "scalars": {name: s for name, s in scalars.items() if s}},
+        "loaders": {name: loader.state_dict() for name, loader in engine.loaders.items()},
+        "optimizer": {
+            "class": type(engine.optimizer).__name__,
+            "groups": groups,
+            "scalars": {name: s for name, s in scalars.items() if s},
+        },
         "extra": extra,
     }
     try:
@@ -146,7 +230,7 @@ def _gathered(engine: TrainingState, document: dict[str, Any]) -> dict[str, Any]
         for alike in zip(*(found["groups"] for found in documents), strict=True)
     ]
     scalars = {name: values for found in documents for name, values in found["scalars"].items()}
-    return {**document, "optimizer": {"groups": groups, "scalars": scalars}}
+    return {**document, "optimizer": {**document["optimizer"], "groups": groups, "scalars": scalars}}
 
 
 def _is_plain(value: Any) -> bool:
@@ -164,15 +248,17 @@ def _laid_out(engine: TrainingState, name: str, tensor: torch.Tensor) -> Any:
     return TensorPieces.of(tensor, shape, layout.dim, ranges)
 
 
-def _model_tensors(engine: TrainingState, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
-    masters = engine.sharded.masters()
-    tensors = {f"model.{name}": _laid_out(engine, name, master.detach()) for name, master in masters.items()}
+def _model_tensors(
+    engine: TrainingState, masters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    tensors = {f"model.{name}": _laid_out(engine, name, master) for name, master in masters.items()}
     tensors.update({f"buffers.{name}": _laid_out(engine, name, buffer) for name, buffer in buffers.items()})
     return tensors
 
 
 def _tensors(engine: TrainingState) -> dict[str, Any]:
-    tensors = _model_tensors(engine, engine.sharded.owned_buffers())
+    masters = {name: master.detach() for name, master in engine.sharded.masters().items()}
+    tensors = _model_tensors(engine, masters, engine.sharded.owned_buffers())
     names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     for parameter, state in engine.optimizer.state.items():
         for key, value in state.items():
@@ -208,60 +294,6 @@ def _check_matches(engine: TrainingState, metadata: Metadata, source: Path) -> N
                 f"{source} is a checkpoint of another model: {key} has shape {tuple(stored[key].size)} in it and "
                 f"{tuple(shape)} in the model"
             )
-
-
-def _empty_optimizer_states(engine: TrainingState, metadata: Metadata) -> dict[str, dict[str, torch.Tensor]]:
-    """Room for the stored states of each parameter: laid out as the parameter where they have its shape."""
-    masters = engine.sharded.masters()
-    states: dict[str, dict[str, torch.Tensor]] = {}
-    for full_key, entry in metadata.state_dict_metadata.items():
-        if not full_key.startswith("optimizer.") or not isinstance(entry, TensorStorageMetadata):
-            continue
-        key, name = full_key.removeprefix("optimizer.").split(".", 1)
-        if name not in masters:  # another pipeline rank's
-            continue
-        master = masters[name]
-        dtype = entry.properties.dtype
-        if entry.size == engine.sharded.full_shape(name) and master.dim() > 0:
-            room = torch.zeros_like(master.detach(), dtype=dtype)
-        else:
-            room = torch.zeros(entry.size, dtype=dtype)
-        states.setdefault(name, {})[key] = room
-    return states
-
-
-def _restore_optimizer(
-    engine: TrainingState, states: dict[str, dict[str, torch.Tensor]], document: dict[str, Any]
-) -> None:
-    stored = document["optimizer"]
-    names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
-    current = engine.optimizer.state_dict()
-    state: dict[int, dict[str, Any]] = {}
-    groups = []
-    for place, (group, described) in enumerate(
-        zip(engine.optimizer.param_groups, current["param_groups"], strict=True)
-    ):
-        members = [names.get(p, "") for p in group["params"]]
-        # How a kernel is chosen belongs to this machine, not to the checkpoint.
-        restored = {
-            k: v
-            for k, v in _options(stored["groups"], members, place).items()
-            if k not in ("fused", "foreach", "capturable")
-        }
-        groups.append({**described, **restored})
-        for index, name in zip(described["params"], members, strict=True):
-            values: dict[str, Any] = {**states.get(name, {}), **stored["scalars"].get(name, {})}
-            if values:
-                state[index] = values
-    engine.optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _options(groups: list[dict[str, Any]], members: list[str], place: int) -> dict[str, Any]:
-    """Options of the stored group that has `members`; of the one in the same place, where these are none."""
-    for group in groups:
-        if set(members) & set(group["names"]):
-            return group["options"]
-    return {} if any(members) or place >= len(groups) else groups[place]["options"]
 
 
 def _generator_key(engine: TrainingState, device: str) -> str:

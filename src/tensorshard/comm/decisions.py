@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tensorshard.comm.collectives import all_reduce_
+
 _Result = TypeVar("_Result")
 
 
@@ -45,6 +47,45 @@ def decide_once(
     if not succeeded:
         raise value
     return value
+
+
+def succeed_together(action: Callable[[], _Result], group: dist.ProcessGroup, call: str) -> _Result:
+    """What ``action()`` returns on this rank, once all ranks of `group` have succeeded. A collective of the group.
+
+    Args:
+        action: is no collective.
+        call: what the user called, for the message.
+
+    Raises:
+        Exception: on a rank whose action raised, that; on the others a RuntimeError that names it.
+    """
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return action()
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, None if failure is None else f"{type(failure).__name__}: {failure}", group=group)
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(found):
+        if message is not None:
+            ranks = dist.get_process_group_ranks(group)
+            raise RuntimeError(f"{call} failed on rank {ranks[rank]}, so it was not done on any: {message}")
+    return result
+
+
+def meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Waits until every rank of `group` makes the same `call`, which the error names where one does not come.
+
+    Args:
+        device: on which messages travel.
+    """
+    if group.size() > 1:
+        all_reduce_(torch.zeros(1, device=device), group, what=call)
 
 
 def _travels(error: Exception) -> bool:

@@ -83,7 +83,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self.samples_consumed
-        for size in self._batch_sizes():
+        for size in self.global_sizes():
             share, extra = divmod(size, self.dp_size)
             first = start + self.dp_rank * share + min(self.dp_rank, extra)
             yield self._indices(first, first + share + (self.dp_rank < extra))
@@ -102,8 +102,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
             return None
         return max(0, self.num_epochs * self.num_samples - self.samples_consumed)
 
-    def _batch_sizes(self) -> Iterator[int]:
-        """Global sizes of the batches to come."""
+    def global_sizes(self) -> Iterator[int]:
+        """How many samples each of the batches to come has, over all data ranks."""
         remaining = self._remaining()
         while remaining is None:
             yield self.global_batch_size

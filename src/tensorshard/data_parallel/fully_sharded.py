@@ -104,7 +104,7 @@ class FullyShardedModel(ShardedModel):
         self._gradients.forget()
         reset_iteration(self.model)
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def begin_micro_batch(self, last: bool, *, average: bool = False) -> None:
         self._gradients.last = last
         assert isinstance(self.model, FSDPModule)
         self.model.set_is_last_backward(last)

@@ -125,11 +125,11 @@ class ReplicatedModel(ShardedModel):
         self._interleaved = False
         self._show(computing=False)
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def begin_micro_batch(self, last: bool, *, average: bool = False) -> None:
         self._final = last
         self._last = last or (self._level == 2 and self._groups.shard is not None)
         self._complete = False
-        self._in_step = True
+        self._in_step = not average
 
     @contextmanager
     def interleaved(self) -> Iterator[None]:
@@ -149,6 +149,10 @@ class ReplicatedModel(ShardedModel):
         if not self._complete:
             self._finish()
         self._in_step = False
+
+    def show_masters(self) -> None:
+        self.finish_gather()
+        self._show(computing=False)
 
     def all_gather_parameters(self) -> None:
         for bucket in self._buckets:

@@ -1,6 +1,5 @@
 """The Engine: one optimizer step under any plan."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -9,14 +8,20 @@ from typing import Any
 
 import torch
 
+from tensorshard.comm.decisions import meet
 from tensorshard.engine.collective_errors import explained
+from tensorshard.engine.final_gradients import FinalGradients, NonFiniteLossError
 from tensorshard.engine.generation import Generator
-from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.engine.independent_samples import check_independent_samples
+from tensorshard.engine.loader import EngineLoader
+from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
+from tensorshard.engine.other_optimizers import mark_trained
+from tensorshard.engine.own_loop import OwnLoop
 from tensorshard.engine.random_streams import RandomStreams
+from tensorshard.engine.state_dicts import GuardedStateDicts
 from tensorshard.engine.step_runner import StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
@@ -26,7 +31,8 @@ from tensorshard.modules.generation_cache import GenerationCache
 from tensorshard.modules.surrounded import surround_forwards
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
-from tensorshard.torch_private.fake_tensors import detect_fake_mode
+
+__all__ = ["Engine", "LossFunction", "NonFiniteLossError"]
 
 # Buffers of at most this many bytes are copied before every step, larger ones only if a step has changed them before.
 _SMALL_BYTES = 1 << 20
@@ -34,22 +40,17 @@ _SMALL_BYTES = 1 << 20
 LossFunction = Callable[[Any, Any], Any]
 
 
-class NonFiniteLossError(FloatingPointError):
-    """The loss (or the gradient's norm) of a step is not a finite number; the step was not taken."""
-
-
-class Engine:
+class Engine(LoopMethods):
     """A model, its optimizer and one call, :meth:`step`, under any plan. Made by :func:`tensorshard.parallelize`.
 
     Attributes:
-        model: callable as before; its parameters are this rank's. A loop of one's own works too:
-            ``engine.model(x)``, ``loss.backward()``, ``engine.optimizer.step()``, ``engine.optimizer.zero_grad()``:
-            gradients are then averaged over the data ranks, as with DistributedDataParallel.
-            With a pipeline it holds this rank's stages, and cannot be called.
-        optimizer: updates the masters; learning-rate schedulers are built on it.
+        model: callable as before; its parameters are this rank's. A loop of one's own works too, by
+            ``engine.model(x)``, :meth:`backward`, ``engine.optimizer.step()``, ``engine.optimizer.zero_grad()``
+            (``docs/your-own-loop.md``). With a pipeline it holds this rank's stages, and cannot be called.
+        optimizer: updates the masters; learning-rate schedulers are built on it. Its ``step()`` checks and clips the
+            gradients as the plan says.
         step_count: optimizer steps taken, skipped ones of fp16 included.
         measure_grad_norm: whether the next steps set :attr:`grad_norm` even where the plan does not need it.
-        grad_norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
         scaler: the loss scaler of fp16, or None.
         random: where dropout and the like draw from, within the Engine's calls and the model's forward. Torch's global
             generators are the user's.
@@ -64,6 +65,7 @@ class Engine:
         optimizer: OptimizerFactory,
         loss_fn: LossFunction,
         device: torch.device,
+        seed: int,
         random: RandomStreams,
         cache: GenerationCache,
         head_groups: Sequence[HeadGroup] = (),
@@ -77,22 +79,36 @@ class Engine:
         self.loss_fn = loss_fn
         self.step_count = 0
         self.measure_grad_norm = False
-        self.grad_norm: torch.Tensor | None = None
         self.scaler = LossScaler() if plan.precision == "fp16" else None
-        self._trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
-        self._num_shards = sharded.num_shards()
+        self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device)
         objective = Objective(loss_fn, plan.precision, device)
         self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
         self.random = random
+        self._seed = seed
+        self.loaders: dict[str, EngineLoader] = {}
+        self.loader_states: dict[str, dict[str, int]] = {}  # loaded, of loaders that are yet to be made
         self._cache = cache
         self._check_samples = debug  # before the first step
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
             surround_forwards(sharded.model, random.installed)
             surround_forwards(sharded.model, partial(cache.off_in_training, sharded.model))
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
-        self.optimizer = build_optimizer(optimizer, self._trained, head_groups)
+        self.optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
         self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters())
+        self._own_loop = OwnLoop(
+            sharded,
+            plan,
+            mesh,
+            self._gradients,
+            self.scaler,
+            device,
+            steps_taken=lambda: self.step_count,
+            count_step=self._count_step,
+        )
+        self._own_loop.surround(sharded.model, self.optimizer)
+        GuardedStateDicts(sharded, plan)
+        mark_trained(self._gradients.trained.values(), self.optimizer)
 
     # -- one step --
 
@@ -116,8 +132,9 @@ class Engine:
         the others raise when the timeout of their groups is over, and the process group is of no more use.
         """
         before = self._buffers_before()
+        self._own_loop.forget()
         try:
-            with explained("engine.step"), self.random.installed(), self._cache.off():
+            with self._call("step"), self._cache.off():
                 loss = self._step(inputs, targets)
         except BaseException:
             self._step_runner.abandon()
@@ -153,16 +170,27 @@ class Engine:
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
-        if self._rescale_gradients(loss.mean, loss.correction):
+        factor: torch.Tensor | float | None = loss.correction
+        if self.scaler is not None:
+            factor = (1.0 if factor is None else factor) / self.scaler.scale
+        if self._gradients.prepare(loss.mean, factor, steps_taken=self.step_count, measure=self.measure_grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.step_count += 1
+        self._count_step()
         return loss.mean
+
+    def _count_step(self) -> None:
+        self.step_count += 1
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """L2 norm of the whole model's gradient in the last step, before clipping; None if not measured."""
+        return self._gradients.norm
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
-        with explained("engine.evaluate"), self.random.installed(), self._cache.off(), self._evaluation_mode():
+        with self._call("evaluate"), self._cache.off(), self._evaluation_mode():
             return self._step_runner.evaluate(inputs, targets)
 
     @torch.no_grad()
@@ -176,13 +204,13 @@ class Engine:
             ValueError: outputs of micro-batches that cannot be put together; ranks that should pass the same batch do
                 not.
         """
-        with explained("engine.predict"), self._evaluation_mode():
+        with self._call("predict"), self._evaluation_mode():
             return self._predict(inputs, compare=inputs)
 
     def _predict(self, inputs: Any, *, compare: Any) -> Any:
         # Micro-batches of a pipeline have no cache in common.
         cache = self._cache.off() if self.plan.pp > 1 else nullcontext()
-        with self.random.installed(), cache:
+        with cache:
             return self._step_runner.predict(inputs, compare=compare)
 
     @torch.no_grad()
@@ -218,7 +246,7 @@ class Engine:
             ValueError: prompts, numbers or a model that this cannot be done with; more tokens than the model reads.
         """
         generator = Generator(self.sharded.structure, self._predict, self.mesh, self.plan.micro_batches)
-        with explained("engine.generate"), self._evaluation_mode():
+        with self._call("generate"), self._evaluation_mode():
             return generator.generate(
                 prompts,
                 max_new_tokens=max_new_tokens,
@@ -227,6 +255,12 @@ class Engine:
                 eos_token_id=eos_token_id,
                 seed=seed,
             )
+
+    @contextmanager
+    def _call(self, name: str) -> Iterator[None]:
+        """What surrounds a call of the Engine that runs the model."""
+        with explained(f"engine.{name}"), self.random.installed(), self._own_loop.engines_own():
+            yield
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
@@ -238,55 +272,6 @@ class Engine:
             for module in training:
                 module.training = True
 
-    def _rescale_gradients(self, loss: torch.Tensor, correction: torch.Tensor | None) -> bool:
-        """Normalizes, unscales and clips the gradients in one pass; False if fp16 overflowed and the step is off.
-
-        Raises:
-            NonFiniteLossError: the `loss`, or the gradient, is not finite.
-        """
-        clip = self.plan.clip_grad_norm
-        factor: torch.Tensor | float | None = correction
-        if self.scaler is not None:
-            factor = (1.0 if factor is None else factor) / self.scaler.scale
-        norm = self._gradient_norm()
-        if not _are_finite(loss, norm):
-            self._check_finite(loss, "loss")
-            norm = self._gradient_norm(torch.float64)  # squares of large numbers overflow in fp32
-        norm = norm if factor is None else norm * factor
-        self.grad_norm = norm if clip is not None or self.scaler is not None or self.measure_grad_norm else None
-        if self.scaler is not None:
-            overflowed = not _are_finite(norm)
-            exhausted = overflowed and self.scaler.is_smallest
-            self.scaler.update(overflowed)
-            if overflowed and not exhausted:
-                return False
-        self._check_finite(norm, "norm of the gradient")
-        if clip is not None:
-            clipping = clip_factor(norm, clip)
-            factor = clipping if factor is None else factor * clipping
-        if factor is not None and not _is_one(factor):
-            scale_gradients(self._trained.values(), factor)
-        return True
-
-    def _gradient_norm(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return global_norm(
-            self._trained.values(),
-            self._num_shards,
-            self.mesh.world_group,
-            device=self.device,
-            always_sum=self.mesh.degrees["pp"] > 1,
-            dtype=dtype,
-        )
-
-    def _check_finite(self, value: torch.Tensor, what: str) -> None:
-        if _are_finite(value):
-            return
-        raise NonFiniteLossError(
-            f"the {what} of step {self.step_count + 1} is {value.item()}; the step was not taken, so weights and "
-            f"optimizer are those after step {self.step_count}. A lower learning rate, clip_grad_norm, or "
-            f"precision='bf16' or 'fp32' instead of 'fp16' are the usual remedies"
-        )
-
     # -- state --
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -294,7 +279,9 @@ class Engine:
 
         A collective: every rank must call it.
         """
-        return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
+        with explained("engine.full_state_dict"):
+            meet("engine.full_state_dict", self.mesh.world_group, self.device)
+            return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
 
     def save(self, path: Any, *, extra: dict[str, Any] | None = None) -> None:
         """Writes a checkpoint to the folder `path`: weights, optimizer, scaler, random state, step count and `extra`.
@@ -306,7 +293,8 @@ class Engine:
         """
         from tensorshard.checkpoint import save
 
-        save(self, path, extra or {})
+        with explained("engine.save"):
+            save(self, path, extra or {})
 
     def load(self, path: Any) -> dict[str, Any]:
         """Reads a checkpoint, written under any plan on any number of ranks; returns its `extra`. A collective.
@@ -317,7 +305,8 @@ class Engine:
         """
         from tensorshard.checkpoint import load
 
-        return load(self, path)
+        with explained("engine.load"):
+            return load(self, path)
 
     def save_pretrained(
         self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
@@ -384,17 +373,3 @@ def _step_runner_for(
 
     assert isinstance(sharded, PipelinedModel)
     return PipelineStepRunner(sharded, plan, mesh, objective, device)
-
-
-def _are_finite(*values: torch.Tensor) -> bool:
-    """Whether all are, asked for once, because an answer from a GPU has to be waited for."""
-    if detect_fake_mode(values) is not None:
-        return True
-    return all(map(math.isfinite, torch.stack([value.detach().double() for value in values]).tolist()))
-
-
-def _is_one(factor: torch.Tensor | float) -> bool:
-    """Whether multiplying can be left out; not asked of a GPU, where reading the answer costs more."""
-    if isinstance(factor, torch.Tensor):
-        return factor.device.type == "cpu" and detect_fake_mode(factor) is None and factor.item() == 1.0
-    return factor == 1.0

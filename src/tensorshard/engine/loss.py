@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tensorshard.comm.collectives import all_reduce_, finish_unasked
+from tensorshard.engine.wrong_batch import explained_loss
 from tensorshard.mesh import Mesh
 from tensorshard.modules.batches import batch_size
 from tensorshard.transforms.precision import widen_output
@@ -32,17 +33,35 @@ class Objective:
         Raises:
             TypeError: the loss function returned neither a scalar nor (sum, count).
         """
-        result = self.loss_fn(widen_output(output) if self.precision != "fp32" else output, targets)
-        if isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0]):
-            total, count = result
-            return total, torch.as_tensor(count, dtype=torch.float32, device=self.device).detach()
-        if not _is_scalar(result):
-            raise TypeError(
-                f"loss_fn returned {_described(result)}; it must return a scalar tensor, the mean over the samples, or "
-                f"a tuple (sum, count) whose sum is a scalar tensor"
-            )
+        output = widen_output(output) if self.precision != "fp32" else output
+        with explained_loss(output, targets):
+            result = self.loss_fn(output, targets)
+        total, count = sum_and_count(result, self.device, "loss_fn returned", "return")
+        if count is not None:
+            return total, count
         samples = batch_size(inputs)
-        return result * samples, torch.tensor(float(samples), device=self.device)
+        return total * samples, torch.tensor(float(samples), device=self.device)
+
+
+def sum_and_count(loss: Any, device: torch.device, what: str, verb: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A loss in one of its two forms: a mean and None, or a sum and the count that it is a sum over.
+
+    Args:
+        device: of the count.
+        what: where the loss came from, for errors, such as "loss_fn returned"; `verb`: what it must do instead.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]):
+        total, count = loss
+        return total, torch.as_tensor(count, dtype=torch.float32, device=device).detach()
+    if not _is_scalar(loss):
+        raise TypeError(
+            f"{what} {_described(loss)}; it must {verb} a scalar tensor, the mean over the samples, or "
+            f"a tuple (sum, count) whose sum is a scalar tensor"
+        )
+    return loss, None
 
 
 class LossTally:
@@ -120,8 +139,9 @@ def check_has_gradient(loss: torch.Tensor) -> None:
     """
     if not loss.requires_grad:
         raise ValueError(
-            "the loss has no gradient: nothing that is trained is behind what loss_fn returned. Return what was "
-            "computed from the model's output, without .detach(), .item(), torch.tensor(...) or torch.no_grad()"
+            "the loss has no gradient: nothing that is trained is behind what loss_fn returned, or engine.backward was "
+            "given. It must be computed from the model's output, without .detach(), .item(), torch.tensor(...) or "
+            "torch.no_grad()"
         )
 
 

@@ -54,7 +54,10 @@ def _build(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch
     if not masters:  # of a pipeline's stage nothing may be trained; its optimizer then exists for schedulers' sake
         masters = {"none": nn.Parameter(torch.empty(0))}
     given: Any = list(masters.items()) if _wants_names(factory) else list(masters.values())
-    built = factory(given)
+    try:
+        built = factory(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"optimizer(parameters) failed: {error}") from error
     if not isinstance(built, torch.optim.Optimizer):
         raise TypeError(f"optimizer(parameters) returned a {type(built).__name__}; it must return a torch Optimizer")
     known = set(masters.values())

@@ -8,6 +8,7 @@ import torch
 
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.engine.same_batch import SameBatch
+from tensorshard.engine.wrong_batch import explained_forward
 from tensorshard.mesh import Mesh
 from tensorshard.modules.batches import call_model, split_batch, split_unevenly, to_device
 from tensorshard.plan import Plan
@@ -120,5 +121,5 @@ class WholeModelStepRunner(StepRunner):
         return self._objective(self._output(inputs), inputs, targets)
 
     def _output(self, inputs: Any) -> Any:
-        with autocast(self._plan.precision, self._device):
+        with autocast(self._plan.precision, self._device), explained_forward(self._sharded.model, inputs):
             return call_model(self._sharded.model, inputs)

@@ -11,7 +11,7 @@ from tensorshard.lay_out.laid_out_mark import check_not_laid_out
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.modules.blocks import select_modules
 from tensorshard.plan import Plan
-from tensorshard.torch_private.tensors import has_gradient_hooks
+from tensorshard.torch_private.tensors import count_gradient_hooks
 from tensorshard.transforms.precision import master_dtype
 
 
@@ -85,7 +85,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_parameter_hooks(name: str, parameter: nn.Parameter) -> None:
-    if has_gradient_hooks(parameter):
+    if count_gradient_hooks(parameter):
         raise ValueError(
             f"parameter {name!r} has a hook (register_hook, register_post_accumulate_grad_hook), but a plan lays "
             f"parameters out anew, and the hook would never be called; hook the module that reads it "

@@ -42,8 +42,8 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
     tensor._is_param = True  # type: ignore[attr-defined]
 
 
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on `tensor`.
+def count_gradient_hooks(tensor: torch.Tensor) -> int:
+    """How often ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on `tensor`.
 
     Why: a plan lays parameters out anew, and their hooks would be lost without a word.
 
@@ -51,4 +51,4 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
     Public way: none.
     """
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    return len(tensor._backward_hooks or ()) + len(tensor._post_accumulate_grad_hooks or ())

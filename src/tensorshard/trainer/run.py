@@ -1,20 +1,24 @@
 """A run, from its config to its summary: what every worker of ``tensorshard train`` executes."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
+from torch import nn
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world
-from tensorshard.config import instantiate
+from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.allowed_targets import modules_to_allow
 from tensorshard.engine.engine import Engine
 from tensorshard.parallelize import parallelize
@@ -105,7 +109,9 @@ def _prepare(
     stop: StopRequest,
     timeout: timedelta,
 ) -> _Run:
-    dataset = instantiate(config.data.train)
+    _check_optimizer(config)
+    with _asked_for("data.train"):
+        dataset = instantiate(config.data.train)
     engine = parallelize(
         initial_model(config.model),
         settings.plan,
@@ -153,6 +159,27 @@ def _prepare(
     return _Run(trainer, timer, memory, evaluation)
 
 
+@contextmanager
+def _asked_for(section: str) -> Iterator[None]:
+    """Says which section of the config asked for what cannot be had.
+
+    Raises:
+        ConfigError: a file that is not there, cannot be read, or does not hold what it should.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{section}: {error}") from error
+
+
+def _check_optimizer(config: DictConfig) -> None:
+    """Builds the optimizer of a single number, before anything large is."""
+    try:
+        instantiate(config.optimizer)([nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer: {error}") from error
+
+
 def _report(parts: _Run, config: DictConfig, directory: RunDirectory, console: Console) -> None:
     """The summary of the training that was done, and how to go on where it was stopped. Collective."""
     trainer = parts.trainer
@@ -173,8 +200,10 @@ def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> 
     """The loss, and the metrics of the config, on its validation set; none without one."""
     if config.data.get("validation") is None:
         return []
+    with _asked_for("data.validation"):
+        dataset = instantiate(config.data.validation)
     loader = evaluation_loader(
-        instantiate(config.data.validation),
+        dataset,
         engine.mesh,
         global_batch_size=settings.global_batch_size,
         shuffle=settings.eval_batches is not None,

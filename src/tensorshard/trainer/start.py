@@ -1,5 +1,8 @@
 """Where a run begins: in a new directory, or at a checkpoint of an earlier one."""
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +51,8 @@ def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, 
     name = _run_name(config)
     if resume is None:
         if directory is None:
-            return Start(RunDirectory.new(RUNS, name), None)
+            with _written_to(RUNS):
+                return Start(RunDirectory.new(RUNS, name), None)
         if directory.config.exists():
             raise ConfigError(
                 f"{directory.path} holds a run already; continue it with --resume, or give another directory"
@@ -96,8 +100,19 @@ def write_config(config: DictConfig, directory: RunDirectory, step: int) -> None
         changed.write_text(to_yaml(config), encoding="utf-8")
 
 
+@contextmanager
+def _written_to(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"the directory {path} cannot be written ({error}); give another with --output") from error
+
+
 def _started(directory: RunDirectory, checkpoint: Path | None) -> Start:
-    directory.path.mkdir(parents=True, exist_ok=True)
+    with _written_to(directory.path):
+        directory.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory.path):
+            pass
     return Start(directory, checkpoint)
 
 

@@ -130,7 +130,7 @@ class PipelinedModel(ShardedModel):
                 stack.enter_context(part.interleaved())
             yield
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def begin_micro_batch(self, last: bool, *, average: bool = False) -> None:
         raise RuntimeError("a pipeline's stages begin micro-batches one by one")
 
     def finish_micro_batch(self) -> None:

@@ -1,0 +1,185 @@
+"""What happens to a step's gradients between the last backward and the update: unscaling, hooks, checks, clipping."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
+from tensorshard.engine.loss_scaler import LossScaler
+from tensorshard.mesh import Mesh
+from tensorshard.plan import Plan
+from tensorshard.sharded_model import ShardedModel
+from tensorshard.torch_private.fake_tensors import detect_fake_mode
+from tensorshard.torch_private.tensors import count_gradient_hooks
+
+GradientHook = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+
+class NonFiniteLossError(FloatingPointError):
+    """The loss (or the gradient's norm) of a step is not a finite number; the step was not taken."""
+
+
+class HookHandle:
+    """Takes a gradient hook away again."""
+
+    def __init__(self, hooks: dict[int, GradientHook], key: int) -> None:
+        self._hooks, self._key = hooks, key
+
+    def remove(self) -> None:
+        """The hook is no longer called. A second call does nothing."""
+        self._hooks.pop(self._key, None)
+
+
+class FinalGradients:
+    """The complete gradients of a laid-out model. All calls are collectives of the mesh.
+
+    Args:
+        scaler: the loss scaler of fp16, or None.
+        device: where the norm travels.
+
+    Attributes:
+        norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, plan: Plan, mesh: Mesh, scaler: LossScaler | None, device: torch.device
+    ) -> None:
+        self.trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
+        self.norm: torch.Tensor | None = None
+        self._num_shards = sharded.num_shards()
+        self._plan = plan
+        self._mesh = mesh
+        self._scaler = scaler
+        self._device = device
+        self._hooks: dict[int, GradientHook] = {}
+        self._own_hooks = {name: count_gradient_hooks(p) for name, p in self.trained.items()}
+        self._registered = 0
+
+    def register_hook(self, hook: GradientHook) -> HookHandle:
+        """Has :meth:`prepare` call `hook`, after those registered before."""
+        self._registered += 1
+        self._hooks[self._registered] = hook
+        return HookHandle(self._hooks, self._registered)
+
+    def prepare(
+        self,
+        loss: torch.Tensor | None,
+        factor: torch.Tensor | float | None,
+        *,
+        steps_taken: int,
+        measure: bool = False,
+    ) -> bool:
+        """Normalizes, checks and clips the gradients in one pass; False if fp16 overflowed and the step is off.
+
+        Args:
+            loss: that they are of; None if it is not known.
+            factor: what they still have to be multiplied by; None for nothing.
+            steps_taken: how many steps were taken before this one.
+            measure: whether :attr:`norm` is set even where the plan does not need it.
+
+        Raises:
+            NonFiniteLossError: the `loss`, or the gradient, is not finite.
+            RuntimeError: a parameter has a hook of torch's, which would see gradients of one rank alone, or none.
+        """
+        self._check_no_hooks_of_torch()
+        if self._hooks:
+            factor = self._call_hooks(factor)
+        clip = self._plan.clip_grad_norm
+        norm = self.measure()
+        if not _are_finite(*([] if loss is None else [loss]), norm):
+            if loss is not None:
+                _check_finite(loss, "loss", steps_taken)
+            norm = self.measure(torch.float64)  # squares of large numbers overflow in fp32
+        norm = norm if factor is None else norm * factor
+        self.norm = norm if clip is not None or self._scaler is not None or measure else None
+        if self._scaler is not None:
+            overflowed = not _are_finite(norm)
+            exhausted = overflowed and self._scaler.is_smallest
+            self._scaler.update(overflowed)
+            if overflowed and not exhausted:
+                return False
+        _check_finite(norm, "norm of the gradient", steps_taken)
+        if clip is not None:
+            clipping = clip_factor(norm, clip)
+            factor = clipping if factor is None else factor * clipping
+        if factor is not None and not _is_one(factor):
+            self.scale(factor)
+        return True
+
+    def measure(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The L2 norm of the gradients as they are: a scalar in fp64, the same on every rank.
+
+        Args:
+            dtype: in which squares are summed; the gradients' own by default.
+        """
+        return global_norm(
+            self.trained.values(),
+            self._num_shards,
+            self._mesh.world_group,
+            device=self._device,
+            always_sum=self._mesh.degrees["pp"] > 1,
+            dtype=dtype,
+        )
+
+    def scale(self, factor: torch.Tensor | float) -> None:
+        """Multiplies all gradients by `factor`."""
+        scale_gradients(self.trained.values(), factor)
+
+    def _check_no_hooks_of_torch(self) -> None:
+        for name, parameter in self.trained.items():
+            if count_gradient_hooks(parameter) > self._own_hooks[name]:
+                raise RuntimeError(
+                    f"parameter {name!r} has a hook (register_hook, register_post_accumulate_grad_hook), which sees "
+                    f"gradients of one rank alone, or none: use engine.register_gradient_hook(hook), which is called "
+                    f"as hook(name, gradient) before each update"
+                )
+
+    @torch.no_grad()
+    def _call_hooks(self, factor: torch.Tensor | float | None) -> None:
+        """Calls the hooks with the gradients as they are to be; no factor is left after that."""
+        if factor is not None and not _is_one(factor):
+            self.scale(factor)
+        for hook in list(self._hooks.values()):
+            for name, parameter in self.trained.items():
+                if parameter.grad is None:
+                    continue
+                changed = hook(name, parameter.grad)
+                if changed is not None:
+                    _check_like(changed, parameter.grad, name)
+                    parameter.grad = changed
+
+
+def _check_like(changed: object, gradient: torch.Tensor, name: str) -> None:
+    alike = isinstance(changed, torch.Tensor) and type(changed) is type(gradient)
+    if alike and changed.shape == gradient.shape and changed.dtype == gradient.dtype:  # type: ignore[attr-defined]
+        return
+    found = f"{type(changed).__name__}" + (f" {list(changed.shape)}" if isinstance(changed, torch.Tensor) else "")
+    raise TypeError(
+        f"a gradient hook returned {found} for {name!r}; it must return None, or a tensor like the gradient that it "
+        f"was given: {type(gradient).__name__} {list(gradient.shape)} of {gradient.dtype}"
+    )
+
+
+def _check_finite(value: torch.Tensor, what: str, steps_taken: int) -> None:
+    if _are_finite(value):
+        return
+    raise NonFiniteLossError(
+        f"the {what} of step {steps_taken + 1} is {value.item()}; the step was not taken, so weights and "
+        f"optimizer are those after step {steps_taken}. A lower learning rate, clip_grad_norm, or "
+        f"precision='bf16' or 'fp32' instead of 'fp16' are the usual remedies"
+    )
+
+
+def _are_finite(*values: torch.Tensor) -> bool:
+    """Whether all are, asked for once, because an answer from a GPU has to be waited for."""
+    if detect_fake_mode(values) is not None:
+        return True
+    return all(map(math.isfinite, torch.stack([value.detach().double() for value in values]).tolist()))
+
+
+def _is_one(factor: torch.Tensor | float) -> bool:
+    """Whether multiplying can be left out; not asked of a GPU, where reading the answer costs more."""
+    if isinstance(factor, torch.Tensor):
+        return factor.device.type == "cpu" and detect_fake_mode(factor) is None and factor.item() == 1.0
+    return factor == 1.0

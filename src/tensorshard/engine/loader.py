@@ -1,0 +1,117 @@
+"""The DataLoader of one rank, whose order does not depend on the plan, and which goes on where a checkpoint stands."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tensorshard.data import ShardedBatchSampler
+from tensorshard.modules.batches import to_device
+
+# What decides the order of the data, which is the plan's to divide.
+_OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
+
+
+class EngineLoader:
+    """Batches of one data rank; a pass over it is one epoch. Made by ``engine.loader``.
+
+    The first pass after a checkpoint was loaded is what is left of the epoch; a pass that was broken off is over, as
+    with a DataLoader.
+
+    Attributes:
+        epoch: of the next batch, counted from 0.
+        samples_consumed: of this epoch, over all data ranks, by batches that were handed out.
+
+    Args:
+        options: as for ``DataLoader``.
+
+    See :meth:`tensorshard.Engine.loader` for the others.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int,
+        options: dict[str, Any],
+    ) -> None:
+        _check(dataset, options)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.epoch = 0
+        self.samples_consumed = 0
+        self._continues = False  # whether the next pass is the rest of an epoch
+        self._device = device
+        self._options = {"pin_memory": device.type == "cuda", **options}
+        self._order: dict[str, Any] = {
+            "dp_rank": dp_rank,
+            "dp_size": dp_size,
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+        }
+        self._sampler()  # which checks all of these
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self._sampler())
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.samples_consumed and not self._continues:  # the last pass was broken off
+            self._next_epoch()
+        self._continues = False
+        sampler = self._sampler(self.samples_consumed)
+        # A generator of its own: a loader draws from one whenever it is iterated, and the global one is the user's.
+        generator = torch.Generator().manual_seed(self._order["seed"] + self.epoch)
+        sizes = sampler.global_sizes()
+        for batch in DataLoader(self.dataset, batch_sampler=sampler, generator=generator, **self._options):
+            # Counted as it is handed out: a checkpoint saved while it is computed with has it behind.
+            self.samples_consumed += next(sizes)
+            yield to_device(batch, self._device)
+        self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        self.samples_consumed = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands, on any number of ranks."""
+        return {"epoch": self.epoch, "samples_consumed": self.samples_consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where :meth:`state_dict` was called, with the next pass."""
+        self.epoch, self.samples_consumed = int(state["epoch"]), int(state["samples_consumed"])
+        self._continues = True
+
+    def _sampler(self, consumed: int = 0) -> ShardedBatchSampler:
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        return ShardedBatchSampler(
+            samples,
+            self.batch_size,
+            num_epochs=self.epoch + 1,
+            samples_consumed=self.epoch * samples + consumed,
+            **self._order,
+        )
+
+
+def _check(dataset: Any, options: dict[str, Any]) -> None:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__}; engine.loader deals samples to ranks by their index, so it needs "
+            f"one with len(dataset) and dataset[index]. Of a stream, take every engine.mesh.dp_size-th sample from "
+            f"engine.mesh.dp_rank on, in a DataLoader of your own"
+        )
+    for name in _OURS:
+        if name in options:
+            raise TypeError(
+                f"engine.loader was given {name}, but it deals the samples to ranks in an order of its own; give "
+                f"batch_size (of all data ranks), shuffle, drop_last and seed as its arguments, or make a "
+                f"DataLoader of your own with engine.mesh.dp_rank and engine.mesh.dp_size"
+            )

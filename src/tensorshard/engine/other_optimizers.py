@@ -1,0 +1,64 @@
+"""Telling optimizers that would train nothing, or past the Engine: those built on a model's parameters by hand."""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_PARAMETER = "_tensorshard_trained_by"
+_OPTIMIZER = "_tensorshard_engine"
+_REPLACED, _LAID_OUT = "nobody", "engine.optimizer"
+
+
+def mark_replaced(parameters: Iterable[nn.Parameter]) -> None:
+    """Notes that `parameters` are no longer those of their model, which a plan has laid out."""
+    _watch_optimizers()
+    for parameter in parameters:
+        vars(parameter)[_PARAMETER] = _REPLACED
+
+
+def mark_trained(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Notes that `optimizer`, an Engine's, trains `parameters`."""
+    _watch_optimizers()
+    vars(optimizer)[_OPTIMIZER] = True
+    for parameter in parameters:
+        vars(parameter)[_PARAMETER] = _LAID_OUT
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Called before every step of any optimizer.
+
+    Raises:
+        RuntimeError: it is not an Engine's, and holds parameters of a model that was laid out.
+    """
+    if _OPTIMIZER in vars(optimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found = vars(parameter).get(_PARAMETER)
+            if found is not None:
+                raise RuntimeError(_sentence(type(optimizer).__name__, found))
+
+
+def _sentence(name: str, found: str) -> str:
+    remedy = (
+        "give parallelize(optimizer=functools.partial(...)), call engine.optimizer.step(), and build learning-rate "
+        "schedulers on engine.optimizer"
+    )
+    if found == _REPLACED:
+        return (
+            f"this {name} was built on the parameters that the model had before tensorshard.parallelize laid it out. "
+            f"The model has others now, so it trains nothing: {remedy}"
+        )
+    return (
+        f"this {name} was built on the parameters of a laid-out model, which engine.optimizer updates together with "
+        f"what the ranks compute with: {remedy}"
+    )

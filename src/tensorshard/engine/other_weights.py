@@ -1,0 +1,49 @@
+"""Computing with other weights for a while, such as an average of a run's."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from tensorshard.comm.sharding import to_local
+from tensorshard.sharded_model import ShardedModel
+
+
+@contextmanager
+def using_weights(
+    sharded: ShardedModel, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
+    """Within this the masters hold `weights`; afterwards they are as before. A collective.
+
+    Args:
+        parameters: the masters by the names that `weights` has.
+
+    Raises:
+        ValueError: a name that no parameter has, or a tensor of another layout; nothing was changed then.
+    """
+    for name, value in weights.items():
+        if name not in parameters:
+            raise ValueError(
+                f"weights hold {name!r}, which is no parameter of the model on this rank; take names and tensors from "
+                f"engine.model.named_parameters()"
+            )
+        if to_local(value).shape != to_local(parameters[name]).shape:
+            raise ValueError(
+                f"weights hold {name!r} of shape {list(to_local(value).shape)} on this rank, and the parameter has "
+                f"{list(to_local(parameters[name]).shape)}; make it as parameter.detach().clone()"
+            )
+    before = {name: to_local(parameters[name]).detach().clone() for name in weights}
+    _copy(sharded, parameters, weights)
+    try:
+        yield
+    finally:
+        _copy(sharded, parameters, before)
+
+
+@torch.no_grad()
+def _copy(sharded: ShardedModel, to: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]) -> None:
+    sharded.finish_gather()
+    for name, value in values.items():
+        to_local(to[name]).copy_(to_local(value))
+    sharded.all_gather_loaded()

@@ -1,0 +1,340 @@
+"""What a loop of one's own does with an Engine, in place of ``engine.step``, and that it honours the Plan.
+
+The user calls the model, a backward and the optimizer; this puts around each what the plan says: precision and loss
+scaling, micro-batches, finite gradients and clipping. What cannot be honoured is refused by the field's name.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.comm.collectives import all_gather_into
+from tensorshard.comm.sharding import to_local
+from tensorshard.engine.collective_errors import explained
+from tensorshard.engine.final_gradients import FinalGradients
+from tensorshard.engine.gradients import clip_factor
+from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
+from tensorshard.engine.loss_scaler import LossScaler
+from tensorshard.engine.same_batch import SameBatch
+from tensorshard.mesh import Mesh
+from tensorshard.modules.surrounded import surround_forwards
+from tensorshard.plan import Plan
+from tensorshard.sharded_model import ShardedModel
+from tensorshard.torch_private.fake_tensors import detect_fake_mode
+from tensorshard.torch_private.pytree import tree_leaves
+from tensorshard.transforms.precision import autocast, widen_output
+
+# How much the ranks may differ in the norm of gradients that all of them hold: by rounding, but not by clipping.
+_ROUNDING = 1e-3
+
+
+class OwnLoop:
+    """Backwards, micro-batches and updates that the user's loop asks for.
+
+    Args:
+        gradients: shared with ``engine.step``.
+        scaler: the loss scaler of fp16, or None.
+        device: of this rank.
+        steps_taken: how many optimizer steps there were so far.
+        count_step: called after each step, skipped ones of fp16 included.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        plan: Plan,
+        mesh: Mesh,
+        gradients: FinalGradients,
+        scaler: LossScaler | None,
+        device: torch.device,
+        *,
+        steps_taken: Callable[[], int],
+        count_step: Callable[[], None],
+    ) -> None:
+        self._sharded = sharded
+        self._plan = plan
+        self._mesh = mesh
+        self._gradients = gradients
+        self._scaler = scaler
+        self._device = device
+        self._steps_taken = steps_taken
+        self._count_step = count_step
+        self._same_batch = SameBatch(mesh, device)
+        self._engines_own = False  # within the Engine's own calls
+        self._in_backward = False
+        self._accumulating = False
+        self._done = 0  # micro-batches of the step under way whose backward is over
+        self._tally: LossTally | None = None  # of these, if their losses are sums and counts
+        self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients from before the step under way
+
+    # -- what surrounds the model and the optimizer --
+
+    def surround(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Has forwards of `model`, and updates by `optimizer`, outside of the Engine's own calls, follow the plan."""
+        self._surround_optimizer(optimizer)
+        if self._plan.pp > 1:  # its stages cannot be called
+            return
+        surround_forwards(model, self._forward_context)
+        model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self._after_forward)
+
+    @contextmanager
+    def engines_own(self) -> Iterator[None]:
+        """Within this the Engine itself runs the model and the optimizer."""
+        before, self._engines_own = self._engines_own, True
+        try:
+            yield
+        finally:
+            self._engines_own = before
+
+    def _forward_context(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._engines_own else autocast(self._plan.precision, self._device)
+
+    def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._engines_own and torch.is_grad_enabled() and self._mesh.degrees["tp"] > 1:
+            self._same_batch.check("model", (args, kwargs), None)
+
+    def _after_forward(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if self._engines_own:
+            return None
+        if self._plan.precision != "fp32":
+            output = widen_output(output)
+        if torch.is_grad_enabled() and (self._scaler is not None or self._plan.micro_batches > 1):
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._check_own_backward)
+        return output
+
+    def _check_own_backward(self, _: torch.Tensor) -> None:
+        """Called in every backward through the model's output."""
+        if self._in_backward:
+            return
+        field = f"micro_batches={self._plan.micro_batches}"
+        if self._scaler is not None:
+            field = "precision='fp16', whose losses are scaled" + (
+                f", and {field}" if self._plan.micro_batches > 1 else ""
+            )
+        raise RuntimeError(
+            f"loss.backward() was called under a plan with {field}: call engine.backward(loss) in its place "
+            f"(docs/your-own-loop.md), or engine.step(inputs, targets), which does all of a step"
+        )
+
+    def _surround_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        update, clear = optimizer.step, optimizer.zero_grad
+
+        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return update() if self._engines_own else self._step(update, closure)  # type: ignore[call-arg]
+
+        def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            if self._engines_own:
+                clear(set_to_none)
+            else:
+                self._zero_grad(clear, set_to_none)
+
+        # Bound methods, as learning-rate schedulers put theirs around what is bound here.
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+    # -- backward --
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """See :meth:`tensorshard.Engine.accumulate`."""
+        self._check_no_pipeline("engine.accumulate()")
+        if self._accumulating:
+            raise RuntimeError("engine.accumulate() was entered within itself; it surrounds one micro-batch")
+        before, self._accumulating = self._done % self._plan.micro_batches, True
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._accumulating = False
+        if self._plan.micro_batches > 1 and self._done % self._plan.micro_batches == before and before:
+            raise RuntimeError(
+                "engine.accumulate() surrounded no engine.backward(loss); each of them surrounds one micro-batch: its "
+                "forward, its backward, and perhaps engine.optimizer.step() and zero_grad()"
+            )
+
+    def backward(self, loss: Any) -> None:
+        """See :meth:`tensorshard.Engine.backward`."""
+        self._check_no_pipeline("engine.backward(loss)")
+        total, count = sum_and_count(loss, self._device, "engine.backward was given", "be given")
+        check_has_gradient(total)
+        try:
+            with explained("engine.backward"):
+                self._backward(total, count)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _backward(self, total: torch.Tensor, count: torch.Tensor | None) -> None:
+        micro_batches = self._plan.micro_batches
+        if self._done == micro_batches:
+            self._done = 0
+        if self._done == 0:
+            self._begin(count is not None)
+        if (count is None) != (self._tally is None):
+            raise TypeError(
+                "engine.backward was given a mean for one micro-batch and (sum, count) for another of the same step; "
+                "give all of them in one form"
+            )
+        weight: Any = self._scaler.scale if self._scaler is not None else 1.0
+        if self._tally is None or count is None:
+            weight = weight / micro_batches
+        else:
+            self._tally.add(total, count, micro_batches=micro_batches)
+            assert self._tally.normalizer is not None
+            weight = weight * self._mesh.dp_size / self._tally.normalizer  # gradients are averaged over data ranks
+        last = self._done + 1 == micro_batches
+        self._sharded.begin_micro_batch(last, average=True)
+        if last and self._tally is not None:
+            self._tally.start_total()
+        self._in_backward = True
+        try:
+            (total * weight).backward()
+        finally:
+            self._in_backward = False
+        if last:
+            self._complete()
+        self._done += 1
+
+    def _begin(self, counted: bool) -> None:
+        self._tally = LossTally(self._mesh) if counted else None
+        self._earlier = []
+        if self._scaler is not None or counted:  # what is to be scaled in the end must not meet what is final
+            for parameter in self._gradients.trained.values():
+                if parameter.grad is not None:
+                    self._earlier.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    @torch.no_grad()
+    def _complete(self) -> None:
+        """Makes the gradients those of all micro-batches' mean loss."""
+        self._sharded.finish_backward()
+        factor: torch.Tensor | float | None = None if self._tally is None else self._tally.correction()
+        self._tally = None
+        if self._scaler is not None:
+            factor = (1.0 if factor is None else factor) / self._scaler.scale
+        if factor is not None:
+            self._gradients.scale(factor)
+        for parameter, gradient in self._earlier:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                to_local(parameter.grad).add_(to_local(gradient))
+        self._earlier = []
+
+    def forget(self) -> None:
+        """Forgets the micro-batches so far, whose gradients are dropped."""
+        tally, self._tally = self._tally, None
+        if tally is not None:
+            tally.abandon()
+        if 0 < self._done < self._plan.micro_batches:
+            self._sharded.abandon_step()
+        self._earlier = []
+        self._done = 0
+
+    def abandon(self) -> None:
+        """Drops the step under way, after a failure."""
+        self.forget()
+        self._sharded.abandon_step()
+
+    # -- update --
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._plan.micro_batches in (1, self._done)
+
+    def _step(self, update: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
+        self._check_no_pipeline("engine.optimizer.step()")
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if self._accumulating and not self._is_complete:
+            return result
+        self._check_complete("engine.optimizer.step()")
+        with explained("engine.optimizer.step"), self.engines_own():
+            self._sharded.finish_backward()
+            self._check_alike()
+            if self._gradients.prepare(None, None, steps_taken=self._steps_taken(), measure=True):
+                update()
+        self._count_step()
+        return result
+
+    def _zero_grad(self, clear: Callable[[bool], None], set_to_none: bool) -> None:
+        if self._accumulating and 0 < self._done < self._plan.micro_batches:
+            return
+        self.forget()
+        kept = {} if set_to_none else {p: p.grad for p in self._gradients.trained.values()}
+        self._sharded.discard_gradients()
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+        clear(set_to_none)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """See :meth:`tensorshard.Engine.gradient_norm`."""
+        self._check_no_pipeline("engine.gradient_norm()")
+        self._check_complete("engine.gradient_norm()")
+        with explained("engine.gradient_norm"):
+            self._sharded.finish_backward()
+            norm = self._gradients.measure()
+        if not bool(norm.isfinite()):
+            norm = self._gradients.measure(torch.float64)
+        return norm
+
+    # -- refusals --
+
+    def _check_no_pipeline(self, call: str) -> None:
+        if self._plan.pp > 1:
+            raise RuntimeError(
+                f"{call} was called under a plan with pp={self._plan.pp}, whose ranks each hold some stages of the "
+                f"model: use engine.step(inputs, targets), which runs forward, backward and update on all of them, or "
+                f"set pp=1"
+            )
+
+    def _check_complete(self, call: str) -> None:
+        if not self._is_complete:
+            raise RuntimeError(
+                f"{call} was called after {self._done} of the plan's micro_batches={self._plan.micro_batches}: call "
+                f"engine.backward(loss) for each of them first, or put each one's forward, backward, step and "
+                f"zero_grad under `with engine.accumulate():`, which waits for the last; zero_grad drops a rest"
+            )
+
+    def _check_alike(self) -> None:
+        """Refuses gradients that were clipped by each rank's own parts: under tp all ranks must do alike.
+
+        Raises:
+            RuntimeError: the norms of what the tensor-parallel ranks all hold differ.
+        """
+        if self._mesh.degrees["tp"] == 1:
+            return
+        split = self._sharded.split
+        shared = [p for name, p in self._gradients.trained.items() if split.num_shards(name) == 1]
+        squares = [to_local(p.grad).double().square().sum() for p in shared if p.grad is not None]
+        mine = torch.stack(squares).sum().sqrt().view(1) if squares else torch.zeros(1, dtype=torch.float64)
+        mine = mine.to(self._device)
+        norms = mine.new_empty(self._mesh.degrees["tp"])
+        all_gather_into(norms, mine, self._mesh.group("tp"), what="the norm of gradients that all ranks hold")
+        if detect_fake_mode(norms) is not None:
+            return
+        least, most = norms.min().item(), norms.max().item()
+        if most - least > _ROUNDING * most:
+            raise RuntimeError(
+                f"the tensor-parallel ranks hold different gradients of the same parameters (norms {least:.6g} to "
+                f"{most:.6g}), so something changed them rank by rank, as torch.nn.utils.clip_grad_norm_ does, which "
+                f"measures the parts that a rank holds: set Plan(clip_grad_norm=...), by which "
+                f"engine.optimizer.step() clips, or call engine.clip_grad_norm_(max_norm)"
+            )
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """See :meth:`tensorshard.Engine.clip_grad_norm_`."""
+        norm = self.gradient_norm()
+        self._gradients.scale(clip_factor(norm, max_norm))
+        return norm

@@ -1,0 +1,128 @@
+"""``state_dict`` and ``load_state_dict`` of a laid-out model: right, or refused, but never a part for the whole.
+
+Where a rank holds parts of the parameters, what it would write is no checkpoint of the model; so the model's own
+``state_dict`` is refused, and with it ``save_pretrained`` and the like, which call it. Full state dicts can be loaded:
+each rank takes its parts of them.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.plan import Plan
+from tensorshard.sharded_model import ShardedModel
+from tensorshard.torch_private.modules import own_buffers, own_parameters
+
+
+class GuardedStateDicts:
+    """Hooks around the state dicts of `sharded`'s model.
+
+    Args:
+        plan: for messages.
+    """
+
+    def __init__(self, sharded: ShardedModel, plan: Plan) -> None:
+        self._sharded = sharded
+        self._plan = plan
+        self._loaded = False  # since the ranks' copies last followed the masters
+        sharded_names = {name for name, p in sharded.masters().items() if self._is_part(name, p)}
+        for path, module in sharded.model.named_modules():
+            prefix = f"{path}." if path else ""
+            names = {name: sharded.aliases().get(prefix + name, prefix + name) for name in own_parameters(module)}
+            buffers = {name for name in own_buffers(module) if sharded.split.num_shards(prefix + name) > 1}
+            if plan.pp > 1 or buffers or any(name in sharded_names for name in names.values()):
+                module.register_state_dict_pre_hook(self._refuse_part)
+            if names:
+                module.register_state_dict_post_hook(partial(self._show_masters, names))
+            module.register_load_state_dict_pre_hook(partial(self._take_parts, prefix, names, buffers))
+        if plan.pp == 1:
+            sharded.model.register_forward_pre_hook(lambda *_: self.follow(), prepend=True)
+
+    def follow(self) -> None:
+        """Has what forwards compute with follow what was loaded. A collective, if something was."""
+        if self._loaded:
+            self._loaded = False
+            self._sharded.all_gather_loaded()
+
+    def _is_part(self, name: str, master: torch.Tensor) -> bool:
+        if self._sharded.split.num_shards(name) > 1:
+            return True
+        return isinstance(master, DTensor) and master.device_mesh.size(-1) > 1
+
+    # -- state_dict --
+
+    def _refuse_part(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if keep_vars:  # asked for by code that knows what it gets, such as FSDP's and ours
+            return
+        raise RuntimeError(
+            f"state_dict() of the laid-out model (as by torch.save(model.state_dict()) or save_pretrained) would hold "
+            f"this rank's parts of the weights alone, under {self._described()}. Call engine.full_state_dict() on "
+            f"every rank: it returns the full state dict on rank 0 (save_pretrained takes it as state_dict=); or "
+            f"engine.save(path) for a checkpoint of weights and optimizer"
+        )
+
+    def _described(self) -> str:
+        degrees = {"pp": self._plan.pp, "tp": self._plan.tp, "dp_shard": self._plan.dp_shard}
+        split = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+        return f"a plan with zero={self._plan.zero}, {split}"
+
+    def _show_masters(self, names: dict[str, str], _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        """What is saved are the masters, also where the module shows 16-bit copies at the moment."""
+        masters = self._sharded.masters()
+        for name, full_name in names.items():
+            shown = state.get(prefix + name)
+            if isinstance(shown, torch.Tensor) and full_name in masters:
+                master = masters[full_name]
+                state[prefix + name] = master if isinstance(shown, nn.Parameter) else master.detach()
+
+    # -- load_state_dict --
+
+    def _take_parts(
+        self,
+        path: str,
+        names: dict[str, str],
+        buffers: set[str],
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """Puts this rank's parts in the place of the full tensors of `state`, for `module` alone."""
+        if self._plan.pp > 1:
+            raise RuntimeError(
+                f"load_state_dict was called on the stages of a pipeline (pp={self._plan.pp}); load the weights into "
+                f"the model before parallelize, or a checkpoint with engine.load(path)"
+            )
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would take the laid-out parameters out of the model; call it with "
+                "assign=False, which copies into them"
+            )
+        self._loaded = True
+        self._sharded.show_masters()
+        for name, full_name in names.items():
+            self._take_part(state, prefix + name, full_name, self._sharded.full_shape(full_name), errors)
+        shapes = self._sharded.buffer_shapes()
+        for name in buffers:
+            if path + name in shapes:
+                self._take_part(state, prefix + name, path + name, shapes[path + name], errors)
+
+    def _take_part(self, state: dict[str, Any], key: str, name: str, shape: torch.Size, errors: list[str]) -> None:
+        value = state.get(key)
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            return
+        if value.shape != shape:
+            errors.append(
+                f"size mismatch for {key}: its shape is {list(value.shape)} in the state dict and {list(shape)} in the "
+                f"full model"
+            )
+            del state[key]  # else torch would compare it with this rank's part
+            return
+        state[key] = self._sharded.local_value(name, value)

@@ -1,0 +1,185 @@
+"""What people do with a laid-out model by hand: state dicts, other optimizers, other weights, loaders."""
+
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import parity
+from engines import assert_same_state, engine_of, own_shard
+from toys import Regular, data
+
+
+def _loaded_by_hand(plans: list[dict[str, Any]]) -> list[tuple[str, float, float, str]]:
+    """What state_dict() says, what loading a full one does to the loss, and what one of other shapes is told."""
+    found = []
+    for fields in plans:
+        engine, other = parity.make_engine("gpt", fields), parity.make_engine("gpt", fields)
+        batch = parity.shard(engine, *parity.batch("gpt", 0))
+        engine.step(*batch)
+        full = [engine.full_state_dict()]
+        torch.distributed.broadcast_object_list(full)
+        try:
+            refused = str(dict(other.model.state_dict()).keys() ^ full[0].keys())
+        except RuntimeError as error:
+            refused = str(error)
+        other.model(batch[0])  # a forward whose backward does not come
+        other.model.load_state_dict(full[0])
+        losses = other.evaluate(*batch).item(), engine.evaluate(*batch).item()
+        name = "blocks.0.attention.query_key_value.weight"
+        name = name if name in full[0] else next(n for n, t in full[0].items() if t.dim() == 2)
+        try:
+            other.model.load_state_dict({**full[0], name: torch.zeros(5, 5)})
+            wrong = ""
+        except RuntimeError as error:
+            wrong = str(error)
+        assert other.evaluate(*batch).item() == losses[0] or wrong
+        found.append((refused, *losses, wrong))
+    return found
+
+
+_SPLIT: list[dict[str, Any]] = [dict(tp=2), dict(zero=3), dict(zero=1, precision="bf16")]
+_FULL: list[dict[str, Any]] = [dict(zero=0, precision="bf16")]
+
+
+def test_state_dicts_by_hand(ranks):
+    found = ranks(2, _loaded_by_hand, [*_SPLIT, *_FULL])[0]
+    for fields, (refused, loaded, expected, wrong) in zip([*_SPLIT, *_FULL], found, strict=True):
+        if fields in _SPLIT:
+            assert "would hold this rank's parts of the weights alone" in refused
+            assert "engine.full_state_dict()" in refused
+        else:
+            assert refused == "set()"
+        assert loaded == pytest.approx(expected, rel=1e-6)
+        assert "size mismatch" in wrong and "[5, 5]" in wrong
+
+
+def _weights_swapped(fields: dict[str, Any]) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """An average of the weights beside training, and its evaluation."""
+    engine = engine_of(Regular(), **fields)
+    average = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    for step in range(2):
+        engine.step(*own_shard(engine, *data(step)))
+        with torch.no_grad():
+            for name, p in engine.model.named_parameters():
+                average[name].mul_(0.5).add_(p, alpha=0.5)
+    batch = own_shard(engine, *data(5))
+    losses = [engine.evaluate(*batch).item()]
+    with engine.using_weights(average):
+        losses.append(engine.evaluate(*batch).item())
+        state = engine.full_state_dict()
+    losses.append(engine.evaluate(*batch).item())
+    with (
+        pytest.raises(ValueError, match="'nothing', which is no parameter of the model"),
+        engine.using_weights({"nothing": batch[0]}),
+    ):
+        pass
+    return losses, [state, engine.full_state_dict()]
+
+
+def _swapped_under(plans: list[dict[str, Any]]) -> list[Any]:
+    return [_weights_swapped(fields) for fields in plans]
+
+
+def test_an_average_of_the_weights(ranks):
+    (losses, (average, _)), *others = ranks(2, _swapped_under, [dict(zero=0), dict(zero=1), dict(zero=3)])[0]
+    assert losses[0] == losses[2] != losses[1]
+    for other, (state, _) in others:
+        assert other == pytest.approx(losses, rel=1e-5)
+        assert_same_state(state, average)
+
+
+def _optimizers_by_hand() -> list[str]:
+    model = nn.Linear(6, 3)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_of(model, optimizer=partial(torch.optim.SGD, lr=0.1))
+    late = torch.optim.Adam(engine.model.parameters(), lr=0.1)
+    calls = [
+        early.step,
+        late.step,
+        lambda: torch.optim.SGD(engine, lr=0.1),
+        lambda: engine.parameters,
+        lambda: engine.nothing,
+        lambda: engine.model.load_state_dict(engine.full_state_dict(), assign=True),
+    ]
+    found = []
+    for call in calls:
+        try:
+            call()
+            found.append("")
+        except (RuntimeError, TypeError, AttributeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    engine.step(*own_shard(engine, *data(0)))
+    return found
+
+
+def test_other_optimizers_are_told(ranks):
+    expected = [
+        "RuntimeError: this SGD was built on the parameters that the model had before tensorshard.parallelize",
+        "RuntimeError: this Adam was built on the parameters of a laid-out model, which engine.optimizer updates",
+        "TypeError: an Engine is no list of parameters",
+        "AttributeError: an Engine has no 'parameters'; use engine.model.parameters()",
+        "AttributeError: 'Engine' object has no attribute 'nothing'",
+        "RuntimeError: load_state_dict(assign=True) would take",
+    ]
+    for message, start in zip(ranks(2, _optimizers_by_hand)[0], expected, strict=True):
+        assert message.startswith(start)
+
+
+def _batches(fields: dict[str, Any], folder: str) -> tuple[list[list[int]], list[list[int]], int]:
+    """The samples of five batches over two epochs, those after a checkpoint, and those of a resumed loader."""
+    engine = engine_of(nn.Linear(1, 2), **fields)
+    dataset = TensorDataset(torch.arange(10.0).view(10, 1), torch.zeros(10, 1))
+    loader = engine.loader(dataset, 4)
+    batches = []
+    while len(batches) < 5:
+        for inputs, _ in loader:
+            batches.append(inputs.flatten().int().tolist())
+            if len(batches) == 4:
+                engine.save(folder)
+    again = engine_of(nn.Linear(1, 2), **fields)
+    again.load(folder)
+    rest = [inputs.flatten().int().tolist() for inputs, _ in again.loader(dataset, 4)]
+    return batches, rest, len(loader)
+
+
+def test_a_loader_deals_samples_and_goes_on_where_a_checkpoint_stands(ranks, tmp_path):
+    one = ranks(1, _batches, {}, str(tmp_path / "one"))
+    data_ranks = ranks(2, _batches, {}, str(tmp_path / "two"))
+    alike = ranks(2, _batches, dict(tp=2, tp_plan={"": "colwise_gather"}), str(tmp_path / "tp"))
+    batches, rest, length = one[0]
+    assert length == 3 and sorted(chain(*batches[:3])) == list(range(10)) == sorted(chain(*batches[3:]))
+    assert rest == batches[4:6] and batches[:3] != batches[3:6]
+    for k, batch in enumerate(batches):
+        assert list(chain(*(found[0][k] for found in data_ranks))) == batch
+    assert alike[0] == alike[1] == one[0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (iter([1]), {}, "engine.loader deals samples to ranks by their index"),
+        ([1, 2], dict(sampler=[0]), "engine.loader was given sampler"),
+        ([1, 2, 3], dict(batch_size=3), "global_batch_size 3 does not divide over 2 data ranks"),
+    ],
+)
+def test_a_loader_that_cannot_be(dataset, options, message):
+    from tensorshard.engine.loader import EngineLoader
+
+    size = options.pop("batch_size", 2)
+    with pytest.raises((TypeError, ValueError), match=message):
+        EngineLoader(
+            dataset,
+            size,
+            dp_rank=0,
+            dp_size=2,
+            device=torch.device("cpu"),
+            shuffle=True,
+            drop_last=False,
+            seed=0,
+            options=options,
+        )
