@@ -26,6 +26,7 @@ from tensorshard.layers.split_linear import parallel_linear
 from tensorshard.modules.forwards import Forward, Role, replace_forward, wrap_forward
 from tensorshard.modules.tensors import map_tensors, tensor_leaves
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
+from tensorshard.tensor_parallel.apply.sequence_shapes import forward_with_full_lengths
 from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
 from tensorshard.tensor_parallel.table.layer_kinds import is_transposed
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
@@ -46,15 +47,18 @@ class _Sequence:
     group: dist.ProcessGroup
     length: int | None = None
 
+    def whole(self) -> int:
+        """Positions that there are."""
+        assert self.length is not None
+        return self.length
+
     def part(self) -> int:
         """Positions that this rank has."""
-        assert self.length is not None
-        return shard_range(self.length, self.group.size(), self.group.rank())[1]
+        return shard_range(self.whole(), self.group.size(), self.group.rank())[1]
 
     def sharding(self) -> SequenceSharded:
         """Which positions each rank has."""
-        assert self.length is not None
-        return SequenceSharded.of_length(self.dim, self.length, self.group)
+        return SequenceSharded.of_length(self.dim, self.whole(), self.group)
 
 
 def apply_sequence_parallel(
@@ -113,6 +117,9 @@ def _split_block(
         wrap_forward(module, Role.SEQUENCE_WHOLE, partial(_whole_forward, gathered, cut, inner))
     for owner, places in _partial_places(block, split.partial, together=whole_units):
         wrap_forward(owner, Role.SEQUENCE_GRADIENTS, partial(_summing_forward, places, flow.group))
+    if split.reshapes:
+        around = partial(forward_with_full_lengths, lambda: (inner.part(), inner.whole()), split.dim)
+        wrap_forward(block, Role.SEQUENCE_SHAPES, around)
     wrap_forward(block, Role.SEQUENCE_LENGTH, partial(_block_forward, inner))
     # Hooks stay outside of recomputation: what a recomputed block keeps is its part of the sequence.
     what = name or type(block).__name__

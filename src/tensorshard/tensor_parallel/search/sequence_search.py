@@ -5,12 +5,13 @@ numbers on simulated ranks, forward and backward, as on one device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import nn
 
+from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.search.sequence_flow import StreamFlow, follow_stream, leaves_as_long, projection_of
 from tensorshard.tensor_parallel.table.layer_kinds import is_convolution, is_multihead_attention
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
@@ -83,6 +84,13 @@ def find_sequence_splits(
             f"sequence_parallel=True: no block of this {type(model).__name__} can be split along a sequence:\n{why}\n"
             f"set sequence_parallel=False"
         )
+    features = run.guessed and all(tensor.is_floating_point() for tensor in tensor_leaves(run.inputs))
+    if features and not any(checks.of(n).relates_positions(s.input, s.dim) for n, s in splits.items()):
+        raise NoSequenceParallelError(
+            f"sequence_parallel=True: nothing of this {type(model).__name__} relates positions of a sequence to each "
+            f"other, and it may be meant for [samples, features]; give parallelize(sample_inputs=...) sequences, or "
+            f"set sequence_parallel=False"
+        )
     return link_splits(splits, run.capture), reasons
 
 
@@ -128,7 +136,10 @@ def _search_block(
         flow = follow_stream(block, call, styles, index)
         if not (flow.columns or flow.attentions) or not flow.outputs_of(dim, length):
             continue
-        for split in _ways(flow, index, dim, check.inputs[index].shape):
+        ways = list(_ways(flow, index, dim, check.inputs[index].shape))
+        # Layers that the block itself holds gather for themselves: its own code may ask for the length of its part.
+        reshaping = [replace(way, reshapes=True) for way in ways if not way.modules and not way.whole]
+        for split in [*ways, *reshaping]:
             tries += 1
             if tries > _MOST_TRIES:
                 return reason

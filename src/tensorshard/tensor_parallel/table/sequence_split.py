@@ -26,6 +26,7 @@ class SequenceSplit:
             come in parts, by their indices.
         scatters: whether the input comes whole, and is to be cut.
         gathers: whether the outputs are needed whole.
+        reshapes: whether reshapes of tensors with all positions ask for the length of a part, and are to get all.
     """
 
     ndim: int
@@ -40,6 +41,7 @@ class SequenceSplit:
     scatters: bool = False
     gathers: bool = False
     attentions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    reshapes: bool = False
 
     def linked(self, *, scatters: bool, gathers: bool) -> "SequenceSplit":
         """A copy of this split, with what happens at the block's ends."""
