@@ -44,6 +44,8 @@ class Role(IntEnum):
     """A split layer whose input or output is this rank's part of the sequence."""
     GATHERED_OUTPUT = auto()
     """The output of a split layer is put together."""
+    SEQUENCE_SHAPES = auto()
+    """Reshapes that ask for a part of the sequence get all of it."""
     LOCAL_SHAPES = auto()
     """Reshapes that ask for all ranks' features get those of this rank."""
     DIVIDED_INPUTS = auto()
@@ -60,8 +62,6 @@ class Role(IntEnum):
     """A module computes whole sequences, from parts and to parts."""
     SEQUENCE_GRADIENTS = auto()
     """The gradients of parameters that see a part of the sequence are summed."""
-    SEQUENCE_SHAPES = auto()
-    """Reshapes that ask for a part of the sequence get all of it."""
     SEQUENCE_LENGTH = auto()
     """A block is told how long the sequence is."""
     UNCOMPILED = auto()

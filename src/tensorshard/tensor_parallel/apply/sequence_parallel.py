@@ -111,7 +111,8 @@ def _split_block(
         replace_forward(attention, Role.SEQUENCE_LAYER, partial(_attention_forward, attention, leaves, inner))
     for key, leaves in split.modules.items():
         module = block.get_submodule(key)
-        wrap_forward(module, Role.SEQUENCE_INPUTS, partial(_gathering_forward, leaves, inner))
+        copied = split.copied.get(key, ())
+        wrap_forward(module, Role.SEQUENCE_INPUTS, partial(_gathering_forward, leaves, copied, inner))
     for key, (gathered, cut) in split.whole.items():
         module = block.get_submodule(key)
         wrap_forward(module, Role.SEQUENCE_WHOLE, partial(_whole_forward, gathered, cut, inner))
@@ -181,11 +182,18 @@ def _attention_forward(
 
 
 def _gathering_forward(
-    leaves: tuple[int, ...], sequence: _Sequence, forward: Forward, /, *args: Any, **kwargs: Any
+    leaves: tuple[int, ...],
+    copied: tuple[int, ...],
+    sequence: _Sequence,
+    forward: Forward,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     def whole(part: torch.Tensor) -> torch.Tensor:
         return collectives.gather_for_sum(part, sequence.dim, sequence.group, size=sequence.length)
 
+    args, kwargs = _replace_leaves((args, kwargs), copied, lambda full: collectives.copy(full, sequence.group))
     args, kwargs = _replace_leaves((args, kwargs), leaves, whole)
     return forward(*args, **kwargs)
 

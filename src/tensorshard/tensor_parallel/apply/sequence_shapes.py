@@ -5,7 +5,6 @@ Where the input is this rank's part of the sequence, `t` is the part's length; b
 all positions.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,16 +49,16 @@ class _FullLengths(TorchFunctionMode):
 def full_sizes(shape: Sequence[int], wanted: Sequence[int], part: int, length: int, dim: int) -> list[int]:
     """The sizes to reshape a tensor of `shape` to, where those `wanted` have `part` for the tensor's `length` positions.
 
+    Only the features that follow the positions may change: they are taken apart into heads, or put together. Whether
+    the sizes fit says nothing, since code may ask for all ranks' features, too.
+
     Returns:
-        `wanted` itself where it fits, or where another length would not help.
+        `wanted` itself where it is no such reshape.
     """
-    if min(len(shape), len(wanted)) <= dim or shape[dim] != length or wanted[dim] != part:
+    features = len(shape) == dim + 2 or len(wanted) == dim + 2
+    if not features or min(len(shape), len(wanted)) <= dim or list(shape[:dim]) != list(wanted[:dim]):
         return list(wanted)
-    full = [*wanted[:dim], length, *wanted[dim + 1 :]]
-    elements = math.prod(shape)
-    if -1 in wanted:
-        return full if elements % -math.prod(full) == 0 else list(wanted)
-    return full if math.prod(wanted) != elements == math.prod(full) else list(wanted)
+    return [*wanted[:dim], length, *wanted[dim + 1 :]] if (shape[dim], wanted[dim]) == (length, part) else list(wanted)
 
 
 _RESHAPES = frozenset([torch.Tensor.view, torch.Tensor.reshape, torch.reshape])
