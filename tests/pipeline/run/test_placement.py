@@ -130,5 +130,3 @@ def test_a_module_whose_parts_hold_no_parameters_is_one_unit(layers: Any, units:
     inputs = torch.randn(5, 4)
     assert list(Tracer(shared).unit_names) == units
     compare(example, whole, stages_of(shared, inputs, 2), inputs)
-
-

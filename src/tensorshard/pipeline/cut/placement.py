@@ -54,7 +54,5 @@ def place_calls(graph: CallGraph, cut: Cut, stages_of: Mapping[str, frozenset[in
     if last not in best:
         return None
     placed = Cut(graph, best[last][1])
-    holds_all = all(
-        graph.parameters_of(*span) <= cut.parameters(stage) for stage, span in enumerate(placed.spans)
-    )
+    holds_all = all(graph.parameters_of(*span) <= cut.parameters(stage) for stage, span in enumerate(placed.spans))
     return placed if holds_all else None

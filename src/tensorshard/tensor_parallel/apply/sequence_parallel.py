@@ -193,7 +193,7 @@ def _gathering_forward(
     def whole(part: torch.Tensor) -> torch.Tensor:
         return collectives.gather_for_sum(part, sequence.dim, sequence.group, size=sequence.length)
 
-    args, kwargs = _replace_leaves((args, kwargs), copied, lambda full: collectives.copy(full, sequence.group))
+    args, kwargs = _replace_leaves((args, kwargs), copied, lambda t: collectives.copy(t, sequence.group))
     args, kwargs = _replace_leaves((args, kwargs), leaves, whole)
     return forward(*args, **kwargs)
 

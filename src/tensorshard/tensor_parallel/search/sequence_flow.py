@@ -34,7 +34,7 @@ class StreamFlow:
             neighbours in a sequence.
         entries, exits: for each module, the shapes of its tensor inputs and outputs that are of the stream, by their
             indices.
-        beside: for each module, its other tensor inputs that have gradients, by their indices.
+        beside: for each module, its other tensor inputs that may have gradients, by their indices.
         partial: parameters that are applied to it.
         outputs: the shapes of the block's tensor outputs that are of the stream, by their indices.
     """
@@ -197,7 +197,7 @@ class _StreamSources(Provenance[str]):
             self._given[name] = {index: storage_key(leaf) for index, leaf in enumerate(leaves)}
             found = {index: leaf.shape for index, leaf in enumerate(leaves) if self.holds(leaf)}
             self.flow.entries.setdefault(name, found)
-            beside = (index for index, leaf in enumerate(leaves) if index not in found and leaf.requires_grad)
+            beside = (index for index, leaf in enumerate(leaves) if index not in found and leaf.is_floating_point())
             self.flow.beside.setdefault(name, tuple(beside))
 
         return hook
