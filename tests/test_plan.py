@@ -95,8 +95,6 @@ def test_pipelines_are_checked_when_their_ranks_are_known():
 def test_options_that_would_have_no_effect_are_not_ignored():
     with pytest.raises(ValueError, match=r"sequence_parallel=True splits sequences over .* but tp=1"):
         Plan(sequence_parallel=True).resolve(2)
-    with pytest.raises(ValueError, match="compile=True with tp=2 is not implemented"):
-        Plan(tp=2, compile=True).resolve(2)
     with pytest.raises(ValueError, match="tp_plan was given, but tp=1 splits nothing"):
         Plan(tp_plan={"layers.*": "colwise"}).resolve(1)
 

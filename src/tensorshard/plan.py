@@ -45,7 +45,8 @@ class Plan:
         clip_grad_norm: largest L2 norm of the whole model's gradient, or None.
         shard_units: what is gathered and reduced together: None for one unit a block; an int for units of at least
             that many bytes of fp32 parameters; names of modules (globs allowed) for exactly those.
-        compile: compile each repeated block with ``torch.compile``.
+        compile: compile each repeated block with ``torch.compile``. Under `tp` what lies between split layers is
+            compiled; these and their collectives run as they are.
         reduce_dtype: type that gradients are summed in across processes; None for fp32.
         tp_plan: which layers ``tp`` splits and how, as a table of name globs to styles; None to find one. See
             ``docs/tensor-parallelism.md``.
@@ -196,11 +197,6 @@ class Plan:
             raise ValueError(
                 "sequence_parallel=True splits sequences over the tensor-parallel ranks, but tp=1; set tp, or "
                 "sequence_parallel=False"
-            )
-        if self.compile and self.tp != 1:
-            raise ValueError(
-                f"compile=True with tp={self.tp} is not implemented in this version: torch.compile cannot trace the "
-                f"collectives of split layers; set compile=False, or tp=1"
             )
         if self.tp_plan is not None and self.tp == 1:
             raise ValueError("tp_plan was given, but tp=1 splits nothing; set tp, or leave tp_plan at None")

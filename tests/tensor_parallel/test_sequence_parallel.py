@@ -108,10 +108,14 @@ def test_attention_that_stays_whole_runs_on_the_whole_sequence():
     assert "self_attn" in found.sequence["layers.0"].whole
 
 
-def _refusal(build: Any, fields: dict[str, Any], inputs: Any) -> str:
+def _refusal(build: Any, fields: dict[str, Any], inputs: Any, samples: Any = None) -> str:
     try:
         engine = ts.parallelize(
-            build, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=lambda output, _: output.square().mean()
+            build,
+            ts.Plan(**fields),
+            optimizer=parity.ADAMW,
+            loss_fn=lambda output, _: output.square().mean(),
+            sample_inputs=samples,
         )
         engine.step(inputs, inputs)
     except ValueError as error:
@@ -137,7 +141,10 @@ def test_what_cannot_be_split_is_refused(ranks):
     plan = dict(tp=2, sequence_parallel=True)
     message = ranks(2, _refusal, Features, plan, torch.zeros(4, 8))[1]
     assert "no block of this Features can be split along a sequence" in message and "sequence_parallel=False" in message
-    flat = ranks(2, _refusal, partial(Features, flat=False), plan, torch.zeros(4, 8))[0]
+    either = partial(Features, flat=False)
+    guessed = ranks(2, _refusal, either, plan, torch.zeros(4, 5, 8))[0]
+    assert "may be meant for [samples, features]; give parallelize(sample_inputs=...) sequences" in guessed
+    flat = ranks(2, _refusal, either, plan, torch.zeros(4, 8), torch.zeros(4, 5, 8))[0]
     assert "was given a tensor [4, 8], and expected 3 dimensions, of which dimension 1 is the sequence" in flat
     short = ranks(2, _refusal, _gpt, plan, torch.zeros(4, 1, dtype=torch.long))[1]
     assert "1 positions along dimension 1, which cannot be split over tp=2 ranks" in short

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, is_gloo, reduce_scatter_into
 from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.data_parallel.outside_calls import OutsideCalls
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.heads.under_plan.method_calls import gather_for_heads
 from tensorshard.mesh import Mesh
@@ -76,6 +77,8 @@ class FullyShardedModel(ShardedModel):
         for template, name in self._names.items():
             vars(self._masters[name]).update(vars(template))  # what users hung on it
         self._gradients = ShardedGradients(model, self._masters, self._scalars, mesh.dp_group)
+        inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+        OutsideCalls(model, inner, self._gradients, options["mp_policy"].param_dtype)
         model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
         if is_gloo(mesh.group("dp_shard"), torch.device(mesh.device_mesh.device_type)):
             names = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}

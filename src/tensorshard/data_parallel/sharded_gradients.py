@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.torch_private.autograd import call_after_backward
@@ -46,6 +47,7 @@ class ShardedGradients:
         self._scalars = [scalar for scalar in scalars if scalar.requires_grad]
         self._trained = [p for p in masters.values() if p.requires_grad]
         self._used: set[nn.Parameter] = set()  # since there last were no gradients
+        self._apart: dict[nn.Parameter, DTensor] = {}  # gradients that were not reduced with their unit's, summed
         self._in_backward = False
         this = weakref.ref(self)  # else the model would never be freed
         for fsdp_group in parameter_groups(model):
@@ -55,6 +57,13 @@ class ShardedGradients:
         """Called after a backward that failed."""
         self._in_backward = False
         self._used.clear()
+        self._apart.clear()
+
+    def add(self, parameter: nn.Parameter, gradient: DTensor) -> None:
+        """Adds a `gradient` of a backward under way, summed over the data ranks, to that which FSDP2 reduces."""
+        self._enter_backward()
+        before = self._apart.get(parameter)
+        self._apart[parameter] = gradient if before is None else before + gradient
 
     def fill(self, fsdp_group: Any) -> None:
         """Gives the parameters of `fsdp_group` that have no gradient one of zeros."""
@@ -77,6 +86,11 @@ class ShardedGradients:
     @torch.no_grad()
     def _end_backward(self) -> None:
         self._in_backward = False
+        for parameter, gradient in self._apart.items():
+            average = gradient / self._group.size()
+            parameter.grad = average if parameter.grad is None else parameter.grad + average
+        self._used.update(self._apart)
+        self._apart.clear()
         self._used.update(scalar for scalar in self._scalars if scalar.grad is not None)
         if not self.last:
             return

@@ -1,17 +1,19 @@
-"""Errors of torch's own collectives, said in the Engine's terms."""
+"""Errors of torch's own collectives and sharded tensors, said in the Engine's terms."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
+# What torch says where code computes with a parameter that is sharded at the time.
+_SHARDED = "mixed torch.Tensor and DTensor"
 # What Gloo and NCCL say where another rank did not come, or is gone.
 _SIGNS = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL error")
 
 
 @contextmanager
 def explained(call: str) -> Iterator[None]:
-    """Adds to an error that comes of a collective what every rank must do.
+    """Adds to an error that comes of a collective, or of a sharded parameter, what would help.
 
     Args:
         call: what the user called.
@@ -19,6 +21,12 @@ def explained(call: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if _SHARDED in str(error):
+            error.add_note(
+                "with zero=3 the model reads a parameter of a block outside of the block's own forward, where each "
+                "rank has a shard of it: call the module that holds it, list the other blocks in shard_units, so that "
+                "this one stays gathered, or use zero=2"
+            )
         if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS):
             error.add_note(
                 f"{call} is a collective: every rank must call it, in the same order as all that computes on split or "

@@ -1,5 +1,6 @@
 """One model, or one stage of it, through the transforms: tensor, recompute, compile, precision, shard, in order."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.transforms.compile import compile_blocks
 from tensorshard.transforms.precision import DTYPES, keep_norms_fp32
 from tensorshard.transforms.recompute import apply_recompute
+
+logger = logging.getLogger("tensorshard")
 
 Values = Callable[[str], torch.Tensor]
 """The whole value of a parameter or buffer, by its name, on this rank's device."""
@@ -61,7 +64,9 @@ def lay_out(
     split = split_tensors()
     apply_recompute(part.repeated, plan.recompute)
     if plan.compile:
-        compile_blocks(part.repeated)
+        for sentence in compile_blocks(part.repeated, plan.recompute):
+            if mesh.rank == 0:
+                logger.warning("compile=True: %s", sentence)
     reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
 
     def local_value(name: str) -> torch.Tensor:

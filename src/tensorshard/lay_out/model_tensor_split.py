@@ -59,7 +59,9 @@ def split_over_tensor_ranks(model: nn.Module, found: VerifiedTable | None, plan:
     outputs = SplitOutputs()
     layouts = apply_tensor_parallel(model, found.plan, group, shared_inputs=shared_inputs, outputs=outputs)
     styles = found.plan.resolve(model)
-    random = [name for name in find_units(model) if name not in found.not_random]
+    # Where the blocks that have parts of a sequence are within a model that was examined as one, they draw apart.
+    blocks = find_units(model) if "" not in find_units(model) or "" in found.sequence else found.sequence or [""]
+    random = [name for name in blocks if name not in found.not_random]
     split_randomness(model, random, styles, found.sequence, group)
     apply_sequence_parallel(model, found.sequence, group, shared_inputs=shared_inputs, whole_units=not parted)
     return TensorSplit(layouts, group, found, outputs)

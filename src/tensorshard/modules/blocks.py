@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 # A member of a list, most of whose parameters are blocks in lists of its own, is a stage of these and no block itself.
 _STAGE_SHARE = 0.5
@@ -47,9 +48,15 @@ def select_modules(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module
     }
 
 
+def named_parts(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of `module` by name, without what computes its parametrized tensors, which is a part of itself."""
+    parametrized = parametrize.is_parametrized(module)
+    return {n: child for n, child in module.named_children() if not (parametrized and n == "parametrizations")}
+
+
 def _search(module: nn.Module, prefix: str, composite: bool) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
-    children = dict(_elements(module)) if _is_list(module) else dict(module.named_children())
+    children = dict(_elements(module)) if _is_list(module) else named_parts(module)
     members = _members(children, composite) if _is_list(module) else set()
     for name, child in children.items():
         path = f"{prefix}{name}"
@@ -75,9 +82,10 @@ def _members(children: dict[str, nn.Module], composite: bool) -> set[str]:
     candidates = {
         name: child
         for name, child in children.items()
-        if any(True for _ in child.parameters()) and (any(True for _ in child.children()) or not composite)
+        if any(True for _ in child.parameters()) and (named_parts(child) or not composite)
     }
-    repeated = Counter(type(child) for child in candidates.values())
+    # Each parametrized module is of a class of its own.
+    repeated = Counter(parametrize.type_before_parametrizations(child) for child in candidates.values())
     return set(candidates) if any(count >= 2 for count in repeated.values()) else set()
 
 

@@ -34,6 +34,8 @@ class Role(IntEnum):
     """Batch statistics are those of all data ranks."""
     FP32 = auto()
     """What a norm or a parametrization computes, it computes from fp32 parameters."""
+    INNER_COMPILATION = auto()
+    """What the roles of tensor parallelism run inside of themselves is compiled, without them."""
     SPLIT_LAYER = auto()
     """A linear layer, an embedding or an attention computes this tensor-parallel rank's part."""
     SHARED_INPUT = auto()
@@ -42,6 +44,8 @@ class Role(IntEnum):
     """A split layer whose input or output is this rank's part of the sequence."""
     GATHERED_OUTPUT = auto()
     """The output of a split layer is put together."""
+    SEQUENCE_SHAPES = auto()
+    """Reshapes that ask for a part of the sequence get all of it."""
     LOCAL_SHAPES = auto()
     """Reshapes that ask for all ranks' features get those of this rank."""
     DIVIDED_INPUTS = auto()
@@ -60,6 +64,8 @@ class Role(IntEnum):
     """The gradients of parameters that see a part of the sequence are summed."""
     SEQUENCE_LENGTH = auto()
     """A block is told how long the sequence is."""
+    UNCOMPILED = auto()
+    """The roles of tensor parallelism run as they are, between what is compiled."""
     RECOMPUTATION = auto()
     """Activations are computed again in backward."""
     COMPILATION = auto()
@@ -118,6 +124,18 @@ def forward_within(module: nn.Module, role: Role) -> Forward:
     """What runs further in than the code that `module` has of `role`."""
     record = _record_of(module)
     return module.forward if record is None else record.compose(below=role)
+
+
+def roles_of(module: nn.Module) -> frozenset[Role]:
+    """The roles of all code around `module`'s forward, or in its place."""
+    record = _record_of(module)
+    return frozenset() if record is None else frozenset(record.layers)
+
+
+def replaces_forward(module: nn.Module) -> bool:
+    """Whether other code runs in place of `module`'s own forward."""
+    record = _record_of(module)
+    return record is not None and any(layer.replaces for layer in record.layers.values())
 
 
 def has_users_forward(module: nn.Module) -> bool:

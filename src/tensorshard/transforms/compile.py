@@ -1,5 +1,10 @@
-"""Compilation of a model's blocks (torch.compile), one by one, and what is left out of it."""
+"""Compilation of a model's blocks (torch.compile), one by one, and what is left out of it.
 
+Split layers are: their collectives are no operations that a compiled graph may have. What lies between them is compiled
+in parts.
+"""
+
+from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -7,16 +12,51 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from tensorshard.modules.forwards import Role, convert_forward
+from tensorshard.modules.forwards import Role, convert_forward, replaces_forward, roles_of
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def compile_blocks(blocks: list[nn.Module]) -> None:
-    """Compiles each block's forward. Hooks stay outside of what is compiled."""
+_OF_TENSOR_PARALLELISM = frozenset(role for role in Role if Role.SPLIT_LAYER <= role <= Role.SEQUENCE_LENGTH)
+
+# A mode that changes reshapes is around all that runs inside of it, which is not compiled.
+_RESHAPING = frozenset([Role.LOCAL_SHAPES, Role.SEQUENCE_SHAPES])
+
+
+def compile_blocks(blocks: list[nn.Module], recompute: str) -> list[str]:
+    """Compiles each block's forward. Hooks stay outside of what is compiled, and so does tensor parallelism's code.
+
+    Args:
+        recompute: as in :class:`tensorshard.Plan`; it was applied already.
+
+    Returns:
+        What runs as it is beside that, and why: a sentence for each kind.
+    """
+    reshaping: Counter[str] = Counter()
+    split = 0
     for block in blocks:
-        convert_forward(block, Role.COMPILATION, torch.compile)
+        for module in block.modules():
+            if roles_of(module) & _OF_TENSOR_PARALLELISM:
+                split += 1
+                if not roles_of(module).isdisjoint(_RESHAPING):
+                    reshaping[type(module).__name__] += 1
+                _compile_further_in(module)
+        if Role.UNCOMPILED not in roles_of(block):
+            convert_forward(block, Role.COMPILATION, torch.compile)
+    if split and recompute == "selective":
+        return ["with tp, blocks under recompute='selective' are not compiled: torch.compile does not look into them"]
+    return [
+        f"{count} {name} are not compiled: their code reshapes to sizes that tp changes"
+        for name, count in reshaping.items()
+    ]
+
+
+def _compile_further_in(module: nn.Module) -> None:
+    composite = any(True for _ in module.children())
+    if composite and not replaces_forward(module) and roles_of(module).isdisjoint(_RESHAPING):
+        convert_forward(module, Role.INNER_COMPILATION, torch.compile)
+    convert_forward(module, Role.UNCOMPILED, never_compiled)
 
 
 def never_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from tensorshard.modules.values import Layout
 from tensorshard.pipeline.cut.cut import Cut
+from tensorshard.pipeline.cut.placement import place_calls, unit_stages
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.tracer import Tracer
 from tensorshard.torch_private.pytree import tree_flatten
@@ -34,33 +35,35 @@ class Shapes:
     def __init__(self, tracer: Tracer, cut: Cut) -> None:
         self._tracer = tracer
         self.cut = cut
-        self._known: OrderedDict[Any, CallGraph] = OrderedDict()
+        self.stages_of = unit_stages(cut)
+        self._known: OrderedDict[Any, Cut] = OrderedDict()
         self._numbers: Counter[Any] = Counter()  # runs that differ in numbers alone
 
-    def of(self, inputs: Any, model: nn.Module) -> CallGraph:
-        """The model's run on `inputs`, with gradients and autocast as they are set here.
+    def of(self, inputs: Any, model: nn.Module) -> Cut:
+        """The model's run on `inputs`, with gradients and autocast as they are set here, cut into the stages.
 
         Args:
             inputs: of one micro-batch.
             model: whose modules are in training or evaluation mode as is to be assumed.
 
         Raises:
-            ValueError: with these inputs the model calls other units than with those that it was cut with, or needs
-                parameters on a stage that has them not.
+            ValueError: with these inputs the model calls units in another order than with those that it was cut with,
+                so that the stages cannot compute them one after the other, or needs parameters on a stage that has
+                them not.
         """
-        mode = (model.training, torch.is_grad_enabled(), _autocast(self._tracer.device.type))
+        training = tuple(module.training for module in model.modules())
+        mode = (training, torch.is_grad_enabled(), _autocast(self._tracer.device.type))
         key = (_signature(inputs), mode)
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
         self._tracer.follow_modes(model)
-        graph = self._tracer.run(inputs)
-        self._check(graph, inputs)
-        self._known[key] = graph
+        placed = self._placed(self._tracer.run(inputs), inputs)
+        self._known[key] = placed
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
         self._note_numbers(inputs, mode)
-        return graph
+        return placed
 
     def _note_numbers(self, inputs: Any, mode: Any) -> None:
         tensors = (_signature(inputs, numbers=False), mode)
@@ -81,29 +84,32 @@ class Shapes:
         """What `stage` sends on for `inputs`, in order; nothing if it is the last."""
         return self._crossing(self.of(inputs, model), stage + 1)
 
-    def _crossing(self, graph: CallGraph, stage: int) -> tuple[Layout, ...]:
-        if not 0 < stage < self.cut.stages:
-            return ()
-        return tuple(graph.sent_layout(leaf) for leaf in graph.crossing(self.cut.positions[stage - 1]))
+    def _crossing(self, cut: Cut, stage: int) -> tuple[Layout, ...]:
+        return tuple(cut.graph.sent_layout(leaf) for leaf in cut.received(stage)) if stage < cut.stages else ()
 
-    def _check(self, graph: CallGraph, inputs: Any) -> None:
+    def _placed(self, graph: CallGraph, inputs: Any) -> Cut:
         before, now = [c.unit for c in self.cut.graph.calls], [c.unit for c in graph.calls]
         if before != now:
+            placed = place_calls(graph, self.cut, self.stages_of, trains=torch.is_grad_enabled())
+            if placed is not None:
+                return placed
             differs = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), len(before))
             raise ValueError(
                 f"with inputs {_described(inputs)} the model calls {len(now)} units, and at place {differs} "
                 f"{now[differs] if differs < len(now) else 'none'!r}, but with the sample inputs that it was cut by "
-                f"{len(before)}, and there {before[differs] if differs < len(before) else 'none'!r}; the pipeline "
-                f"needs the same calls for all inputs: name a module around those that vary as one unit "
-                f"(pp_units), or cut it by other sample_inputs"
+                f"{len(before)}, and there {before[differs] if differs < len(before) else 'none'!r}; the stages that "
+                f"have these units cannot compute them in this order: name a module around those that vary as one "
+                f"unit (pp_units), or cut it by other sample_inputs"
             )
-        for stage, span in enumerate(self.cut.spans):
+        placed = Cut(graph, self.cut.positions)
+        for stage, span in enumerate(placed.spans):
             missing = graph.parameters_of(*span) - self.cut.parameters(stage)
             if missing:
                 raise ValueError(
                     f"with inputs {_described(inputs)} stage {stage} needs the parameter {min(missing)!r}, which it "
                     f"did not need with the sample inputs and therefore does not hold; cut it by inputs like these"
                 )
+        return placed
 
 
 def _signature(inputs: Any, *, numbers: bool = True) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.mesh import Mesh
+from tensorshard.pipeline.cut.placement import unit_stages
 from tensorshard.pipeline.run.shared_gradients import SharedGradients, local_of
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.schedules import find_schedule
@@ -55,6 +56,7 @@ class PipelinedModel(ShardedModel):
         self.stages = list(stages)
         self.parts = list(parts)
         self.cut = stages[0].cut
+        self._stages_of = unit_stages(self.cut)
         self._mesh = mesh
         self._group = mesh.group("pp")
         self._rank_of = [
@@ -229,11 +231,8 @@ class PipelinedModel(ShardedModel):
     def _sender(self, name: str) -> int:
         if name in self._shapes:
             return self._rank_of[self._stages_with(name)[0]]
-        calls = self.cut.graph.calls
-        for stage, (start, stop) in enumerate(self.cut.spans):
-            if any(name.startswith(f"{call.unit}.") for call in calls[start:stop]):
-                return self._rank_of[stage]
-        return self._rank_of[-1]
+        holding = (stages for unit, stages in self._stages_of.items() if name.startswith(f"{unit}."))
+        return self._rank_of[min(next(holding, frozenset([self.cut.stages - 1])))]
 
     def _full_parameter(self, name: str) -> torch.Tensor:
         local = self._masters[name].detach()

@@ -14,7 +14,6 @@ from tensorshard.modules.values import Layout, take_apart
 from tensorshard.pipeline.run.crossings import Shapes
 from tensorshard.pipeline.run.stage_run import StageLeft, StageRun
 from tensorshard.pipeline.run.stage_skeleton import skeleton
-from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.torch_private.modules import clear_forward_hooks, clear_hooks
 from tensorshard.torch_private.pytree import tree_map_only
 
@@ -33,28 +32,27 @@ class StageModule:
     Attributes:
         module: what computes: the model's modules under their own names, with the stage's parameters alone, so that a
             state dict has the model's names. It is what transforms are applied to; call the stage instead.
-        units: the stage's own units, by name.
+        units: what it can compute, by name: units that it calls, and those that no run has called and whose parameters
+            it holds.
         elsewhere: names of what other stages compute: of modules, and of what is in them.
         blocks: those of the model's blocks that are the stage's own (for recomputation, compilation and sharding).
     """
 
     def __init__(self, model: nn.Module, shapes: Shapes, index: int) -> None:
         self.cut, self.index, self._shapes = shapes.cut, index, shapes
-        self.start, self.stop = self.cut.spans[index]
         graph = self.cut.graph
-        own = {call.unit for call in graph.calls[self.start : self.stop]}
+        own = {unit for unit, stages in shapes.stages_of.items() if index in stages}
+        self._stubs = shapes.stages_of.keys() - own
         # Units that no run called stay whole: a stage that holds their parameters may not know of all their uses.
-        called = {call.unit for call in graph.calls}
-        self._stubs = called - own
+        called_elsewhere = {call.unit for call in graph.calls} - own
         self.elsewhere = frozenset(
             name
-            for stub in self._stubs
+            for stub in called_elsewhere
             for name in (stub, *(f"{stub}.{inner}" for inner, _ in _named_members(model.get_submodule(stub))))
         )
-        self.module, self._removed = skeleton(model, self.cut.parameters(index), self._stubs - graph.nested)
+        self.module, self._removed = skeleton(model, self.cut.parameters(index), called_elsewhere - graph.nested)
         self.units = {name: self.module.get_submodule(name) for name in graph.parameters if name in own}
         self.blocks = {name: self.module.get_submodule(name) for name in find_blocks(model) if name in own}
-        self._elsewhere = {name for name in own if any(self._is_foreign(i) for i in _calls_of(graph, name))}
         self._device: torch.device | None = None
         self._attached = False
         if not self.is_last:
@@ -65,8 +63,9 @@ class StageModule:
             stub = self.module.get_submodule(name)
             clear_hooks(stub)
             wrap_forward(stub, Role.PIPELINE_STAGE, partial(self._stub, name))
-        for name in self._elsewhere:
-            wrap_forward(self.units[name], Role.PIPELINE_STAGE, self._sometimes)
+        for name, unit in self.units.items():
+            if len(shapes.stages_of[name]) > 1:
+                wrap_forward(unit, Role.PIPELINE_STAGE, self._sometimes)
 
     @property
     def is_first(self) -> bool:
@@ -110,11 +109,11 @@ class StageModule:
             ValueError: `received` is not what it should be.
             RuntimeError: the model called other units than expected, or a unit returned another shape.
         """
-        graph = self._shapes.of(inputs, self.module)
-        if graph.overwrites_inputs:  # a rank's stages have the same ones
+        cut = self._shapes.of(inputs, self.module)
+        if cut.graph.overwrites_inputs:  # a rank's stages have the same ones
             inputs = tree_map_only(torch.Tensor, torch.clone, inputs)
         self._prepare(inputs, received)
-        self._run = StageRun(graph, self.cut, self.index, received)
+        self._run = StageRun(cut, self.index, received)
         try:
             return call_model(self.module, inputs)
         finally:
@@ -160,9 +159,9 @@ class StageModule:
     def _sometimes(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a unit that other stages call as well."""
         run = self._run
-        if run is None or not run.depth or not self._is_foreign(run.position - 1):
+        if run is None or not run.depth or not run.is_foreign():
             return forward(*args, **kwargs)
-        return run.placeholder(run.position - 1, self._device)
+        return run.placeholder(self._device)
 
     def _stub(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         run = self._run
@@ -176,16 +175,9 @@ class StageModule:
             return forward(*args, **kwargs)
         run.begin(name)
         run.depth = 0
-        return run.placeholder(run.position - 1, self._device)
-
-    def _is_foreign(self, call: int) -> bool:
-        return not self.start <= call < self.stop
+        return run.placeholder(self._device)
 
 
 def _named_members(module: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from ((name, inner) for name, inner in module.named_modules(remove_duplicate=False) if name)
     yield from module.named_parameters(remove_duplicate=False)
-
-
-def _calls_of(graph: CallGraph, unit: str) -> list[int]:
-    return [index for index, call in enumerate(graph.calls) if call.unit == unit]

@@ -8,7 +8,7 @@ import torch
 from tensorshard.modules.detached_alias import DetachedAlias
 from tensorshard.modules.values import Layout, take_apart
 from tensorshard.pipeline.cut.cut import Cut
-from tensorshard.pipeline.trace.call_graph import CallGraph, Leaf
+from tensorshard.pipeline.trace.call_graph import Leaf
 
 
 class StageLeft(BaseException):
@@ -18,8 +18,8 @@ class StageLeft(BaseException):
 class StageRun:
     """One micro-batch on its way through the model's forward."""
 
-    def __init__(self, graph: CallGraph, cut: Cut, stage: int, received: Sequence[torch.Tensor]) -> None:
-        self._graph = graph
+    def __init__(self, cut: Cut, stage: int, received: Sequence[torch.Tensor]) -> None:
+        self._graph = graph = cut.graph
         self._start, self._stop = cut.spans[stage]
         self._last = stage == cut.stages - 1
         expected = graph.crossing(self._start) if stage else ()
@@ -65,9 +65,9 @@ class StageRun:
         self.depth -= 1
         if self.depth:
             return
-        call = self.position - 1
-        if not self._start <= call < self._stop:
+        if self.is_foreign():
             return
+        call = self.position - 1
         wanted = [leaf for leaf in self._sends if leaf[0] == call]
         if not wanted:
             return
@@ -83,8 +83,13 @@ class StageRun:
             tensor = tensors[leaf[1]]
             self._values[leaf] = tensor.clone() if leaf in self._graph.overwritten else tensor
 
-    def placeholder(self, call: int, device: torch.device | None) -> Any:
-        """What a call of another stage's unit returns here."""
+    def is_foreign(self) -> bool:
+        """Whether the call that began last is another stage's."""
+        return not self._start <= self.position - 1 < self._stop
+
+    def placeholder(self, device: torch.device | None) -> Any:
+        """What the call that began last, of another stage's unit, returns here."""
+        call = self.position - 1
         made = self._graph.calls[call]
         return made.structure.build(
             [self._tensor((call, index), layout, device) for index, layout in enumerate(made.layouts)]

@@ -1,17 +1,18 @@
 """What of a model is called as a whole by a pipeline stage: its units."""
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from tensorshard.modules.blocks import find_blocks, select_modules
-from tensorshard.torch_private.modules import DropoutBase, own_parameters
+from tensorshard.modules.blocks import find_blocks, named_parts, select_modules
+from tensorshard.torch_private.modules import DropoutBase, NormBase, own_parameters
 
 
 def find_units(model: nn.Module, named: list[str] | None = None) -> dict[str, nn.Module]:
     """The modules that are computed by one stage each, by name, in registration order; none is inside of another.
 
     They are the blocks (see :func:`tensorshard.modules.blocks.find_blocks`, or as `named`), and outside of them every
-    leaf that holds parameters or draws random numbers. What is left is functional code and modules without parameters,
-    which every stage runs for itself.
+    module that holds parameters and is made of none that do, every normalization, and every dropout. What is left is
+    functional code and modules without parameters, which every stage runs for itself.
 
     Args:
         named: patterns of module names that are blocks instead, as in ``layers.*``.
@@ -32,16 +33,16 @@ def _collect(module: nn.Module, prefix: str, blocks: set[int], units: dict[str, 
         if id(child) in seen:
             continue
         seen.add(id(child))
-        if id(child) in blocks or _is_unit_leaf(child):
+        if id(child) in blocks or _is_unit(child):
             units[path] = child
         else:
             _collect(child, f"{path}.", blocks, units, seen)
 
 
-def _is_unit_leaf(module: nn.Module) -> bool:
-    if any(True for _ in module.children()):
-        return False
-    if own_parameters(module):
+def _is_unit(module: nn.Module) -> bool:
+    # Two stages must not take different statistics, nor draw different masks for one value.
+    if isinstance(module, NormBase) or (isinstance(module, DropoutBase) and module.p > 0):
         return True
-    # Two stages must not draw different masks for one value.
-    return isinstance(module, DropoutBase) and module.p > 0
+    if not own_parameters(module) and not is_parametrized(module):
+        return False
+    return not any(True for part in named_parts(module).values() for _ in part.parameters())

@@ -18,6 +18,7 @@ from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
+from tensorshard.transforms.compile import never_compiled
 
 
 def split_randomness(
@@ -56,6 +57,7 @@ class _Region:
         self._group = group
         self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
+    @never_compiled
     def enter(self, *_: Any) -> None:
         if self._outside is not None or not self._block.training:
             return
@@ -65,6 +67,7 @@ class _Region:
             self._outside = (torch.get_rng_state(), cuda)
             torch.manual_seed(common * self._group.size() + self._group.rank())
 
+    @never_compiled
     def leave(self, *_: Any) -> None:
         if self._outside is None:
             return

@@ -26,6 +26,7 @@ from tensorshard.layers.split_linear import parallel_linear
 from tensorshard.modules.forwards import Forward, Role, replace_forward, wrap_forward
 from tensorshard.modules.tensors import map_tensors, tensor_leaves
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
+from tensorshard.tensor_parallel.apply.sequence_shapes import forward_with_full_lengths
 from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
 from tensorshard.tensor_parallel.table.layer_kinds import is_transposed
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
@@ -46,15 +47,18 @@ class _Sequence:
     group: dist.ProcessGroup
     length: int | None = None
 
+    def whole(self) -> int:
+        """Positions that there are."""
+        assert self.length is not None
+        return self.length
+
     def part(self) -> int:
         """Positions that this rank has."""
-        assert self.length is not None
-        return shard_range(self.length, self.group.size(), self.group.rank())[1]
+        return shard_range(self.whole(), self.group.size(), self.group.rank())[1]
 
     def sharding(self) -> SequenceSharded:
         """Which positions each rank has."""
-        assert self.length is not None
-        return SequenceSharded.of_length(self.dim, self.length, self.group)
+        return SequenceSharded.of_length(self.dim, self.whole(), self.group)
 
 
 def apply_sequence_parallel(
@@ -107,12 +111,16 @@ def _split_block(
         replace_forward(attention, Role.SEQUENCE_LAYER, partial(_attention_forward, attention, leaves, inner))
     for key, leaves in split.modules.items():
         module = block.get_submodule(key)
-        wrap_forward(module, Role.SEQUENCE_INPUTS, partial(_gathering_forward, leaves, inner))
+        copied = split.copied.get(key, ())
+        wrap_forward(module, Role.SEQUENCE_INPUTS, partial(_gathering_forward, leaves, copied, inner))
     for key, (gathered, cut) in split.whole.items():
         module = block.get_submodule(key)
         wrap_forward(module, Role.SEQUENCE_WHOLE, partial(_whole_forward, gathered, cut, inner))
     for owner, places in _partial_places(block, split.partial, together=whole_units):
         wrap_forward(owner, Role.SEQUENCE_GRADIENTS, partial(_summing_forward, places, flow.group))
+    if split.reshapes:
+        around = partial(forward_with_full_lengths, lambda: (inner.part(), inner.whole()), split.dim)
+        wrap_forward(block, Role.SEQUENCE_SHAPES, around)
     wrap_forward(block, Role.SEQUENCE_LENGTH, partial(_block_forward, inner))
     # Hooks stay outside of recomputation: what a recomputed block keeps is its part of the sequence.
     what = name or type(block).__name__
@@ -174,11 +182,18 @@ def _attention_forward(
 
 
 def _gathering_forward(
-    leaves: tuple[int, ...], sequence: _Sequence, forward: Forward, /, *args: Any, **kwargs: Any
+    leaves: tuple[int, ...],
+    copied: tuple[int, ...],
+    sequence: _Sequence,
+    forward: Forward,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     def whole(part: torch.Tensor) -> torch.Tensor:
         return collectives.gather_for_sum(part, sequence.dim, sequence.group, size=sequence.length)
 
+    args, kwargs = _replace_leaves((args, kwargs), copied, lambda t: collectives.copy(t, sequence.group))
     args, kwargs = _replace_leaves((args, kwargs), leaves, whole)
     return forward(*args, **kwargs)
 

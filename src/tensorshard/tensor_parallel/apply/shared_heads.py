@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import Function
 
 from tensorshard.comm import primitives
+from tensorshard.transforms.compile import never_compiled
 
 
 def check_shared_heads(name: str, heads: int, widths: Sequence[int], size: int) -> None:
@@ -55,7 +56,7 @@ def share_heads(module: nn.Module, heads: int, parts: Sequence[int], group: dist
     local = [part // group.size() for part in parts]
     # A hook, and no forward of its own: column layers that are called together, or on parts of a sequence, get theirs
     # from elsewhere.
-    module.register_forward_hook(partial(_gather_heads, local, together, group))
+    module.register_forward_hook(partial(never_compiled(_gather_heads), local, together, group))
 
 
 def _gather_heads(

@@ -96,7 +96,7 @@ def check_around_run(
     if sequence_parallel:
         split = SplitBlocks(complete.resolve(model), shared_inputs, checker.sliced_inputs)
         sequence, refused = find_sequence_splits(model, split, run, checks)
-    if "" in units:
+    if "" in units and (not sequence or "" in sequence):
         agreement = checker.agreement_of_model
     else:
         agreement = _check_whole(model, complete, sequence, run, checks.size)

@@ -10,7 +10,12 @@ from torch import nn
 from tensorshard.modules.fake_copies import follow_run
 from tensorshard.modules.provenance import Operation, Provenance
 from tensorshard.modules.tensors import storage_key, tensor_leaves
-from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention, named_arguments
+from tensorshard.tensor_parallel.table.layer_kinds import (
+    as_splittable,
+    is_convolution,
+    is_multihead_attention,
+    named_arguments,
+)
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
@@ -25,9 +30,11 @@ class StreamFlow:
         attentions: split ``nn.MultiheadAttention`` modules that read it, and the shapes of those of their inputs that
             are of the stream, by their indices.
         direct: for each module around column layers, its tensor inputs that these read as they are, by their indices.
-        unsplit: other linear layers that read it, whose outputs are whole.
+        unsplit: other linear layers that read it, whose outputs are whole, and split convolutions, which need their
+            neighbours in a sequence.
         entries, exits: for each module, the shapes of its tensor inputs and outputs that are of the stream, by their
             indices.
+        beside: for each module, its other tensor inputs that may have gradients, by their indices.
         partial: parameters that are applied to it.
         outputs: the shapes of the block's tensor outputs that are of the stream, by their indices.
     """
@@ -39,6 +46,7 @@ class StreamFlow:
     unsplit: list[str] = field(default_factory=list)
     entries: dict[str, dict[int, torch.Size]] = field(default_factory=dict)
     exits: dict[str, dict[int, torch.Size]] = field(default_factory=dict)
+    beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
     partial: dict[str, None] = field(default_factory=dict)
     outputs: dict[int, torch.Size] = field(default_factory=dict)
 
@@ -96,7 +104,9 @@ class _StreamSources(Provenance[str]):
         for name, module in block.named_modules():
             style = styles.get(name)
             kind = style.kind if style is not None else ""
-            if kind in COLUMN_KINDS:
+            if is_convolution(module) and (kind in COLUMN_KINDS or kind == "rowwise"):
+                module.register_forward_pre_hook(self._unsplit_called(name))
+            elif kind in COLUMN_KINDS:
                 module.register_forward_pre_hook(self._column_called(name))
                 module.register_forward_hook(self._column_returned)
             elif kind == "rowwise":
@@ -187,6 +197,8 @@ class _StreamSources(Provenance[str]):
             self._given[name] = {index: storage_key(leaf) for index, leaf in enumerate(leaves)}
             found = {index: leaf.shape for index, leaf in enumerate(leaves) if self.holds(leaf)}
             self.flow.entries.setdefault(name, found)
+            beside = (index for index, leaf in enumerate(leaves) if index not in found and leaf.is_floating_point())
+            self.flow.beside.setdefault(name, tuple(beside))
 
         return hook
 

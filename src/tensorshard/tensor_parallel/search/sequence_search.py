@@ -4,22 +4,25 @@ As for the table itself, ways are proposed from the flow of the data, and a way 
 numbers on simulated ranks, forward and backward, as on one device.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import nn
 
+from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.search.sequence_flow import StreamFlow, follow_stream, leaves_as_long, projection_of
-from tensorshard.tensor_parallel.table.layer_kinds import is_convolution, is_multihead_attention
+from tensorshard.tensor_parallel.table.layer_kinds import is_multihead_attention
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import starred
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
 from tensorshard.tensor_parallel.verify.block_check import MismatchError
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
+from tensorshard.tensor_parallel.verify.block_kinds import block_kinds
 from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units
+from tensorshard.torch_private.modules import NormBase
 
 _MOST_TRIES = 32
 
@@ -59,7 +62,7 @@ def find_sequence_splits(
     Raises:
         NoSequenceParallelError: none can; names the reasons.
     """
-    units = find_units(model)
+    units, run, checks = _sequence_units(model, blocks.styles, run, checks)
     known: dict[object, SequenceSplit | str] = {}
     splits: dict[str, SequenceSplit] = {}
     refused: dict[str, str] = {}
@@ -83,7 +86,41 @@ def find_sequence_splits(
             f"sequence_parallel=True: no block of this {type(model).__name__} can be split along a sequence:\n{why}\n"
             f"set sequence_parallel=False"
         )
+    features = run.guessed and all(tensor.is_floating_point() for tensor in tensor_leaves(run.inputs))
+    if features and not any(checks.of(n).relates_positions(s.input, s.dim) for n, s in splits.items()):
+        raise NoSequenceParallelError(
+            f"sequence_parallel=True: nothing of this {type(model).__name__} relates positions of a sequence to each "
+            f"other, and it may be meant for [samples, features]; give parallelize(sample_inputs=...) sequences, or "
+            f"set sequence_parallel=False"
+        )
     return link_splits(splits, run.capture), reasons
+
+
+def _sequence_units(
+    model: nn.Module, styles: Mapping[str, Style], run: ModelRun, checks: BlockChecks
+) -> tuple[dict[str, nn.Module], ModelRun, BlockChecks]:
+    """What may compute on parts of a sequence, how it is called, and its checks: the blocks of the table's search.
+
+    Where that took the model as one, these are the innermost members of lists with several split layers: a list may
+    have one member alone, which is called again and again (as ALBERT's layer is).
+    """
+    units = find_units(model)
+    if "" not in units:
+        return units, run, checks
+    members = {
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        for key, _ in module.named_children()
+    }
+    several = [name for name in members if sum(key.startswith(f"{name}.") for key in styles) > 1]
+    names = sorted(name for name in several if not any(other.startswith(f"{name}.") for other in several))
+    inner = {name: model.get_submodule(name) for name in names}
+    capture = capture_calls(model, names, run.inputs)
+    if not capture.calls:
+        return units, run, checks
+    inside = ModelRun(capture, run.inputs, block_kinds(inner, capture.calls), guessed=run.guessed)
+    return inner, inside, BlockChecks(inner, inside, checks.size)
 
 
 def link_splits(splits: Mapping[str, SequenceSplit], capture: Capture) -> dict[str, SequenceSplit]:
@@ -114,11 +151,6 @@ def _search_block(
     checks: BlockChecks,
     shared_inputs: Sequence[Sequence[str]],
 ) -> SequenceSplit | str:
-    rows = [name for name, style in styles.items() if style.kind == "rowwise"]
-    if not rows:
-        return "it has no row layer, whose output could be scattered"
-    if any(is_convolution(module) for name, module in block.named_modules() if name in styles):
-        return "convolutions in it are split, which need their neighbours in a sequence"
     check = checks.of(name)
     reason = "none of its inputs looks like a sequence"
     tries = 0
@@ -126,9 +158,10 @@ def _search_block(
     for index, dim in candidates:
         length = check.inputs[index].shape[dim]
         flow = follow_stream(block, call, styles, index)
-        if not (flow.columns or flow.attentions) or not flow.outputs_of(dim, length):
+        if not flow.outputs_of(dim, length):
             continue
-        for split in _ways(flow, index, dim, check.inputs[index].shape):
+        ways = _ways(block, styles, flow, index, dim, check.inputs[index].shape)
+        for split in (way for way in ways if not _normalizes_parts(block, flow, way)):
             tries += 1
             if tries > _MOST_TRIES:
                 return reason
@@ -158,23 +191,45 @@ def _candidates(block: nn.Module, inputs: Sequence[torch.Tensor], size: int) -> 
                     yield index, dim
 
 
-def _ways(flow: StreamFlow, index: int, dim: int, shape: torch.Size) -> Iterator[SequenceSplit]:
+def _ways(
+    block: nn.Module, styles: Mapping[str, Style], flow: StreamFlow, index: int, dim: int, shape: torch.Size
+) -> Iterator[SequenceSplit]:
+    """Where the sequence may be put together, the likeliest first.
+
+    First as :func:`_plain_ways` has it. Then code in the block may ask for the length of its part, where layers that
+    the block holds itself have gathered all of it; modules around column layers may be given more than the sequence.
+    """
+    plain = list(_plain_ways(block, styles, flow, index, dim, shape))
+    yield from plain
+    yield from (replace(way, reshapes=True) for way in plain if way.columns and not way.modules and not way.whole)
+    for way in plain:
+        copied = {owner: flow.beside[owner] for owner in way.modules if flow.beside.get(owner)}
+        if copied:
+            yield replace(way, copied=copied)
+
+
+def _plain_ways(
+    block: nn.Module, styles: Mapping[str, Style], flow: StreamFlow, index: int, dim: int, shape: torch.Size
+) -> Iterator[SequenceSplit]:
     """Where the sequence may be put together: by each column layer, or by the module around several.
 
     First with all layers that are not split applied to parts of the sequence, then with the modules around these run on
-    the whole of it, and last with split ``nn.MultiheadAttention`` modules run on the whole of it too.
+    the whole of it, and last with split ``nn.MultiheadAttention`` modules, or with all that is not split, run on the
+    whole of it too.
     """
     length = shape[dim]
-    for around in _distinct([], flow.unsplit, [*flow.unsplit, *map(projection_of, flow.attentions)]):
+    unsplit = list(_owners(flow.unsplit))
+    attentions = list(_owners([*flow.unsplit, *map(projection_of, flow.attentions)]))
+    for around in _distinct([], unsplit, attentions, [*dict.fromkeys([*unsplit, *_unsplit_parts(block, styles)])]):
         whole = {}
-        for owner in _owners(around):
+        for owner in around:
             ends = (
-                leaves_as_long(flow.entries[owner], dim, length),
+                leaves_as_long(flow.entries.get(owner, {}), dim, length),
                 leaves_as_long(flow.exits.get(owner, {}), dim, length),
             )
-            if all(ends):
+            if all(ends) and owner and not _is_inside_any(owner, [o for o in around if o not in ("", owner)]):
                 whole[owner] = ends
-        if around and not whole:
+        if (around or not (flow.columns or flow.attentions)) and not whole:
             continue
         attentions = {
             name: leaves_as_long(shapes, dim, length)
@@ -219,5 +274,23 @@ def _owners(layers: Sequence[str]) -> dict[str, list[str]]:
     return owners
 
 
-def _is_inside_any(name: str, modules: Mapping[str, object]) -> bool:
+def _unsplit_parts(block: nn.Module, styles: Mapping[str, Style]) -> list[str]:
+    """Parts of `block` in which nothing is split, and that may relate positions by code of their own."""
+    return [
+        name
+        for name, part in block.named_children()
+        if (any(True for _ in part.children()) or any(p.ndim > 1 for p in part.parameters()))
+        and not any(key == name or key.startswith(f"{name}.") for key in styles)
+    ]
+
+
+def _normalizes_parts(block: nn.Module, flow: StreamFlow, way: SequenceSplit) -> bool:
+    """Whether statistics over positions would be taken of a part: in training, which the check by numbers is not."""
+    return any(
+        isinstance(module, NormBase) and flow.entries.get(name) and not _is_inside_any(name, way.whole)
+        for name, module in block.named_modules()
+    )
+
+
+def _is_inside_any(name: str, modules: Iterable[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)

@@ -26,6 +26,9 @@ class SequenceSplit:
             come in parts, by their indices.
         scatters: whether the input comes whole, and is to be cut.
         gathers: whether the outputs are needed whole.
+        copied: of the modules whose inputs are gathered, those that come in full, from elsewhere than the sequence, so
+            that what each rank makes of them adds to their gradients.
+        reshapes: whether reshapes of tensors with all positions ask for the length of a part, and are to get all.
     """
 
     ndim: int
@@ -40,6 +43,8 @@ class SequenceSplit:
     scatters: bool = False
     gathers: bool = False
     attentions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    reshapes: bool = False
+    copied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def linked(self, *, scatters: bool, gathers: bool) -> "SequenceSplit":
         """A copy of this split, with what happens at the block's ends."""

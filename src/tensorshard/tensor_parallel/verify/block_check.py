@@ -136,6 +136,23 @@ class BlockCheck:
         self._compare_gradients(runs, layouts, sliced)
         return agreement
 
+    def relates_positions(self, index: int, dim: int) -> bool:
+        """Whether what the block puts out at a position depends on others of its input `index`, along `dim`."""
+        length = self.inputs[index].shape[dim]
+        early = torch.arange(length // 2)
+        given = map_tensors_once(lambda leaf: leaf.detach().clone(), self._given)
+        tensor_leaves(given)[index].narrow(dim, length // 2, length - length // 2).neg_()
+        args, kwargs = given
+        with torch.no_grad():
+            outputs = tensor_leaves(copy_with(self._block, lambda name, t: t.detach())(*args, **kwargs))
+        pairs = zip(outputs, self.expected.outputs, strict=True)
+        return any(
+            one.ndim <= dim
+            or one.shape[dim] != length
+            or not torch.equal(one.index_select(dim, early), other.index_select(dim, early))
+            for one, other in pairs
+        )
+
     def _check_channels(self, styles: Mapping[str, Style]) -> None:
         for name, style in styles.items():
             if style.kind == "channels":

@@ -79,11 +79,13 @@ class ModelRun:
         capture: what it showed of the units.
         inputs: what the model was run on.
         kinds: a number for each unit that was called; those of which one may stand for another have the same.
+        guessed: whether nobody said what the model takes.
     """
 
     capture: Capture
     inputs: Any
     kinds: dict[str, int]
+    guessed: bool = False
 
     @property
     def calls(self) -> dict[str, BlockCall]:
@@ -110,7 +112,7 @@ def run_once(model: nn.Module, units: list[str], inputs: Any, *, sequences: bool
             error = error or caught
             continue
         kinds = block_kinds({name: model.get_submodule(name) for name in units}, capture.calls)
-        return ModelRun(capture, candidate, kinds)
+        return ModelRun(capture, candidate, kinds, guessed=inputs is None)
     remedy = (
         "give parallelize(sample_inputs=...), or find_tensor_plan(inputs=...), inputs as for Engine.step, of any "
         "values and any sizes that the model takes"

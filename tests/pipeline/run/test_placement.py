@@ -1,0 +1,132 @@
+"""Stages compute what the model does where it calls other units than in the run that it was cut by."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+import seeds
+from pipeline_models import Example
+from tensorshard.pipeline.cut.cut import cut_model
+from tensorshard.pipeline.trace.tracer import Tracer
+from test_stages import compare, run_stages, stages_of
+
+
+class Steps(nn.Module):
+    """A cell that is called for each time step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.cell, self.head = nn.Linear(3, 4), nn.GRUCell(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        state = x.new_zeros(len(x), 4)
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+        return self.head(state)
+
+
+class Auxiliary(nn.Module):
+    """An auxiliary head that training alone calls, as GoogLeNet's; `thaws`: a block that evaluation alone calls."""
+
+    def __init__(self, thaws: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(4))
+        self.aux, self.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)
+        self.thaws = thaws
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        extra: torch.Tensor | float = 0.0
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 1 and self.training != self.thaws:
+                extra = self.aux(x)
+        return self.head(x) + extra
+
+
+def _pair(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    seeds.seed(3)
+    whole = build()
+    shared = build()
+    shared.load_state_dict(whole.state_dict())
+    return whole, shared
+
+
+def test_a_loop_over_time_of_another_length():
+    example = Example(Steps, lambda *_: None)
+    whole, shared = _pair(Steps)
+    stages = stages_of(shared, torch.randn(2, 4, 3), 2)
+    for length in (9, 2, 4):
+        compare(example, whole, stages, torch.randn(2, length, 3))
+    assert len({stage.sent(torch.randn(2, 9, 3)) for stage in stages}) == 2  # they are cut, too
+
+
+@pytest.mark.parametrize("thaws", [False, True])
+def test_evaluation_calls_other_units_than_training(thaws):
+    example = Example(lambda: Auxiliary(thaws), lambda *_: None)
+    whole, shared = _pair(example.build)
+    inputs = torch.randn(5, 4)
+    stages = stages_of(shared, inputs, 2)
+    compare(example, whole, stages, inputs)
+    for module in (whole, *(stage.module for stage in stages)):
+        module.eval()
+    compare(example, whole, stages, inputs)
+    held = [name for stage in stages for name in stage.owned_buffers()]
+    assert sorted(held) == sorted(name for name, _ in whole.named_buffers())
+
+
+def test_another_order_of_the_units_is_refused():
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks if len(x) > 2 else reversed(self.blocks):
+                x = block(x)
+            return x
+
+    stages = stages_of(Backwards(), torch.randn(4, 4), 2)
+    with pytest.raises(ValueError, match=r"cannot compute them in this order: name a module .*pp_units"):
+        run_stages(stages, torch.randn(2, 4), Example(Backwards, lambda *_: None))
+
+
+class NormAct(nn.BatchNorm1d):
+    """A normalization with modules in it, as timm's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.act = nn.PReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(super().forward(x))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.drop = nn.Parameter(torch.ones(4)), nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(x * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("layers", "units"),
+    [
+        (lambda: [nn.Linear(4, 4), NormAct(4), Scale(), nn.Sigmoid(), nn.Linear(4, 4)], ["0", "1", "2", "4"]),
+        (lambda: [weight_norm(nn.Linear(4, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 4))], ["0", "2"]),
+        (lambda: [spectral_norm(nn.Linear(4, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 4))], ["0", "2"]),
+    ],
+    ids=["norm with modules", "weight norm", "spectral norm"],
+)
+def test_a_module_whose_parts_hold_no_parameters_is_one_unit(layers: Any, units: list[str]):
+    example = Example(lambda: nn.Sequential(*layers()), lambda *_: None)
+    whole, shared = _pair(example.build)
+    inputs = torch.randn(5, 4)
+    assert list(Tracer(shared).unit_names) == units
+    compare(example, whole, stages_of(shared, inputs, 2), inputs)

@@ -1,0 +1,68 @@
+"""Compiled blocks under tensor parallelism compute what one process does."""
+
+import unittest.mock
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import parity
+from tensorshard.modules.forwards import Role, wrap_forward
+from tensorshard.transforms.compile import compile_blocks
+
+
+def _train(kind: str, fields: dict[str, Any], backend: str, steps: int) -> tuple[dict[str, Any], int]:
+    """What training came to, and how many operations of the model's were compiled into graphs."""
+    from torch._dynamo import lookup_backend
+
+    compiled = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal compiled
+        compiled += sum(node.op.startswith("call") for node in graph.graph.nodes)
+        return lookup_backend(backend)(graph, inputs)
+
+    original = torch.compile
+    with unittest.mock.patch.object(torch, "compile", lambda forward: original(forward, backend=count)):
+        return parity.train(kind, dict(compile=True, **fields), steps), compiled
+
+
+def _check(ranks, kind, world, fields, backend, steps):
+    found, compiled = ranks(world, _train, kind, fields, backend, steps)[0]
+    parity.assert_same(found, parity.reference(kind, steps=steps), 1e-5)
+    assert compiled
+
+
+def test_what_lies_between_split_layers_is_compiled(ranks):
+    # Without code generation, nor autograd's tracing, which take their time.
+    _check(ranks, "gpt", 2, dict(tp=2, sequence_parallel=True), "eager", 2)
+
+
+def test_what_is_not_compiled_is_said():
+    def block(role: Role) -> nn.Module:
+        module = nn.Sequential(nn.Linear(2, 2))
+        wrap_forward(module, role, lambda forward, x: forward(x))
+        return module
+
+    assert compile_blocks([block(Role.SUMMED_OUTPUT)], "none") == []
+    assert compile_blocks([block(Role.LOCAL_SHAPES)], "none") == [
+        "1 Sequential are not compiled: their code reshapes to sizes that tp changes"
+    ]
+    (sentence,) = compile_blocks([block(Role.SUMMED_OUTPUT)], "selective")
+    assert "under recompute='selective' are not compiled" in sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "world", "fields"),
+    [
+        ("llama", 4, dict(tp=2, zero=3, sequence_parallel=True)),
+        ("gpt", 2, dict(tp=2, recompute="full")),
+        ("gpt_neox", 2, dict(tp=2)),
+        ("bloom", 2, dict(tp=2)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_split_blocks_of_other_models_are_compiled(ranks, kind, world, fields):
+    _check(ranks, kind, world, fields, "aot_eager", 2)
