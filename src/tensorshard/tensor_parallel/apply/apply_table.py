@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.groups import Group, resolve_group
-from tensorshard.comm.sharding import to_local
 from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.layers.split_embedding import parallel_embedding
 from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.modules.blocks import find_blocks
 from tensorshard.modules.forwards import Forward, Role, replace_forward, wrap_forward
 from tensorshard.tensor_parallel.apply.called_rows import guard_rows
 from tensorshard.tensor_parallel.apply.convolutions import gather_columns, split_channels, split_columns, split_rows
@@ -29,13 +28,13 @@ from tensorshard.tensor_parallel.apply.own_lookups import split_own_lookups
 from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
 from tensorshard.tensor_parallel.apply.shared_heads import check_shared_heads, share_heads
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
+from tensorshard.tensor_parallel.apply.summed import copy_into, forward_summing, gather_into, sum_parts
 from tensorshard.tensor_parallel.table.channelwise import channel_layouts
 from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable, is_transposed
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, check_can_split
-from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, DIVIDED, Style
+from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, COLWISE_GATHER, DIVIDED, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
-from tensorshard.torch_private.modules import own_buffers, own_parameters, set_parameter
-from tensorshard.torch_private.pytree import tree_map_only
+from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 # Which layers a style is for; linear ones and convolutions where it is not said.
 _LAYER_KINDS = {"vocab": "embedding", "classes": "head"}
@@ -83,14 +82,15 @@ def apply_tensor_parallel(
     layouts = find_layouts(whole or model, styles, process_group.size())
     styles = {name: style for name, style in styles.items() if name not in elsewhere}
     keep_layers_called(model, {name for name, layout in layouts.items() if layout.dim is not None})
+    blocks = tuple(f"{name}." for name in find_blocks(whole or model)) if COLWISE_GATHER in styles.values() else ()
     for name, module in model.named_modules():
         style = styles.get(name)
-        if style is not None:
-            _apply(module, style, process_group, outputs)
+        if style is not None:  # what a block hands on to itself is no model's output
+            _apply(module, style, process_group, SplitOutputs() if name.startswith(blocks) else outputs)
         own = {key: s for key in own_parameters(module) if (s := styles.get(_join(name, key))) and s.sums_gradients}
         if own and not (style is not None and style.sums_gradients):
             divided = [key for key, own_style in own.items() if own_style == DIVIDED]
-            around = partial(_forward_summing, module, list(own), divided, process_group)
+            around = partial(forward_summing, module, list(own), divided, process_group)
             wrap_forward(module, Role.SUMMED_GRADIENTS, around)
         said = {key: styles.get(_join(name, key), style) for key in own_parameters(module)}
         gathered = {key: style.sizes[0] for key, style in said.items() if style is not None and style.kind == "gather"}
@@ -246,10 +246,10 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
     if style.sums_gradients:
         names = list(own_parameters(module))
         divided = names if style == DIVIDED else []
-        wrap_forward(module, Role.SUMMED_GRADIENTS, partial(_forward_summing, module, names, divided, group))
+        wrap_forward(module, Role.SUMMED_GRADIENTS, partial(forward_summing, module, names, divided, group))
         return
     if style.kind == "sum":
-        wrap_forward(module, Role.SUMMED_OUTPUT, partial(_sum_forward, group))
+        wrap_forward(module, Role.SUMMED_OUTPUT, partial(sum_parts, group))
         return
     if style.kind == "channels":
         split_channels(module, style.parts, group)
@@ -275,11 +275,11 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
     elif style.kind == "rowwise":
         forward = partial(_linear_forward, module, is_transposed(module), 0, group)
         if style.sums_output_gradients:
-            wrap_forward(module, Role.GATHERED_OUTPUT, partial(_copied_forward, group))
+            wrap_forward(module, Role.GATHERED_OUTPUT, partial(copy_into, group))
     elif layer.kind == "linear":
         forward = partial(_linear_forward, module, is_transposed(module), 1, group)
         if style.sums_output_gradients:
-            wrap_forward(module, Role.GATHERED_OUTPUT, partial(_output_forward_into, layer.outputs, group))
+            wrap_forward(module, Role.GATHERED_OUTPUT, partial(gather_into, layer.outputs, group))
         elif style.kind == "colwise_gather":
             wrap_forward(module, Role.GATHERED_OUTPUT, partial(_output_forward, layer.outputs, group, outputs))
     else:
@@ -316,28 +316,6 @@ def _output_forward(
     return outputs.finish(forward(*args, **kwargs), size, group)
 
 
-def _output_forward_into(
-    size: int, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """The gathered output of `forward`, with which each rank computes something else."""
-    return collectives.gather_for_sum(forward(*args, **kwargs), -1, group, size=size)
-
-
-def _copied_forward(group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The full output of `forward`, with which each rank computes something else."""
-    return collectives.copy(forward(*args, **kwargs), group)
-
-
-def _sum_forward(group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """`forward`, which is a rank's part of a sum."""
-
-    def given(tensor: torch.Tensor) -> torch.Tensor:
-        return collectives.copy(tensor, group) if tensor.requires_grad else tensor
-
-    args, kwargs = tree_map_only(torch.Tensor, given, (args, kwargs))
-    return tree_map_only(torch.Tensor, lambda part: collectives.reduce(part, group), forward(*args, **kwargs))
-
-
 def _embedding_forward(
     module: nn.Module, num_embeddings: int, group: dist.ProcessGroup, input: torch.Tensor
 ) -> torch.Tensor:
@@ -354,34 +332,6 @@ def _embedding_forward(
         0,
         group,
     )
-
-
-def _forward_summing(
-    module: nn.Module,
-    names: list[str],
-    divided: Container[str],
-    group: dist.ProcessGroup,
-    forward: Forward,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """`forward` on parameters whose gradients are summed over the ranks, each of which has activations of its
-    own.
-
-    Args:
-        divided: those that each rank adds to its part of a sum.
-    """
-    own = own_parameters(module)
-    held = {name: own[name] for name in names}
-    try:
-        for name, parameter in held.items():
-            copied = collectives.copy(to_local(parameter), group)
-            set_parameter(module, name, copied / group.size() if name in divided else copied)
-        return forward(*args, **kwargs)
-    finally:
-        for name, parameter in held.items():
-            set_parameter(module, name, parameter)
 
 
 def _join(prefix: str, name: str) -> str:
