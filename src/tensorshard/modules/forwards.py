@@ -52,8 +52,12 @@ class Role(IntEnum):
     """Of inputs with an entry for each head, a module gets those of this rank's heads."""
     SUMMED_OUTPUT = auto()
     """The output is this rank's part of a sum over the tensor-parallel ranks."""
+    GATHERED_PARAMETERS = auto()
+    """A module's own parameters, of which this tensor-parallel rank keeps parts, are put together."""
     SUMMED_GRADIENTS = auto()
     """The gradients of a module's own parameters are summed over the tensor-parallel ranks."""
+    GUARDED_ROWS = auto()
+    """A module that reads weights past its layers is checked to call those of which this rank has a part."""
     RANDOM_STREAM = auto()
     """Tensor-parallel ranks draw random numbers apart where their activations differ."""
     SEQUENCE_INPUTS = auto()

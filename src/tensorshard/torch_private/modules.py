@@ -42,6 +42,7 @@ __all__ = [
     "overrides_convolution",
     "own_buffers",
     "own_parameters",
+    "refresh_recurrent_weights",
     "reset_method",
     "set_buffer",
     "set_parameter",
@@ -109,6 +110,19 @@ def set_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> N
     parametrizes the parameter; ``torch.func.functional_call``, around a whole forward.
     """
     module._parameters[name] = value  # type: ignore[assignment]
+
+
+def refresh_recurrent_weights(module: nn.Module) -> None:
+    """Has a recurrent layer (``nn.LSTM`` and the like) compute with the parameters that it has now.
+
+    Why: it keeps a list of them, which :func:`set_parameter` does not change.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``setattr``, which takes an ``nn.Parameter`` alone.
+    """
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
 
 
 def buffer_names(module: nn.Module) -> list[str]:

@@ -39,7 +39,12 @@ class Recurrent(nn.Module):
 
 
 def test_the_vocabulary_of_a_model_without_blocks_is_split():
-    assert find_tensor_plan(Recurrent()).plan.to_dict() == {"embedding": "vocab", "head": "colwise_gather"}
+    assert find_tensor_plan(Recurrent()).plan.to_dict() == {
+        "embedding": "vocab",
+        "head": "colwise_gather",
+        "recurrent.weight_ih_l0": "gather(0)",
+        "recurrent.weight_hh_l0": "gather(0)",
+    }
 
 
 def test_heads_that_do_not_divide_are_named_with_what_would():

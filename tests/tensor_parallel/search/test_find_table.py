@@ -109,15 +109,18 @@ def test_what_reshapes_to_the_full_width_is_split_where_its_heads_divide():
     assert found["blocks.*.attention.out"] == "rowwise"
 
 
-def test_what_cannot_be_split_stays_whole_and_says_why():
+def test_layers_that_cannot_be_paired_are_split_alone_and_say_why():
     found = find_tensor_plan(Net(heads=1), 2, inputs=torch.zeros(2, 3, 16))
     assert found.plan.to_dict() == {
+        "blocks.*.attention.qkv": "colwise_gather",
+        "blocks.*.attention.out": "colwise_gather",
         "blocks.*.up": "colwise",
         "blocks.*.slopes.weight": "slice(0)",
         "blocks.*.down": "rowwise",
     }
-    assert set(found.whole) == {"blocks.*.attention.qkv", "blocks.*.attention.out"}
-    assert "attention.heads is 1, which cannot be divided over 2 ranks" in found.whole["blocks.*.attention.qkv"]
+    assert not found.whole and set(found.alone) == {"blocks.*.attention.qkv", "blocks.*.attention.out"}
+    assert "attention.heads is 1, which cannot be divided over 2 ranks" in found.alone["blocks.*.attention.qkv"]
+    assert "split alone, its output gathered:" in found.describe()
 
 
 def test_attention_of_plain_pytorch():
@@ -179,7 +182,7 @@ def test_uneven_features():
 
 
 def test_nothing_to_split():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 1), nn.Softmax(-1), nn.Linear(1, 1))
     with pytest.raises(NoTensorPlanError, match=r"nothing of this Sequential .* over 2 ranks:(.|\n)*starting from"):
         find_tensor_plan(model)
 

@@ -56,7 +56,7 @@ def _with_a_forward_of_its_own(module):
 @pytest.mark.parametrize("layer", [nn.Linear(2, 3), Named(2, 3), nn.Embedding(2, 3)], ids=repr)
 def test_layers_that_compute_as_torchs_do(layer):
     found = as_splittable(layer)
-    assert found is not None and {found.inputs, found.outputs} == {2, 3}
+    assert found is not None and {found.inputs, found.outputs} == {2, 3} and not found.own_forward
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,34 @@ def test_layers_that_compute_as_torchs_do(layer):
         lambda: ScaledEmbedding(2, 3),
         lambda: _with_a_forward_of_its_own(nn.Linear(2, 3)),
         lambda: _with_a_forward_of_its_own(nn.Embedding(2, 3)),
+    ],
+)
+def test_layers_whose_own_forward_is_kept(make):
+    found = as_splittable(make())
+    assert found is not None and {found.inputs, found.outputs} == {2, 3} and found.own_forward
+
+
+class Adapted(nn.Linear):
+    """It has more than a weight and a bias, so that nothing is known of what it computes."""
+
+    def __init__(self):
+        super().__init__(2, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Adapted,
         Conv1D,
         lambda: parametrizations.spectral_norm(nn.Linear(2, 3)),
         lambda: nn.utils.spectral_norm(nn.Linear(2, 3)),
     ],
 )
-def test_layers_whose_own_forward_or_computed_weight_would_be_lost(make):
+def test_other_modules_and_layers_whose_weight_is_computed(make):
     assert as_splittable(make()) is None
 
 

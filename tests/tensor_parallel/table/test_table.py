@@ -40,7 +40,9 @@ def test_a_style_reads_as_it_is_written(text):
         ("slice(0, 1, 2)", "takes one dimension"),
         ("divide", "needs the names of attributes"),
         ("divide(a.b)", "needs the names of attributes"),
-        ("replicate(twice)", "takes sum_grad or nothing"),
+        ("replicate(twice)", "takes sum_grad or divided or nothing"),
+        ("rowwise(divided)", "takes sum_grad or nothing"),
+        ("gather(0, 1)", "takes one dimension"),
         ("col wise", "is no style"),
     ],
 )
@@ -181,10 +183,6 @@ def test_sizes_that_cannot_be_split_are_refused():
 
 
 def test_a_layer_that_computes_something_else_is_refused():
-    class Scaled(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(input)
-
-    model = nn.Sequential(Scaled(4, 4))
-    with pytest.raises(ValueError, match="0 is a Scaled, which cannot be 'colwise': that is for an unmodified"):
+    model = nn.Sequential(nn.Bilinear(4, 4, 4))
+    with pytest.raises(ValueError, match="0 is a Bilinear, which cannot be 'colwise': that is for an nn"):
         find_layouts(model, {"0": Style("colwise")}, 2)

@@ -13,32 +13,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.groups import Group, resolve_group
-from tensorshard.comm.sharding import to_local
 from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.layers.split_embedding import parallel_embedding
 from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.modules.blocks import find_blocks
 from tensorshard.modules.forwards import Forward, Role, replace_forward, wrap_forward
+from tensorshard.tensor_parallel.apply.called_rows import guard_rows
 from tensorshard.tensor_parallel.apply.convolutions import gather_columns, split_channels, split_columns, split_rows
 from tensorshard.tensor_parallel.apply.divide import check_divides, divide
+from tensorshard.tensor_parallel.apply.gathered_parameters import gather_parameters
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_layouts, keep_layers_called, split_attention
+from tensorshard.tensor_parallel.apply.own_lookups import split_own_lookups
 from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
 from tensorshard.tensor_parallel.apply.shared_heads import check_shared_heads, share_heads
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
+from tensorshard.tensor_parallel.apply.summed import copy_into, forward_summing, gather_into, sum_parts
 from tensorshard.tensor_parallel.table.channelwise import channel_layouts
 from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable, is_transposed
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, check_can_split
-from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
+from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, COLWISE_GATHER, DIVIDED, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
-from tensorshard.torch_private.modules import own_buffers, own_parameters, set_parameter
-from tensorshard.torch_private.pytree import tree_map_only
+from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 # Which layers a style is for; linear ones and convolutions where it is not said.
 _LAYER_KINDS = {"vocab": "embedding", "classes": "head"}
 _CLASS_NAMES = {
-    "linear": "an unmodified nn.Linear, nn.Conv1d, 2d or 3d, or nn.ConvTranspose1d, 2d or 3d of one group",
-    "embedding": "an unmodified nn.Embedding",
+    "linear": "an nn.Linear, or an unmodified nn.Conv1d, 2d or 3d, or nn.ConvTranspose1d, 2d or 3d of one group",
+    "embedding": "an nn.Embedding",
     "head": "a ParallelLinearCrossEntropy",
 }
 
@@ -80,13 +82,21 @@ def apply_tensor_parallel(
     layouts = find_layouts(whole or model, styles, process_group.size())
     styles = {name: style for name, style in styles.items() if name not in elsewhere}
     keep_layers_called(model, {name for name, layout in layouts.items() if layout.dim is not None})
+    blocks = tuple(f"{name}." for name in find_blocks(whole or model)) if COLWISE_GATHER in styles.values() else ()
     for name, module in model.named_modules():
         style = styles.get(name)
-        if style is not None:
-            _apply(module, style, process_group, outputs)
-        parameters = [key for key in own_parameters(module) if (s := styles.get(_join(name, key))) and s.sums_gradients]
-        if parameters and not (style is not None and style.sums_gradients):
-            wrap_forward(module, Role.SUMMED_GRADIENTS, partial(_forward_summing, module, parameters, process_group))
+        if style is not None:  # what a block hands on to itself is no model's output
+            _apply(module, style, process_group, SplitOutputs() if name.startswith(blocks) else outputs)
+        own = {key: s for key in own_parameters(module) if (s := styles.get(_join(name, key))) and s.sums_gradients}
+        if own and not (style is not None and style.sums_gradients):
+            divided = [key for key, own_style in own.items() if own_style == DIVIDED]
+            around = partial(forward_summing, module, list(own), divided, process_group)
+            wrap_forward(module, Role.SUMMED_GRADIENTS, around)
+        said = {key: styles.get(_join(name, key), style) for key in own_parameters(module)}
+        gathered = {key: style.sizes[0] for key, style in said.items() if style is not None and style.kind == "gather"}
+        if gathered:
+            gather_parameters(module, gathered, process_group)
+    guard_rows(model, styles)
     for names in shared_inputs:
         layers = [
             model.get_submodule(name) for name in names if (style := styles.get(name)) and style.kind in COLUMN_KINDS
@@ -146,7 +156,7 @@ def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int
         return {}
     if style.kind == "heads":
         return attention_layouts(name, module, size)
-    if style.kind == "slice":
+    if style.kind in ("slice", "gather"):
         return {key: _parameter_layout(_join(name, key), p, style) for key, p in own_parameters(module).items()}
     if style.kind == "channels":
         return channel_layouts(name, module, size, style.parts)
@@ -161,6 +171,10 @@ def _module_layouts(name: str, module: nn.Module, style: Style | None, size: int
         raise ValueError(
             f"{name} is a {type(module).__name__}, which cannot be {style.kind!r}: that is for "
             f"{_CLASS_NAMES[wanted]}{'; it can be classes' if layer is not None and layer.kind == 'head' else ''}"
+        )
+    if style.sums_output_gradients and (layer.kind != "linear" or layer.own_forward):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, which cannot be {str(style)!r}: that is for an nn.Linear"
         )
     if style.kind == "vocab":
         return {"weight": Layout(layer.input_dim, (layer.inputs,))}
@@ -208,8 +222,10 @@ def _adding_up(name: str, layer: SplittableLayer, style: Style, parts: tuple[int
 def _parameter_layout(name: str, parameter: torch.Tensor, style: Style) -> Layout:
     if style.kind == "replicate":
         return REPLICATED
-    if style.kind != "slice":
-        raise ValueError(f"{name} is a parameter, which can be 'slice(dim)' or 'replicate', not {style.kind!r}")
+    if style.kind not in ("slice", "gather"):
+        raise ValueError(
+            f"{name} is a parameter, which can be 'slice(dim)', 'gather(dim)' or 'replicate', not {style.kind!r}"
+        )
     dim, parts = (*style.sizes, 1)[:2]
     if dim >= parameter.ndim:
         raise ValueError(f"{name} has {parameter.ndim} dimensions, and {style} asks for dimension {dim}")
@@ -229,43 +245,62 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
         return
     if style.sums_gradients:
         names = list(own_parameters(module))
-        wrap_forward(module, Role.SUMMED_GRADIENTS, partial(_forward_summing, module, names, group))
+        divided = names if style == DIVIDED else []
+        wrap_forward(module, Role.SUMMED_GRADIENTS, partial(forward_summing, module, names, divided, group))
         return
     if style.kind == "sum":
-        wrap_forward(module, Role.SUMMED_OUTPUT, partial(_sum_forward, group))
+        wrap_forward(module, Role.SUMMED_OUTPUT, partial(sum_parts, group))
         return
     if style.kind == "channels":
         split_channels(module, style.parts, group)
         return
     layer = as_splittable(module)
-    if layer is None or style.kind in ("slice", "replicate"):
-        return
-    if layer.kind == "convolution":
-        if style.kind == "rowwise":
-            split_rows(module, group)
-            return
-        split_columns(module, group)
-        if style.kind == "colwise_gather":
-            gather_columns(module, layer.outputs, group)
+    if layer is None or style.kind in ("slice", "gather", "replicate"):
         return
     if style.kind == "colwise_shared":
         share_heads(module, style.sizes[0], style.sizes[1:], group)
+    if layer.kind == "convolution" or (layer.kind == "linear" and layer.own_forward):
+        _apply_around_forward(module, layer, style, group, outputs)
+        return
     if style.kind == "classes":
         assert isinstance(module, ParallelLinearCrossEntropy)
         module.split_classes(group)
+        return
+    if style.kind == "vocab" and layer.own_forward:
+        split_own_lookups(module, layer.inputs, group)
         return
     forward: Forward
     if style.kind == "vocab":
         forward = partial(_embedding_forward, module, layer.inputs, group)
     elif style.kind == "rowwise":
         forward = partial(_linear_forward, module, is_transposed(module), 0, group)
+        if style.sums_output_gradients:
+            wrap_forward(module, Role.GATHERED_OUTPUT, partial(copy_into, group))
     elif layer.kind == "linear":
         forward = partial(_linear_forward, module, is_transposed(module), 1, group)
-        if style.kind == "colwise_gather":
+        if style.sums_output_gradients:
+            wrap_forward(module, Role.GATHERED_OUTPUT, partial(gather_into, layer.outputs, group))
+        elif style.kind == "colwise_gather":
             wrap_forward(module, Role.GATHERED_OUTPUT, partial(_output_forward, layer.outputs, group, outputs))
     else:
         return  # an embedding's features: each rank looks up its own
     replace_forward(module, Role.SPLIT_LAYER, forward)
+
+
+def _apply_around_forward(
+    module: nn.Module, layer: SplittableLayer, style: Style, group: dist.ProcessGroup, outputs: SplitOutputs
+) -> None:
+    """Splits a layer whose own forward is kept: it runs on this rank's part of the weight."""
+    if style.kind == "rowwise":
+        split_rows(module, group)
+        return
+    split_columns(module, group)
+    if style.kind != "colwise_gather":
+        return
+    if layer.kind == "convolution":
+        gather_columns(module, layer.outputs, group)
+    else:
+        wrap_forward(module, Role.GATHERED_OUTPUT, partial(_output_forward, layer.outputs, group, outputs))
 
 
 def _linear_forward(
@@ -279,16 +314,6 @@ def _output_forward(
     size: int, group: dist.ProcessGroup, outputs: SplitOutputs, forward: Forward, /, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     return outputs.finish(forward(*args, **kwargs), size, group)
-
-
-def _sum_forward(group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """`forward`, which is a rank's part of a sum."""
-
-    def given(tensor: torch.Tensor) -> torch.Tensor:
-        return collectives.copy(tensor, group) if tensor.requires_grad else tensor
-
-    args, kwargs = tree_map_only(torch.Tensor, given, (args, kwargs))
-    return tree_map_only(torch.Tensor, lambda part: collectives.reduce(part, group), forward(*args, **kwargs))
 
 
 def _embedding_forward(
@@ -307,22 +332,6 @@ def _embedding_forward(
         0,
         group,
     )
-
-
-def _forward_summing(
-    module: nn.Module, names: list[str], group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any
-) -> Any:
-    """`forward` on parameters whose gradients are summed over the ranks, each of which has activations of its
-    own."""
-    own = own_parameters(module)
-    held = {name: own[name] for name in names}
-    try:
-        for name, parameter in held.items():
-            set_parameter(module, name, collectives.copy(to_local(parameter), group))
-        return forward(*args, **kwargs)
-    finally:
-        for name, parameter in held.items():
-            set_parameter(module, name, parameter)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -26,8 +26,8 @@ def check_divides(name: str, module: nn.Module, option: str, size: int) -> None:
     """Refuses what :func:`divide` could not do with `module`, which a model calls `name`, on `size` ranks.
 
     Args:
-        option: one of the style's: an attribute, ``attribute/2``, ``input.argument.dim/attribute``, or
-            ``reshape.sizes``.
+        option: one of the style's: an attribute, ``attribute/2``, ``input.argument.dim/attribute``,
+            ``input.argument.dim``, or ``reshape.sizes``.
 
     Raises:
         ValueError: there is no such whole number or argument; it cannot be divided.
@@ -43,6 +43,8 @@ def check_divides(name: str, module: nn.Module, option: str, size: int) -> None:
             raise ValueError(
                 f"{name} ({type(module).__name__}) has no input {argument!r}; its forward takes {', '.join(parameters)}"
             )
+        if not divisor:
+            return
         target, ways = divisor, size
     else:
         ways = int(divisor) if divisor else size
@@ -61,7 +63,7 @@ def check_divides(name: str, module: nn.Module, option: str, size: int) -> None:
 def divide(module: nn.Module, options: tuple[str, ...], group: dist.ProcessGroup) -> None:
     """Divides attributes and inputs of `module`, as :func:`check_divides` describes `options`, in place."""
     attributes: dict[str, int] = {}
-    inputs: dict[str, tuple[int, int]] = {}
+    inputs: dict[str, tuple[int, int | None]] = {}
     for option in options:
         if option == RESHAPE_SIZES:
             wrap_forward(module, Role.LOCAL_SHAPES, partial(forward_with_local_shapes, group.size()))
@@ -69,7 +71,7 @@ def divide(module: nn.Module, options: tuple[str, ...], group: dist.ProcessGroup
         target, _, divisor = option.partition("/")
         if target.startswith(_INPUT):
             _, argument, dim = target.split(".")
-            inputs[argument] = (int(dim), _read(module, divisor))
+            inputs[argument] = (int(dim), _read(module, divisor) if divisor else None)
         else:
             attributes[target] = _read(module, target) // (int(divisor) if divisor else group.size())
     if any(target.startswith("config.") for target in attributes):
@@ -85,7 +87,7 @@ def divide(module: nn.Module, options: tuple[str, ...], group: dist.ProcessGroup
 def _forward(
     signature: inspect.Signature,
     name: str,
-    inputs: dict[str, tuple[int, int]],
+    inputs: dict[str, tuple[int, int | None]],
     group: dist.ProcessGroup,
     forward: Forward,
     /,
@@ -106,7 +108,14 @@ def _forward(
     return forward(*bound.args, **bound.kwargs)
 
 
-def _own_heads(given: torch.Tensor, dim: int, heads: int, group: dist.ProcessGroup, what: str) -> torch.Tensor:
+def _own_heads(given: torch.Tensor, dim: int, heads: int | None, group: dist.ProcessGroup, what: str) -> torch.Tensor:
+    if heads is None:
+        if given.ndim <= dim or given.size(dim) % group.size():
+            raise ValueError(
+                f"{what} has the shape {list(given.shape)}; along dimension {dim} it must have an entry for each head, "
+                f"which {group.size()} ranks can divide"
+            )
+        return collectives.scatter(given, dim, group)
     if given.ndim <= dim or given.size(dim) % heads:
         raise ValueError(
             f"{what} has the shape {list(given.shape)}; along dimension {dim} it must have an entry for each of "

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
@@ -84,7 +85,7 @@ def _between_layers(block: nn.Module, prefix: str, styles: Mapping[str, Style], 
         style = styles.get(prefix + key)
         if style is None:
             continue
-        if style.kind in COLUMN_KINDS:
+        if style.kind in COLUMN_KINDS or (style.kind == "slice" and as_splittable(module) is not None):
             module.register_forward_hook(region.enter)
         elif style.kind == "rowwise":
             module.register_forward_pre_hook(region.leave)

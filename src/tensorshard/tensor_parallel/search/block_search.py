@@ -81,7 +81,8 @@ def search_block(
             if isinstance(outcome, SplitRegion):
                 found.split.append(outcome)
             else:
-                refused.update(region.columns)
+                # The others may do with the first row as a column: in latent attention the queries do.
+                refused.update(region.first_columns)
                 for layer in (*region.columns, *region.rows):
                     reasons.setdefault(layer, f"{region}: {outcome}")
     used = {layer for split in found.split for layer in (*split.region.columns, *split.region.rows)}

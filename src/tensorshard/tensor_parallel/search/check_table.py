@@ -11,6 +11,7 @@ from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.search.dataflow import follow
 from tensorshard.tensor_parallel.search.head_counts import undivided_heads
 from tensorshard.tensor_parallel.search.sequence_search import SplitBlocks, find_sequence_splits, link_splits
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, SUM_GRADIENTS, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
@@ -23,6 +24,7 @@ from tensorshard.tensor_parallel.verify.model_run import (
     run_once,
     without_repetition,
 )
+from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 from tensorshard.tensor_parallel.verify.random_blocks import blocks_without_random_numbers
 
 # The model around the blocks is checked up to this many parameters, repeated blocks left out.
@@ -30,7 +32,7 @@ _LARGEST_MODEL = 1 << 27
 _Completed = tuple[dict[str, Style], list[tuple[str, ...]]]
 
 # Right wherever the layer is called as a module.
-_ALWAYS_RIGHT = ("vocab", "colwise_gather", "classes", "replicate")
+_ALWAYS_RIGHT = ("vocab", "colwise_gather", "classes", "gather", "replicate")
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,26 @@ def check_tensor_plan(
     find_layouts(model, plan.resolve(model), size)
     units = find_units(model)
     run = run_once(model, list(units), inputs, sequences=sequence_parallel)
+    _check_outer_layers(model, plan, run, size)
     return check_around_run(model, plan, run, BlockChecks(units, run, size), sequence_parallel=sequence_parallel)
+
+
+def _check_outer_layers(model: nn.Module, plan: TensorPlan, run: ModelRun, size: int) -> None:
+    single = OuterLayersCheck(model, run.inputs, size)
+    for name, style in plan.resolve(model).items():
+        past = {key for key in run.capture.used_past_owner if style.kind == "gather" and _is_inside(key, name)}
+        if past:
+            raise WrongTensorPlanError(
+                f"the tensor-parallel table is wrong for {', '.join(sorted(past))}, which cannot be {str(style)!r}: it "
+                f"is read outside of the forward of the module that holds it; leave it out"
+            )
+        if style.kind in ("vocab", "colwise_gather") and not any(_is_inside(name, unit) for unit in run.calls):
+            refusal = single.refusal(name, style)
+            if refusal is not None:
+                raise WrongTensorPlanError(
+                    f"the tensor-parallel table is wrong for {name}, which cannot be {str(style)!r}: {refusal}; leave "
+                    f"it out"
+                )
 
 
 def check_around_run(
@@ -152,11 +173,19 @@ class _Checker:
 def _complete(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _Completed:
     """`styles`, and that the gradients of parameters between split layers are summed, where nothing else is said."""
     columns = {name for name, style in styles.items() if style.kind in COLUMN_KINDS}
-    flow = follow(block, call, {name for name, _ in block.named_modules()} - columns, columns)
+    sliced = {name for name, style in styles.items() if style.kind == "slice" and _is_linear(block, name)}
+    flow = follow(block, call, {name for name, _ in block.named_modules()} - columns - sliced, columns | sliced)
     between = [name for region in flow.regions for name in region.between]
     added = {name: SUM_GRADIENTS for name in between if name not in styles and name.rpartition(".")[0] not in styles}
     shared = [tuple(name for name in layers if name in columns) for layers in flow.inputs]
     return {**styles, **added}, [layers for layers in shared if len(layers) > 1]
+
+
+def _is_linear(block: nn.Module, name: str) -> bool:
+    """Whether `name` is that of a linear layer; it may be a parameter's."""
+    module = dict(block.named_modules()).get(name)
+    layer = None if module is None else as_splittable(module)
+    return layer is not None and layer.kind == "linear"
 
 
 def _check_whole(

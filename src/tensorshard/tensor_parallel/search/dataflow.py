@@ -33,6 +33,10 @@ class Region:
         between: parameters that are applied in between, to what each rank has of its own.
         inputs: tensor inputs of the block that are, by their index.
         channelwise: modules in between that look as if they computed channel by channel.
+        entered: other layers whose full output is computed with, in between, without a column layer that reads it: so
+            each rank has a part of its gradient. Latent attention has its rotated keys from such a layer.
+        fed: columns that read the output of these layers.
+        sources: the columns of each row, in the order of the rows.
     """
 
     columns: tuple[str, ...]
@@ -40,6 +44,14 @@ class Region:
     between: tuple[str, ...]
     inputs: tuple[int, ...]
     channelwise: tuple[str, ...] = ()
+    entered: tuple[str, ...] = ()
+    fed: tuple[str, ...] = ()
+    sources: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def first_columns(self) -> tuple[str, ...]:
+        """The columns of the first row. Without them, that row may begin a region of its own."""
+        return self.sources[0] if self.sources else self.columns
 
     def __str__(self) -> str:
         return f"{', '.join(self.columns)} -> {', '.join(self.rows)}"
@@ -106,16 +118,13 @@ class _Source:
 
     Args:
         kind: "layer", one whose output features would be split; "parameter", one that no layer that could be split
-            holds; "input" of the block, without a layer in between; "full" for what other layers put out.
+            holds; "input" of the block, without a layer in between; "full", another layer, whose output is full.
         name: of the layer or the parameter. index: of the input among the block's tensors.
     """
 
     kind: str
     name: str = ""
     index: int = -1
-
-
-_FULL = _Source("full")
 
 
 class _LayerSources(Provenance[_Source]):
@@ -143,6 +152,9 @@ class _LayerSources(Provenance[_Source]):
         self._readers: dict[int, list[str]] = {}
         self._met: dict[str, frozenset[str]] = {}  # the layers whose outputs each parameter is applied to
         self._met_inputs: dict[int, frozenset[str]] = {}
+        self._met_full: dict[str, frozenset[str]] = {}  # and to which full outputs of other layers are
+        self._met_by_full: dict[str, frozenset[str]] = {}  # the other layers whose outputs each parameter is applied to
+        self._fed: dict[str, frozenset[str]] = {}  # the other layers whose outputs each layer is given
         self._consumers: dict[str, frozenset[str]] = {}
         self._channelwise: dict[str, frozenset[str]] = {}  # the layers whose outputs each module is given
         self._inside: list[str] = []
@@ -159,7 +171,8 @@ class _LayerSources(Provenance[_Source]):
             if layer is None and as_channelwise(module) is not None:
                 module.register_forward_pre_hook(self._given(name))
             if layer is not None:
-                module.register_forward_pre_hook(self._entered(name, layer.kind))
+                kind = "own linear" if layer.kind == "linear" and layer.own_forward else layer.kind
+                module.register_forward_pre_hook(self._entered(name, kind))
                 module.register_forward_hook(self._left(name, name not in whole and layer.kind != "head"))
 
     def _entered(self, name: str, kind: str) -> Any:
@@ -169,8 +182,10 @@ class _LayerSources(Provenance[_Source]):
             if kind == "linear":
                 self.set(args[0], self.of([args[0]]))  # kept, so that its id stays its own
                 self._readers.setdefault(id(args[0]), []).append(name)
-            if kind in ("linear", "convolution"):
-                found = _names(self.of(tensor_leaves(args)), "layer")
+            if kind in ("linear", "own linear", "convolution"):
+                given = self.of(tensor_leaves(args))
+                found = _names(given, "layer")
+                self._fed[name] = self._fed.get(name, frozenset()) | _names(given, "full")
                 if found:
                     self._consumers[name] = self._consumers.get(name, frozenset()) | found
 
@@ -201,7 +216,7 @@ class _LayerSources(Provenance[_Source]):
             self._inside.pop()
             starts = name in self._columns or (may_start and name not in self._consumers)
             for tensor in tensor_leaves(output):
-                self.set(tensor, [_Source("layer", name) if starts else _FULL])
+                self.set(tensor, [_Source("layer" if starts else "full", name)])
 
         return hook
 
@@ -209,10 +224,15 @@ class _LayerSources(Provenance[_Source]):
         if self._inside:
             return
         sources = self.read_by(operation)
-        columns = _names(sources, "layer")
+        columns, full = _names(sources, "layer"), _names(sources, "full")
+        if full:
+            for name in _names(sources, "parameter"):
+                self._met_by_full[name] = self._met_by_full.get(name, frozenset()) | full
         if columns:
             for name in _names(sources, "parameter"):
                 self._met[name] = self._met.get(name, frozenset()) | columns
+            for name in full:
+                self._met_full[name] = self._met_full.get(name, frozenset()) | columns
             for index in _inputs(sources):
                 self._met_inputs[index] = self._met_inputs.get(index, frozenset()) | columns
         applied = frozenset(source for source in sources if source.kind != "parameter")
@@ -249,16 +269,22 @@ class _LayerSources(Provenance[_Source]):
             for name in self._attentions
             if name in self.called
         ]
-        return attentions + [
-            Region(
-                tuple(sorted(columns)),
-                tuple(rows),
-                tuple(name for name, met in self._met.items() if met & columns),
-                tuple(index for index, met in self._met_inputs.items() if met & columns),
-                tuple(name for name, met in self._channelwise.items() if met & columns),
-            )
-            for columns, rows in merged
-        ]
+        return attentions + [self._region(columns, rows) for columns, rows in merged]
+
+    def _region(self, columns: set[str], rows: list[str]) -> Region:
+        entered = tuple(name for name, met in self._met_full.items() if met & columns)
+        between = [name for name, met in self._met.items() if met & columns]
+        between += [name for name, met in self._met_by_full.items() if met & set(entered)]
+        return Region(
+            tuple(sorted(columns)),
+            tuple(rows),
+            tuple(dict.fromkeys(between)),
+            tuple(index for index, met in self._met_inputs.items() if met & columns),
+            tuple(name for name, met in self._channelwise.items() if met & columns),
+            entered,
+            tuple(name for name in sorted(columns) if self._fed.get(name, frozenset()) & set(entered)),
+            tuple(tuple(sorted(self._consumers[row])) for row in rows),
+        )
 
 
 def _names(sources: frozenset[_Source], kind: str) -> frozenset[str]:

@@ -6,7 +6,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from tensorshard.tensor_parallel.table.styles import SUM, Style
+from tensorshard.tensor_parallel.table.styles import DIVIDED, SUM, SUM_GRADIENTS, Style
 from tensorshard.torch_private.modules import own_parameters
 
 _MOST_TRIES = 64
@@ -24,16 +24,17 @@ def expert_styles(name: str, module: nn.Module) -> Iterator[dict[str, Style]]:
     for width in widths:
         options = [list(_cuts(shape, width)) for shape in own.values()]
         for styles in product(*options):
-            cut = [style for style in styles if style is not None]
+            cut = [style for style in styles if style.kind == "slice"]
             if len(cut) >= len(stacked):
                 tries += 1
                 if tries > _MOST_TRIES:
                     return
                 named = zip(own, styles, strict=True)
-                yield {name: SUM, **{f"{name}.{key}" if name else key: s for key, s in named if s is not None}}
+                yield {name: SUM, **{f"{name}.{key}" if name else key: style for key, style in named}}
 
 
-def _cuts(shape: torch.Size, width: int) -> Iterator[Style | None]:
+def _cuts(shape: torch.Size, width: int) -> Iterator[Style]:
+    """Ways to lay out one parameter; a bias of the way out is added to each rank's part of the sum."""
     for dim, size in list(enumerate(shape))[1:]:
         if size == width:
             yield Style("slice", (dim,))
@@ -41,4 +42,5 @@ def _cuts(shape: torch.Size, width: int) -> Iterator[Style | None]:
             yield Style("slice", (dim, 2))
             yield Style("slice", (dim,))
     if len(shape) < 3:
-        yield None
+        yield DIVIDED
+        yield SUM_GRADIENTS

@@ -1,6 +1,6 @@
 """The search for a tensor-parallel table of any model."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.search.block_search import BlockSearch, SplitRegion, search_block
 from tensorshard.tensor_parallel.search.check_table import CheckedPlan, WrongTensorPlanError, check_around_run
+from tensorshard.tensor_parallel.search.kept_parameters import keep_in_slices
 from tensorshard.tensor_parallel.search.largest_part import largest_part
 from tensorshard.tensor_parallel.search.leftover_layers import split_leftovers
 from tensorshard.tensor_parallel.search.outer_layers import split_outer_layers
@@ -20,6 +21,7 @@ from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starre
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks
 from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units, run_once
+from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 
 
 class NoTensorPlanError(ValueError):
@@ -33,7 +35,9 @@ class VerifiedTable:
     Args:
         plan: the table; ``plan.to_yaml(path)`` saves it, ``Plan(tp_plan=plan.to_dict())`` uses it.
         whole: layers that stay whole, as globs, and why.
+        alone: layers that are split one by one, their outputs gathered, as globs, and why they are in no pair.
         split_share: share of the model's parameters that is split, 0 to 1.
+        kept_share: share of them that is split in memory alone (``gather``), and computed with on every rank.
         size: number of ranks that it is for.
         shared_inputs: names of column layers that read the same tensor, which can communicate once for all.
         checked: whether it was checked by numbers.
@@ -49,15 +53,19 @@ class VerifiedTable:
     checked: bool = True
     sequence: dict[str, SequenceSplit] = field(default_factory=dict)
     not_random: frozenset[str] = frozenset()
+    alone: dict[str, str] = field(default_factory=dict)
+    kept_share: float = 0.0
 
     def describe(self) -> str:
-        """The table, what stays whole and why, and how much is split."""
+        """The table, what stays whole or is split alone and why, and how much is split."""
         how = f"checked by numbers on {self.size} simulated ranks" if self.checked else "given, and not checked"
         lines = [f"tensor-parallel table, {how}:", self.plan.describe()]
-        if self.whole:
-            width = max(map(len, self.whole))
-            lines += ["stays whole:", *(f"{name:<{width}}  {reason}" for name, reason in self.whole.items())]
-        lines.append(f"{self.split_share:.0%} of the parameters are split")
+        for title, reasons in (("stays whole:", self.whole), ("split alone, its output gathered:", self.alone)):
+            if reasons:
+                width = max(map(len, reasons))
+                lines += [title, *(f"{name:<{width}}  {reason}" for name, reason in reasons.items())]
+        kept = f", {self.kept_share:.0%} in memory alone" if self.kept_share else ""
+        lines.append(f"{self.split_share:.0%} of the parameters are split{kept}")
         if self.sequence:
             shown = {starred(name): split.describe() for name, split in self.sequence.items()}
             width = max(map(len, shown))
@@ -98,13 +106,16 @@ def find_tensor_plan(
         styles.update({_join(name, key): style for key, style in search.styles().items()})
         whole.update({_join(name, key): reason for key, reason in search.whole.items()})
     ends = {_join(name, layer) for name, search in searches.items() for layer in search.ends}
-    outer, outer_whole = split_outer_layers(model, list(units), size, run.capture.used_outside, styles, ends)
+    used_outside, single = run.capture.used_outside, OuterLayersCheck(model, run.inputs, size)
+    outer, outer_whole = split_outer_layers(model, list(units), size, used_outside, styles, ends, single)
     styles.update(outer)
-    leftover, leftover_whole = split_leftovers(model, units, size, run.capture.used_outside, styles)
+    leftover, leftover_whole = split_leftovers(model, size, used_outside, styles, single)
     styles.update(leftover)
+    kept = keep_in_slices(model, size, run.capture.used_past_owner, styles)
+    styles.update(kept)
     reasons_by_name = {**leftover_whole, **outer_whole, **whole}
-    whole = {name: reason for name, reason in reasons_by_name.items() if name not in styles}
-    reasons = {starred(name): reason for name, reason in whole.items()}
+    reasons = {starred(name): reason for name, reason in reasons_by_name.items() if name not in styles}
+    alone = {starred(name): reasons_by_name[name] for name in leftover if name in reasons_by_name}
     if not styles:
         listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
         linear = [starred(n) for n, m in model.named_modules() if (s := as_splittable(m)) and s.has_rows]
@@ -120,8 +131,10 @@ def find_tensor_plan(
     try:
         found = check(collapse(styles, model))
     except WrongTensorPlanError as error:
-        found, left_out = largest_part(model, styles, _regions_of_names(searches), size, check, error)
+        together = {name: starred(name) for name in (*leftover, *kept)} | _regions_of_names(searches)
+        found, left_out = largest_part(model, styles, together, size, check, error)
         reasons |= {starred(name): reason for name, reason in left_out.items()}
+        alone = {name: reason for name, reason in alone.items() if name not in reasons}
     share = split_share(model, found.plan, size)
     return VerifiedTable(
         found.plan,
@@ -131,15 +144,24 @@ def find_tensor_plan(
         found.shared_inputs,
         sequence=found.sequence,
         not_random=found.not_random,
+        alone=alone,
+        kept_share=split_share(model, found.plan, size, kinds=("gather",)),
     )
 
 
-def split_share(model: nn.Module, plan: TensorPlan, size: int) -> float:
-    """Share of `model`'s parameters, by number of elements, that `plan` splits."""
-    layouts = find_layouts(model, plan.resolve(model), size)
+def split_share(model: nn.Module, plan: TensorPlan, size: int, kinds: Container[str] | None = None) -> float:
+    """Share of `model`'s parameters, by number of elements, that `plan` splits; by styles of `kinds` if given."""
+    styles = plan.resolve(model)
+    layouts = find_layouts(model, styles, size)
     total = sum(p.numel() for p in model.parameters())
-    split = sum(p.numel() for name, p in model.named_parameters() if layouts[name].dim is not None)
-    return split / max(total, 1)
+    split = {name: p.numel() for name, p in model.named_parameters() if layouts[name].dim is not None}
+    if kinds is not None:
+        split = {name: elements for name, elements in split.items() if _said(name, styles).kind in kinds}
+    return sum(split.values()) / max(total, 1)
+
+
+def _said(name: str, styles: Mapping[str, Style]) -> Style:
+    return styles.get(name) or styles.get(name.rpartition(".")[0], Style("replicate"))
 
 
 def _search_all(

@@ -6,6 +6,7 @@ from torch import nn
 
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, VOCAB, Style
+from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 
 # Tables that are much smaller than the largest (positions, segments) are not worth their communication.
 _WORTHWHILE_SHARE = 0.5
@@ -17,18 +18,20 @@ def split_outer_layers(
     size: int,
     used_outside: Container[str],
     inner: Mapping[str, Style],
-    ends: Container[str] = (),
+    ends: Container[str],
+    check: OuterLayersCheck,
 ) -> tuple[dict[str, Style], dict[str, str]]:
     """Styles of embeddings and output layers outside of `units`, and why others stay whole.
 
     Splitting an embedding's rows, a head's classes, or a linear layer whose output is gathered, is right wherever the
-    layer is called as a module; it needs no check by numbers.
+    layer is called as a module; only one with a forward of its own is checked by numbers.
 
     Args:
         used_outside: parameters that something reads past their modules' forwards.
         inner: styles found so far, which are kept.
         ends: of a model without blocks, the linear layers whose output no other layer takes: only these, and its
             embeddings, are outside of what its search could split.
+        check: what compares layers with forwards of their own.
     """
     styles: dict[str, Style] = {}
     whole: dict[str, str] = {}
@@ -64,5 +67,10 @@ def split_outer_layers(
         elif (size - 1) * -(-rows // size) >= rows:
             whole[name] = f"{rows} rows cannot be split over {size} ranks"
         else:
-            styles[name] = {"embedding": VOCAB, "head": CLASSES}.get(layer.kind, COLWISE_GATHER)
+            style = {"embedding": VOCAB, "head": CLASSES}.get(layer.kind, COLWISE_GATHER)
+            refusal = check.refusal(name, style)
+            if refusal is None:
+                styles[name] = style
+            else:
+                whole[name] = refusal
     return styles, whole

@@ -1,6 +1,6 @@
 """The ways in which a region might be split, the likeliest first."""
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
 
@@ -13,9 +13,11 @@ from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_mult
 from tensorshard.tensor_parallel.table.styles import (
     CHANNELS,
     COLWISE,
+    COLWISE_GATHER_INTO,
     HEADS,
     RESHAPE_SIZES,
     ROWWISE,
+    ROWWISE_INTO,
     SUM_GRADIENTS,
     Style,
 )
@@ -71,6 +73,7 @@ def proposals(
     slicings = _input_slicings(region, inputs, size, provided)
     modules = channelwise_modules(block, region, size)
     between = between_styles(block, region, modules)
+    arguments_by_head = list(_arguments_by_head(region, flow, inputs, size, provided))
     most_attributes, most_tries = _MOST_ATTRIBUTES, _MOST_TRIES
     if has_convolutions(block, region):
         most_attributes, most_tries = _MOST_ATTRIBUTES_OF_CONVOLUTIONS, _MOST_TRIES_OF_CONVOLUTIONS
@@ -79,13 +82,36 @@ def proposals(
     for chosen in _ways_to_divide(divisible, (owner_of(region), RESHAPE_SIZES), most_attributes):
         ways = [(slicing, chosen) for slicing in slicings]
         ways += [({}, (*chosen, cut)) for cut in _cut_arguments(region, flow, chosen, numbers, provided)]
+        ways += [({}, (*chosen, cut)) for cut in arguments_by_head]
         for packing, (slicing, divided), extra in product(packings, ways, between):
             tries += 1
             if tries > most_tries:
                 return
             rows = dict.fromkeys(region.rows, ROWWISE)
             channels = _channel_styles(block, packing, modules)
-            yield Proposal({**packing, **rows, **extra, **channels, **divide_styles(divided)}, slicing)
+            styles = {**packing, **rows, **extra, **channels, **divide_styles(divided)}
+            entering = enter_styles(block, region, styles)
+            if entering:
+                yield Proposal({**styles, **entering}, slicing)
+            yield Proposal(styles, slicing)
+
+
+def enter_styles(block: nn.Module, region: Region, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """How `styles` change where full outputs of other layers are computed with in `region`.
+
+    The gradients of these outputs are added over the ranks once, for all that is made of them: column layers that read
+    them leave theirs as they are. Empty if there are no such layers, or one that cannot be treated so.
+    """
+    layers = {name: as_splittable(module) for name, module in block.named_modules() if name in region.entered}
+    if not all(layer is not None and layer.kind == "linear" and not layer.own_forward for layer in layers.values()):
+        return {}
+    changed = {name: ROWWISE_INTO if name in region.rows else COLWISE_GATHER_INTO for name in layers}
+    for name in region.fed if changed else ():
+        layer, style = as_splittable(block.get_submodule(name)), styles[name]
+        if layer is None or layer.kind != "linear" or layer.output_dim != 0 or len(style.sizes) > 1:
+            return {}
+        changed[name] = Style("slice", (0, *style.sizes))
+    return changed
 
 
 def _ways_to_divide(
@@ -173,6 +199,26 @@ def _cut_arguments(
                         yield owner, f"input.{key}.{dim}/{name}"
 
 
+def _arguments_by_head(
+    region: Region,
+    flow: Dataflow,
+    inputs: list[torch.Tensor],
+    size: int,
+    provided: Container[int],
+) -> Iterator[tuple[str, str]]:
+    """Arguments of the owning module that may have an entry for each head of which it knows no number.
+
+    These are learned ones (a bias of relative positions, say): a mask is mostly one for all heads.
+    """
+    learned = {index for index in region.inputs if index not in provided and inputs[index].requires_grad}
+    owner = owner_of(region)
+    for key, argument in flow.arguments.get(owner, {}).items():
+        if argument.origins & learned:
+            for dim, length in enumerate(argument.shape[:-2]):
+                if length > 1 and length % size == 0:
+                    yield owner, f"input.{key}.{dim}"
+
+
 def owned_numbers(region: Region, flow: Dataflow) -> list[tuple[str, str, int]]:
     """The whole numbers that the modules around the region's layers read: (module, attribute, value)."""
     owners: dict[str, None] = {}
@@ -206,22 +252,46 @@ def _packings(block: nn.Module, region: Region, numbers: list[int]) -> Iterator[
 
 
 def between_styles(block: nn.Module, region: Region, channelwise: Container[str] = ()) -> list[dict[str, Style]]:
-    """Styles of the parameters between columns and rows: whole, else those with a value per feature cut.
+    """Styles of the parameters between columns and rows: whole, else cut where they have a value per feature or head.
+
+    Features are those of a column, or of a half or a third of one that is packed. Only a parameter beside the layers is
+    taken to have values per head: what norms hold is of one head.
 
     Args:
         channelwise: modules whose parameters are left out.
     """
     names = [name for name in region.between if name.rpartition(".")[0] not in channelwise]
+    parameters = dict(block.named_parameters())
     whole = dict.fromkeys(names, SUM_GRADIENTS)
     widths = _widths(block, region)
-    parameters = dict(block.named_parameters())
-    cut = {
+    ways = [whole]
+    for parts in (1, 2, 3):
+        if parts > 1 and not any(size * parts in widths for name in names for size in parameters[name].shape):
+            continue
+        cut = {name: style for name in names if (style := _cut_by_width(parameters[name].shape, widths, parts))}
+        ways.append({**whole, **cut})
+    if has_convolutions(block, region):
+        return [way for index, way in enumerate(ways) if way not in ways[:index]]
+    owners = {layer.rpartition(".")[0] for layer in (*region.columns, *region.rows)}
+    by_head = {
         name: Style("slice", (dim,))
         for name in names
-        for dim, width in reversed(list(enumerate(parameters[name].shape)))
-        if width in widths
+        if name.rpartition(".")[0] in owners
+        for dim, heads in reversed(list(enumerate(parameters[name].shape)))
+        if heads > 1 and heads not in widths and any(width % heads == 0 for width in widths)
     }
-    return [whole, {**whole, **cut}] if cut else [whole]
+    ways.append({**whole, **by_head})
+    return [way for index, way in enumerate(ways) if way not in ways[:index]]
+
+
+def _cut_by_width(shape: torch.Size, widths: Container[int], parts: int) -> Style | None:
+    """How a parameter is cut along the first dimension with a value per feature of a column of so many `parts`."""
+    for dim, length in enumerate(shape):
+        if parts > 1 and length * parts in widths:
+            return Style("slice", (dim,))
+        if length in widths:
+            return Style("slice", (dim,) if parts == 1 else (dim, parts))
+    return None
 
 
 def _input_slicings(

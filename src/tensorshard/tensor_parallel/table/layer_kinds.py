@@ -27,6 +27,8 @@ class SplittableLayer:
             cross entropy in one.
         inputs, outputs: input features or channels (rows of an embedding's table) and output ones (a head's classes).
         input_dim, output_dim: the dimensions of the weight that these run along.
+        own_forward: whether it is a linear layer or an embedding with a forward of its own (a scaled embedding, say),
+            which then runs on this rank's part of the weight.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class SplittableLayer:
     outputs: int
     input_dim: int
     output_dim: int
+    own_forward: bool = False
 
     @property
     def has_rows(self) -> bool:
@@ -44,8 +47,9 @@ class SplittableLayer:
 def as_splittable(module: nn.Module) -> SplittableLayer | None:
     """How `module` could be split, or None if it is no layer that could.
 
-    A layer that computes something else than its base class (scaled embeddings, say) could not: its forward, be it a
-    subclass's or set on the instance, would be lost. Nor could one whose weight is computed from other parameters.
+    A linear layer or an embedding may have a forward of its own, be it a subclass's or set on the instance: it is kept,
+    and whether it computes the same on parts of the weight is for numbers to say. A layer whose weight is computed from
+    other parameters could not be split.
     """
     if isinstance(module, ParallelLinearCrossEntropy):  # it splits itself
         return SplittableLayer("head", module.in_features, module.num_classes, 1, 0)
@@ -62,6 +66,17 @@ def as_splittable(module: nn.Module) -> SplittableLayer | None:
         if isinstance(module, TRANSPOSED_CONVOLUTIONS):
             return SplittableLayer("convolution", weight.shape[0], weight.shape[1], 0, 1)
         return SplittableLayer("convolution", weight.shape[1], weight.shape[0], 1, 0)
+    return _with_own_forward(module, weight)
+
+
+def _with_own_forward(module: nn.Module, weight: nn.Parameter) -> SplittableLayer | None:
+    """A linear layer or an embedding that computes in a way of its own, with no more parameters than torch's has."""
+    if weight.ndim != 2 or not own_parameters(module).keys() <= {"weight", "bias"} or any(module.children()):
+        return None
+    if isinstance(module, nn.Linear):
+        return SplittableLayer("linear", weight.shape[1], weight.shape[0], 1, 0, own_forward=True)
+    if isinstance(module, nn.Embedding) and "bias" not in own_parameters(module):
+        return SplittableLayer("embedding", weight.shape[0], weight.shape[1], 0, 1, own_forward=True)
     return None
 
 

@@ -15,25 +15,30 @@ STYLES = {
     "colwise_shared(2) for 2 heads, of which each rank holds a part, and gathers the rest from the ranks that use the "
     "same head; colwise_shared(2, 64, 16, 16) for queries, keys and values of these sizes fused into one layer",
     "colwise_gather": "a linear layer's output features, or a convolution's output channels, are split, and its output "
-    "is gathered",
+    "is gathered; colwise_gather(sum_grad) for a linear layer whose output each rank's own activations meet, so that "
+    "its gradients are to be added",
     "rowwise": "a linear layer's input features, or a convolution's input channels, are split, and its output is "
-    "summed over the ranks",
+    "summed over the ranks; rowwise(sum_grad) as colwise_gather(sum_grad)",
     "channels": "a module that computes channel by channel, or by groups of channels (batch, group and instance "
     "norms, grouped and depthwise convolutions): each rank has some of them, and their running statistics; "
     "channels(2) where they are 2 equal parts, each to be cut",
     "classes": "the classes of a ParallelLinearCrossEntropy are split, and its loss is that of all",
     "vocab": "an embedding's rows are split, and its output is summed over the ranks",
     "replicate": "whole on every rank; replicate(sum_grad) where each rank applies it to activations of its own, so "
-    "that its gradients are to be added",
+    "that its gradients are to be added; replicate(divided) for what is added to each rank's part of a sum: it is "
+    "divided by their number",
     "slice": "slice(dim): a parameter, or a module's parameters, cut along a dimension; for what works element by "
     "element on split features; slice(dim, parts) where there are several equal parts along it, each to be cut",
+    "gather": "gather(dim): a parameter, or a module's parameters, of which each rank keeps a slice along a dimension; "
+    "it is put together whenever its module is called, so that memory is split and computation is not",
     "sum": "a module whose parameters are sliced so that each rank computes its part of a sum, as of stacked experts: "
     "its output is summed over the ranks, and so are the gradients of its inputs",
     "heads": "an nn.MultiheadAttention's heads are split, and with them its packed weights; its out_proj is rowwise",
     "divide": "divide(name, ...): attributes of a module that are to be divided by the number of ranks, such as "
     "divide(num_heads); config.name for one of the module's config; name/2 for one that is to be divided by 2 instead; "
     "input.name.0/num_heads for an argument of its forward that has, along dimension 0, an entry for each of num_heads "
-    "heads, or for each sample and head: each rank takes those of its heads; reshape.sizes for the sizes that its "
+    "heads, or for each sample and head: each rank takes those of its heads; input.name.0 for one that has an entry "
+    "for each head; reshape.sizes for the sizes that its "
     "forward reshapes and splits to, where it takes them from an input that has all features",
 }
 """Every style and what it means."""
@@ -47,8 +52,10 @@ class Style:
         kind: a key of :data:`STYLES`.
         sizes: of ``packed_colwise``: the number of equal parts, or the parts' sizes; of ``colwise_shared``: the number
             of key-value heads, then the sizes of queries, keys and values where they are fused; of ``slice``: the
-            dimension, and the number of parts along it if there are several; of ``channels``: the number of parts.
-        names: of ``divide``: the attributes; of ``replicate``: ("sum_grad",) or nothing.
+            dimension, and the number of parts along it if there are several; of ``gather``: the dimension; of
+            ``channels``: the number of parts.
+        names: of ``divide``: the attributes; of ``replicate``, ``rowwise`` and ``colwise_gather``: ("sum_grad",) or
+            nothing; of ``replicate`` also ("divided",).
     """
 
     kind: str
@@ -69,6 +76,11 @@ class Style:
         """Whether the gradients of what it names are partial on each rank and have to be added."""
         return self.kind == "replicate" and bool(self.names)
 
+    @property
+    def sums_output_gradients(self) -> bool:
+        """Of a row or gathered layer: whether the gradients of its output are, because each rank goes on alone."""
+        return self.kind in _LEADING_IN and bool(self.names)
+
 
 COLWISE = Style("colwise")
 ROWWISE = Style("rowwise")
@@ -79,12 +91,16 @@ HEADS = Style("heads")
 COLUMN_KINDS = ("colwise", "packed_colwise", "colwise_shared")
 """Kinds after which each rank has features of its own."""
 
+_LEADING_IN = ("rowwise", "colwise_gather")
+ROWWISE_INTO = Style("rowwise", names=("sum_grad",))
+COLWISE_GATHER_INTO = Style("colwise_gather", names=("sum_grad",))
 RESHAPE_SIZES = "reshape.sizes"
 """The option of ``divide`` that is no attribute: sizes that a forward takes from its input."""
-_DIVIDED = re.compile(r"reshape\.sizes|(config\.)?[^\W\d]\w*(/\d+)?|input\.[^\W\d]\w*\.\d+/(config\.)?[^\W\d]\w*")
+_DIVIDED = re.compile(r"reshape\.sizes|(config\.)?[^\W\d]\w*(/\d+)?|input\.[^\W\d]\w*\.\d+(/(config\.)?[^\W\d]\w*)?")
 SUM = Style("sum")
 CHANNELS = Style("channels")
 SUM_GRADIENTS = Style("replicate", names=("sum_grad",))
+DIVIDED = Style("replicate", names=("divided",))
 
 
 def parse_style(text: str) -> Style:
@@ -113,16 +129,19 @@ def parse_style(text: str) -> Style:
         if any((by := option.partition("/")[2]).isdecimal() and int(by) < 2 for option in options):
             raise ValueError(f"{text!r}: an attribute is divided by 2 or more, as in divide(num_key_value_groups/2)")
         return Style(kind, names=tuple(options))
-    if kind == "replicate":
-        if options not in ([], ["sum_grad"]):
-            raise ValueError(f"{text!r}: replicate takes sum_grad or nothing")
+    if kind in ("replicate", *_LEADING_IN):
+        known = ["sum_grad", "divided"] if kind == "replicate" else ["sum_grad"]
+        if len(options) > 1 or not set(options) <= set(known):
+            raise ValueError(f"{text!r}: {kind} takes {' or '.join(known)} or nothing")
         return Style(kind, names=tuple(options))
-    if kind in ("packed_colwise", "colwise_shared", "slice"):
-        least = 0 if kind == "slice" else 1
+    if kind in ("packed_colwise", "colwise_shared", "slice", "gather"):
+        least = 0 if kind in ("slice", "gather") else 1
         if not options or not all(option.isdecimal() and int(option) >= least for option in options):
             raise ValueError(f"{text!r}: {kind} needs numbers, {STYLES[kind]}")
         if kind == "slice" and (len(options) > 2 or options[1:] == ["0"]):
             raise ValueError(f"{text!r}: slice takes one dimension, as in slice(0), and a number of parts if not 1")
+        if kind == "gather" and len(options) > 1:
+            raise ValueError(f"{text!r}: gather takes one dimension, as in gather(0)")
         if kind == "colwise_shared" and len(options) not in (1, 4):
             raise ValueError(
                 f"{text!r}: colwise_shared takes the number of key-value heads, as in colwise_shared(2), and for a "

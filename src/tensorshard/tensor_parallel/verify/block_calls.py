@@ -49,6 +49,7 @@ class Capture:
         calls: first calls of blocks, by name, in the order of the run.
         used_outside: parameters that an operation read outside of the forward of a splittable layer that
             holds them.
+        used_past_owner: parameters that an operation read outside of the forward of the module that holds them.
         read_outside: outputs of blocks that something else than the call of a block reads: code between the blocks, or
             the caller of the model.
         repeated: blocks that were called more than once.
@@ -58,6 +59,7 @@ class Capture:
     used_outside: set[str]
     read_outside: set[Output] = field(default_factory=set)
     repeated: set[str] = field(default_factory=set)
+    used_past_owner: set[str] = field(default_factory=set)
 
 
 def as_call(inputs: Any) -> BlockCall:
@@ -99,15 +101,16 @@ class BlockOutputs(Provenance[Output]):
         self._digests: dict[str, Any] = {}  # of the blocks that run for the first time
         self._returned: dict[int, Output] = {}  # by the tensors' ids; they are kept
         self._names = {storage_key(p): name for name, p in model.named_parameters()}
-        self._own: list[set[int]] = []  # parameters of the splittable layers that are running
+        self._own: list[tuple[set[int], bool]] = []  # parameters of the modules that are running; whether splittable
         for name in blocks:
             block = model.get_submodule(name)
             block.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
             block.register_forward_hook(partial(self._end, name))
         for module in model.modules():
-            if as_splittable(module) is not None:
-                own = {storage_key(p) for p in own_parameters(module).values()}
-                module.register_forward_pre_hook(lambda *_, own=own: self._own.append(own))
+            own = {storage_key(p) for p in own_parameters(module).values()}
+            if own:
+                splittable = as_splittable(module) is not None
+                module.register_forward_pre_hook(lambda *_, own=own, s=splittable: self._own.append((own, s)))
                 module.register_forward_hook(self._layer_ended)
 
     def returned(self, output: Any) -> None:
@@ -117,9 +120,14 @@ class BlockOutputs(Provenance[Output]):
     def follow(self, operation: Operation) -> None:
         super().follow(operation)
         for tensor in operation.inputs:
-            name = self._names.get(storage_key(tensor))
-            if name is not None and not any(storage_key(tensor) in own for own in self._own):
-                self.capture.used_outside.add(name)
+            key = storage_key(tensor)
+            name = self._names.get(key)
+            if name is not None:
+                holders = [splittable for own, splittable in self._own if key in own]
+                if not any(holders):
+                    self.capture.used_outside.add(name)
+                if not holders:
+                    self.capture.used_past_owner.add(name)
         if not self._running:  # whoever reads the shape alone counts, too: that of a part of a sequence is another
             self.capture.read_outside |= self.of(operation.inputs)
         if self._digests:

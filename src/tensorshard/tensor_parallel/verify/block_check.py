@@ -19,13 +19,14 @@ from tensorshard.modules.tensors import map_tensors, map_tensors_once, tensor_le
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
 from tensorshard.tensor_parallel.apply.tensor_split import shard_buffers
-from tensorshard.tensor_parallel.table.layer_kinds import is_convolution
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
+from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
 from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
 
 TOLERANCE = 1e-3
@@ -93,6 +94,7 @@ class BlockCheck:
         self._cotangents: list[torch.Tensor] = []
         self._generator = generator
         self._by_channel: dict[tuple[str, int], bool] = {}
+        self._as_linear: dict[tuple[str, str], bool] = {}
         # A copy runs, so that what a module keeps of a run (LeViT its biases) is not in the copies that are split.
         self.expected = self._run(copy_with(self._block, lambda name, t: t.detach()), self._given, None)
 
@@ -125,6 +127,7 @@ class BlockCheck:
             split = _Split(styles, list(shared_inputs), sequence or {})
             layouts = find_layouts(self._block, styles, self.size)
             self._check_channels(styles)
+            self._check_own_forwards(styles)
             runs = run_as_ranks(self.size, lambda group: self._split_run(group, split, layouts, sliced))
         except MismatchError:
             raise
@@ -162,6 +165,20 @@ class BlockCheck:
                     self._by_channel[key] = computes_by_channel(module, self.size, style.parts)
                 if not self._by_channel[key]:
                     raise MismatchError(f"{name} does not compute channel by channel in training")
+
+    def _check_own_forwards(self, styles: Mapping[str, Style]) -> None:
+        for name, style in styles.items():
+            if style.kind != "rowwise" and style.kind not in (*COLUMN_KINDS, "colwise_gather"):
+                continue
+            module = self._block.get_submodule(name)
+            layer = as_splittable(module)
+            if layer is None or layer.kind != "linear" or not layer.own_forward:
+                continue
+            key = name, "rowwise" if style.kind == "rowwise" else "colwise"
+            if key not in self._as_linear:
+                self._as_linear[key] = computes_as_linear(module, key[1], self.size)
+            if not self._as_linear[key]:
+                raise MismatchError(f"{name} has a forward of its own, which on a part of its weight computes another")
 
     def _split_run(
         self,

@@ -1,0 +1,50 @@
+"""Parameters of which each rank keeps a slice, put together whenever their module is called.
+
+This is for what tensor parallelism cannot split otherwise: recurrent layers, tables of positions, parameters that a
+forward uses in a way of its own. All ranks compute the same with them, so that each has the whole gradient, of which it
+takes its slice: nothing is communicated in backward.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.comm import differentiable as collectives
+from tensorshard.comm.sharding import to_local
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.torch_private.modules import own_parameters, refresh_recurrent_weights, set_parameter
+
+
+def gather_parameters(module: nn.Module, dims: Mapping[str, int], group: dist.ProcessGroup) -> None:
+    """Has the forward of `module` run on full parameters.
+
+    Args:
+        dims: its own parameters that are kept in slices, by name, and the dimension. They are still whole.
+    """
+    sizes = {name: (dim, own_parameters(module)[name].shape[dim]) for name, dim in dims.items()}
+    wrap_forward(module, Role.GATHERED_PARAMETERS, partial(_forward, module, sizes, group))
+
+
+def _forward(
+    module: nn.Module,
+    sizes: Mapping[str, tuple[int, int]],
+    group: dist.ProcessGroup,
+    forward: Forward,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    own = own_parameters(module)
+    held = {name: own[name] for name in sizes}
+    try:
+        for name, (dim, size) in sizes.items():
+            set_parameter(module, name, collectives.gather(to_local(held[name]), dim, group, size=size))
+        refresh_recurrent_weights(module)
+        return forward(*args, **kwargs)
+    finally:
+        for name, parameter in held.items():
+            set_parameter(module, name, parameter)
+        refresh_recurrent_weights(module)

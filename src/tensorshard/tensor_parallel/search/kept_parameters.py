@@ -1,0 +1,51 @@
+"""Parameters that nothing else splits: each rank keeps a slice, and they are put together when their module is called.
+
+That is right wherever a parameter is read in its own module's forward alone, be it a recurrent layer, a table of
+positions, or code that nobody has seen. It splits their memory (and their gradients' and the optimizer's), and no
+computing, so that it comes last.
+"""
+
+from collections import Counter
+from collections.abc import Container, Mapping
+
+from torch import nn
+
+from tensorshard.comm.sharding import shard_sizes
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
+from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.table import starred
+
+# Parameters with a smaller share of the model's are not worth a message; those that are alike in a list of blocks count
+# together.
+_WORTHWHILE_SHARE = 0.01
+
+
+def keep_in_slices(
+    model: nn.Module, size: int, used_past_owner: Container[str], found: Mapping[str, Style]
+) -> dict[str, Style]:
+    """Styles of the parameters of `model` that are whole although they need not be.
+
+    Args:
+        used_past_owner: parameters that are read outside of the forward of the module that holds them.
+        found: the styles so far.
+    """
+    parameters = dict(model.named_parameters())
+    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    total = sum(p.numel() for p in parameters.values())
+    alike: Counter[str] = Counter()
+    for name, parameter in parameters.items():
+        alike[starred(name)] += parameter.numel()
+    styles: dict[str, Style] = {}
+    for name, parameter in parameters.items():
+        owner = name.rpartition(".")[0]
+        layer = as_splittable(model.get_submodule(owner))
+        if name in found or (owner in found and found[owner].kind != "divide"):
+            continue
+        if names[id(parameter)] > 1 or name in used_past_owner or (layer is not None and not layer.own_forward):
+            continue
+        if parameter.ndim < 2 or alike[starred(name)] < _WORTHWHILE_SHARE * total:
+            continue
+        dim = max(range(parameter.ndim), key=lambda dim, shape=parameter.shape: shape[dim])  # type: ignore[misc]
+        if 0 not in shard_sizes(parameter.shape[dim], size):
+            styles[name] = Style("gather", (dim,))
+    return styles

@@ -1,0 +1,98 @@
+"""Whether layers with forwards of their own can be split where they stand outside of the blocks, each by itself.
+
+A torch embedding or linear layer is right to split wherever it is called as a module. One that scales what it looks up,
+or makes positions itself, is compared by numbers on what the model calls it with.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.modules.fake_copies import copy_with
+from tensorshard.modules.model_errors import raised_by_model
+from tensorshard.modules.tensors import map_tensors_once
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
+from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError
+from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
+
+# Of a larger table, so many rows are compared.
+_MOST_ELEMENTS = 1 << 18
+_FEW_ROWS = 64
+
+
+class OuterLayersCheck:
+    """The checks of single layers of a model.
+
+    Args:
+        model: left as it is.
+        inputs: what it is run on.
+        size: number of ranks to split over.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any, size: int) -> None:
+        self._model, self._inputs, self._size = model, inputs, size
+        self._calls: dict[str, BlockCall] | None = None
+
+    def refusal(self, name: str, style: Style) -> str | None:
+        """Why the layer `name` cannot have `style`; None if it can, as every layer with torch's forward."""
+        module = self._model.get_submodule(name)
+        layer = as_splittable(module)
+        if layer is None or not layer.own_forward:
+            return None
+        if layer.kind == "linear":
+            kind = "rowwise" if style.kind == "rowwise" else "colwise"
+            agrees = computes_as_linear(module, kind, self._size)
+            return None if agrees else "its own forward computes another on a part of its weight"
+        call = self._call(name)
+        return (
+            "it is not called as a module" if call is None else _refusal_of_embedding(module, call, style, self._size)
+        )
+
+    def _call(self, name: str) -> BlockCall | None:
+        if self._calls is None:
+            layers = {key: as_splittable(module) for key, module in self._model.named_modules()}
+            names = [key for key, layer in layers.items() if layer and layer.own_forward]
+            self._calls = capture_calls(self._model, names, self._inputs).calls
+        return self._calls.get(name)
+
+
+def _refusal_of_embedding(module: nn.Module, call: BlockCall, style: Style, size: int) -> str | None:
+    table = _with_few_rows(module)
+    reason = ""
+    for highest in (table.num_embeddings * 3 // 4, 1):  # an offset may be added to the indices; and a mask is of ones
+        args, kwargs = map_tensors_once(partial(_up_to, highest), (call.args, call.kwargs))
+        try:
+            BlockCheck(table, BlockCall(args, kwargs), size).check({"": style})
+        except MismatchError as error:
+            return f"its own forward computes another: split over {size} ranks, {error}"
+        except Exception as error:  # of the forward, on values that are not its own
+            if not raised_by_model(error):
+                raise
+            reason = f"its own forward could not be run to compare it: {type(error).__name__}: {error}"
+            continue
+        return None
+    return reason
+
+
+def _up_to(highest: int, leaf: torch.Tensor) -> torch.Tensor:
+    """Whole numbers from 1 on in the place of those of `leaf`."""
+    if leaf.is_floating_point() or leaf.dtype == torch.bool:
+        return leaf
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, highest + 1, leaf.shape, generator=generator).to(leaf.dtype)
+
+
+def _with_few_rows(module: nn.Module) -> nn.Embedding:
+    """A copy of an embedding, on the meta device, which is no larger than can be compared quickly."""
+    weight: Any = module.weight
+    rows = weight.shape[0] if weight.numel() <= _MOST_ELEMENTS else min(weight.shape[0], _FEW_ROWS)
+    table = copy_with(module, lambda name, t: t.detach()[:rows].to("meta") if name == "weight" else t)
+    assert isinstance(table, nn.Embedding)
+    table.num_embeddings = rows
+    if table.padding_idx is not None and table.padding_idx >= rows:
+        table.padding_idx = 0
+    return table
