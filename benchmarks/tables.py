@@ -1,4 +1,4 @@
-"""``python -m benchmarks tables``: writes the tables of the README and of docs/models.md anew from the results files.
+"""``python -m benchmarks tables``: writes the tables of docs/benchmarks.md, the README's figures and docs/models.md anew.
 
 A table stands between ``<!-- benchmark:NAME -->`` and ``<!-- /benchmark -->``, on lines of their own; what
 was there is replaced by one table for each hardware that NAME was run on.
@@ -15,14 +15,27 @@ from benchmarks.harness.results import RESULTS, Quantity, Results, Row, load_res
 from benchmarks.registry import Suite
 
 README = Path(__file__).parent.parent / "README.md"
+PAGE = README.parent / "docs" / "benchmarks.md"
 
 _BLOCK = re.compile(
     r"^<!-- benchmark:(?P<name>[\w-]+) -->\n(?P<table>.*?)^<!-- /benchmark -->$", re.MULTILINE | re.DOTALL
 )
 
 
+_FIGURES = re.compile(r"^<!-- figures -->\n.*?^<!-- /figures -->$", re.MULTILINE | re.DOTALL)
+
+PICKED = (
+    ("zero", "60M parameters, ZeRO 3", "tensorshard zero=3", "steady_peak_bytes"),
+    ("zero", "60M parameters, ZeRO 2", "tensorshard zero=2", "steady_peak_bytes"),
+    ("tensor", "Llama 512, 2 layers, 1024 tokens", "tensorshard tp=2", "peak_bytes"),
+    ("pipeline", "8 MLP blocks, 4 ranks", "tensorshard pp=4, 1f1b", None),
+    ("heads", "1 million classes, one process", "tensorshard, update, no logits kept", "peak_bytes"),
+)
+"""The rows of the README: benchmark, group, contender, and which memory is shown."""
+
+
 class MarkerError(ValueError):
-    """The README's markers ask for what cannot be written."""
+    """A page's markers ask for what cannot be written."""
 
 
 def replace_tables(text: str, results: Sequence[Results]) -> str:
@@ -95,15 +108,43 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def replace_figures(text: str, results: Sequence[Results]) -> str:
+    """`text` with its block of figures replaced: what was picked out of `results`, each beside its best peer.
+
+    Raises:
+        MarkerError: there is no such block, or no such result.
+    """
+    if not _FIGURES.search(text):
+        raise MarkerError("the README needs the lines '<!-- figures -->' and '<!-- /figures -->'")
+    lines = [_line(["", "step time, x best peer", "peak memory, x best peer"]), _line(["---", "---:", "---:"])]
+    for benchmark, title, contender, memory in PICKED:
+        values = _picked(results, benchmark, title, contender).values
+        ratios = [values[key].ratio if key else None for key in ("step_seconds", memory)]
+        cells = ["" if ratio is None else f"{ratio:.2f}" if ratio >= 0.005 else "below 0.01" for ratio in ratios]
+        lines.append(_line([f"{title}: {contender}", *cells]))
+    return _FIGURES.sub(lambda _: "\n".join(["<!-- figures -->", *lines, "<!-- /figures -->"]), text)
+
+
+def _picked(results: Sequence[Results], benchmark: str, title: str, contender: str) -> Row:
+    for result in results:
+        for group in result.groups:
+            for row in group.rows:
+                if (result.benchmark, group.title, row.contender) == (benchmark, title, contender):
+                    return row
+    raise MarkerError(f"there are no results of {contender!r} in {title!r} of the benchmark {benchmark!r}")
+
+
 def run(arguments: argparse.Namespace) -> int:
     results = [load_results(path) for path in sorted(RESULTS.glob("*.json"))]
-    text = README.read_text()
-    README.write_text(replace_tables(text, results))
-    print(f"{README.name}: {len(_BLOCK.findall(text))} block(s) written from {len(results)} results file(s)")
+    text = PAGE.read_text()
+    PAGE.write_text(replace_tables(text, results))
+    print(f"{PAGE.name}: {len(_BLOCK.findall(text))} block(s) written from {len(results)} results file(s)")
+    README.write_text(replace_figures(README.read_text(), results))
+    print(f"{README.name}: {len(PICKED)} rows of figures")
     print(f"{write_document().name}: written from the results of the models")
     return 0
 
 
 COMMAND = Suite(
-    "tables", "writes the tables of the README and docs/models.md anew from the results files", lambda parser: None, run
+    "tables", "writes the tables of the pages and the README's figures anew from the results", lambda parser: None, run
 )

@@ -117,9 +117,12 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(monkeypatch, capsys):
         measure(console=report.make_console())
 
 
-def test_the_readme_asks_for_no_results_that_are_not_there():
+def test_the_pages_show_what_was_measured():
     written = [load_results(path) for path in sorted(results.RESULTS.glob("*.json"))]
-    assert tables.replace_tables(tables.README.read_text(), written)
+    assert tables.replace_tables(tables.PAGE.read_text(), written)
+    assert tables.replace_figures(tables.README.read_text(), written) == tables.README.read_text()
+    with pytest.raises(tables.MarkerError, match="the README needs the lines"):
+        tables.replace_figures("", written)
 
 
 @pytest.mark.parametrize("most", [0, 1, 15, 999, 10_000])

@@ -75,6 +75,7 @@ class Engine(LoopMethods):
         self.mesh = mesh
         self.device = device
         self.model = sharded.model
+        self._modules = list(sharded.model.modules())  # listing them takes a tenth of a millisecond a block
         self.sharded = sharded
         self.loss_fn = loss_fn
         self.step_count = 0
@@ -151,7 +152,7 @@ class Engine(LoopMethods):
                 return True
             return any((id(module), name) in self._changing for module, name in places)
 
-        return BufferValues(self.model.modules(), wanted)
+        return BufferValues(self._modules, wanted)
 
     @torch.no_grad()
     def _check_independent_samples(self, inputs: Any, targets: Any) -> None:
