@@ -1,4 +1,4 @@
-"""``python -m benchmarks tables``: writes docs/benchmarks.md, the README's figures and docs/models.md anew from the results.
+"""``python -m benchmarks tables``: writes docs/benchmarks.md, the README's figures and docs/models.md from the results.
 
 A table stands between ``<!-- benchmark:NAME -->`` and ``<!-- /benchmark -->``, on lines of their own; what
 was there is replaced by one table for each hardware that NAME was run on.
