@@ -4,8 +4,11 @@ import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+_Class = TypeVar("_Class")
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first."""
@@ -23,6 +26,33 @@ _MISSING_AXES = {"cp": "context parallelism"}
 _FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": "pp", "pp_units": "pp"}
 
 
+def _unknown_field(cls: type, values: Iterable[Any]) -> str | None:
+    """What is wrong with the first of `values` that is no field of the dataclass `cls`."""
+    known = [f.name for f in fields(cls)]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
+            return f"Plan has no field {key!r}; {hint}"
+    return None
+
+
+def _refuses_unknown_fields(cls: type[_Class]) -> type[_Class]:
+    """Has the dataclass `cls` name the nearest field where it is given one that does not exist."""
+    initialize = cls.__init__
+
+    @wraps(initialize)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        unknown = _unknown_field(cls, values)
+        if unknown is not None:
+            raise TypeError(unknown)
+        initialize(self, *args, **values)
+
+    cls.__init__ = __init__  # type: ignore[assignment]
+    return cls
+
+
+@_refuses_unknown_fields
 @dataclass(frozen=True)
 class Plan:
     """How a model is to be trained, whatever the hardware turns out to be.
@@ -88,13 +118,6 @@ class Plan:
     tp_check: bool = True
     pp_stages_per_rank: int | None = None
     pp_units: list[str] | None = None
-
-    def __new__(cls, *args: Any, **values: Any) -> "Plan":
-        """Refuses fields that do not exist, naming the nearest that does."""
-        unknown = _unknown_field(cls, values)
-        if unknown is not None:
-            raise TypeError(unknown)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -302,17 +325,6 @@ def _check_positive(name: str, value: Any) -> None:
         raise TypeError(f"{name} is {value!r}; it must be a positive number or None")
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} is {value}; it must be a positive, finite number, or None to turn it off")
-
-
-def _unknown_field(cls: type, values: Iterable[Any]) -> str | None:
-    """What is wrong with the first of `values` that is no field of the dataclass `cls`."""
-    known = [f.name for f in fields(cls)]
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
-            return f"Plan has no field {key!r}; {hint}"
-    return None
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

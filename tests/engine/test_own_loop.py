@@ -154,6 +154,11 @@ def _nested(engine: ts.Engine) -> None:
         pass
 
 
+def _no_backward(engine: ts.Engine) -> None:
+    with engine.accumulate():
+        _loss(engine)
+
+
 def _detached(engine: ts.Engine) -> None:
     engine.backward(_loss(engine).detach())
 
@@ -181,7 +186,15 @@ def _hook_of_another_shape(engine: ts.Engine) -> None:
 
 def _all_messages() -> list[str]:
     return [
-        *_messages(dict(micro_batches=2), _plain_backward, _step_too_early, _norm_too_early, _mixed_losses, _nested),
+        *_messages(
+            dict(micro_batches=2),
+            _plain_backward,
+            _step_too_early,
+            _norm_too_early,
+            _mixed_losses,
+            _nested,
+            _no_backward,
+        ),
         *_messages(dict(precision="fp16"), _plain_backward),
         *_messages(dict(), _detached, _vector, _nan, _hooked, _hook_of_another_shape),
     ]
@@ -194,6 +207,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(ranks):
         "RuntimeError: engine.gradient_norm() was called after 1 of the plan's micro_batches=2",
         "TypeError: engine.backward was given a mean for one micro-batch and (sum, count) for another",
         "RuntimeError: engine.accumulate() was entered within itself",
+        "RuntimeError: engine.accumulate() surrounded 0 calls of engine.backward(loss); it surrounds one micro-batch",
         "RuntimeError: loss.backward() was called under a plan with precision='fp16', whose losses are scaled: call",
         "ValueError: the loss has no gradient",
         "TypeError: engine.backward was given a tensor of shape (8, 3); it must be given a scalar tensor",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -163,10 +163,12 @@ class LoopMethods:
             made.load_state_dict(self.loader_states.pop(name))
         return made
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in _ELSEWHERE:
-            raise AttributeError(f"an Engine has no {name!r}; use {_ELSEWHERE[name]}", name=name, obj=self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+    if not TYPE_CHECKING:  # else every name would pass for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in _ELSEWHERE:
+                raise AttributeError(f"an Engine has no {name!r}; use {_ELSEWHERE[name]}", name=name, obj=self)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise TypeError(

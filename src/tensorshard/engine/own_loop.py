@@ -16,7 +16,7 @@ from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.sharding import to_local
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.final_gradients import FinalGradients
-from tensorshard.engine.gradients import clip_factor
+from tensorshard.engine.gradients import clip_factor, local_gradients
 from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.engine.same_batch import SameBatch
@@ -25,11 +25,13 @@ from tensorshard.modules.surrounded import surround_forwards
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
+from tensorshard.torch_private.operators import foreach_norm
 from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.transforms.precision import autocast, widen_output
 
 # How much the ranks may differ in the norm of gradients that all of them hold: by rounding, but not by clipping.
 _ROUNDING = 1e-3
+_NOTHING = 1e-5  # of the norm of all gradients
 
 
 class OwnLoop:
@@ -68,6 +70,7 @@ class OwnLoop:
         self._in_backward = False
         self._accumulating = False
         self._done = 0  # micro-batches of the step under way whose backward is over
+        self._backwards = 0  # in all
         self._tally: LossTally | None = None  # of these, if their losses are sums and counts
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients from before the step under way
 
@@ -147,7 +150,7 @@ class OwnLoop:
         self._check_no_pipeline("engine.accumulate()")
         if self._accumulating:
             raise RuntimeError("engine.accumulate() was entered within itself; it surrounds one micro-batch")
-        before, self._accumulating = self._done % self._plan.micro_batches, True
+        before, self._accumulating = self._backwards, True
         try:
             yield
         except BaseException:
@@ -155,10 +158,11 @@ class OwnLoop:
             raise
         finally:
             self._accumulating = False
-        if self._plan.micro_batches > 1 and self._done % self._plan.micro_batches == before and before:
+        if self._plan.micro_batches > 1 and self._backwards != before + 1:
             raise RuntimeError(
-                "engine.accumulate() surrounded no engine.backward(loss); each of them surrounds one micro-batch: its "
-                "forward, its backward, and perhaps engine.optimizer.step() and zero_grad()"
+                f"engine.accumulate() surrounded {self._backwards - before} calls of engine.backward(loss); it "
+                f"surrounds one micro-batch: its forward, one backward (of the sum of its losses), and perhaps "
+                f"engine.optimizer.step() and zero_grad()"
             )
 
     def backward(self, loss: Any) -> None:
@@ -203,6 +207,7 @@ class OwnLoop:
         if last:
             self._complete()
         self._done += 1
+        self._backwards += 1
 
     def _begin(self, counted: bool) -> None:
         self._tally = LossTally(self._mesh) if counted else None
@@ -315,17 +320,23 @@ class OwnLoop:
         """
         if self._mesh.degrees["tp"] == 1:
             return
-        split = self._sharded.split
-        shared = [p for name, p in self._gradients.trained.items() if split.num_shards(name) == 1]
-        squares = [to_local(p.grad).double().square().sum() for p in shared if p.grad is not None]
-        mine = torch.stack(squares).sum().sqrt().view(1) if squares else torch.zeros(1, dtype=torch.float64)
-        mine = mine.to(self._device)
-        norms = mine.new_empty(self._mesh.degrees["tp"])
-        all_gather_into(norms, mine, self._mesh.group("tp"), what="the norm of gradients that all ranks hold")
-        if detect_fake_mode(norms) is not None:
+        with_gradient = {name: p for name, p in self._gradients.trained.items() if p.grad is not None}
+        squares = torch.zeros(2, dtype=torch.float64, device=self._device)  # of what all ranks hold, and of all
+        if with_gradient:
+            norms = foreach_norm(local_gradients(with_gradient.values()), 2.0, None)
+            each = torch.stack([norm.double() for norm in norms]).square()
+            shared_by_all = [self._sharded.split.num_shards(name) == 1 for name in with_gradient]
+            squares = torch.stack([each[torch.tensor(shared_by_all, device=each.device)].sum(), each.sum()])
+        everyone = squares.new_empty(2 * self._mesh.degrees["tp"])
+        all_gather_into(
+            everyone, squares.sqrt(), self._mesh.group("tp"), what="the norms of gradients before an update"
+        )
+        if detect_fake_mode(everyone) is not None:
             return
-        least, most = norms.min().item(), norms.max().item()
-        if most - least > _ROUNDING * most:
+        shared, all_of_them = everyone.view(-1, 2).unbind(1)
+        least, most = shared.min().item(), shared.max().item()
+        # Where what all ranks hold has no gradient but rounding, that may differ.
+        if most - least > _ROUNDING * most and most > _NOTHING * all_of_them.max().item():
             raise RuntimeError(
                 f"the tensor-parallel ranks hold different gradients of the same parameters (norms {least:.6g} to "
                 f"{most:.6g}), so something changed them rank by rank, as torch.nn.utils.clip_grad_norm_ does, which "
