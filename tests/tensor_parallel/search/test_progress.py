@@ -93,7 +93,7 @@ def test_a_module_in_blocks_of_two_kinds_is_tried_once(monkeypatch):
         tried.clear()
         model = nn.Sequential(nn.Linear(8, 8), Block(32), Block(hidden))
         found = find_tensor_plan(model, 2, inputs=torch.zeros(2, 3, 8)).plan.to_dict()
-        assert found["1.attention.out"] == found["2.attention.out"] == "rowwise"
+        assert found["*.attention.out"] == "rowwise"
         counts.append(tried.count(Attention))
     assert counts[0] == counts[1] > 0
 

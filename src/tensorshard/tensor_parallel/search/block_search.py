@@ -81,8 +81,7 @@ def search_block(
         flow = follow(block, call, refused, columns)
         done = columns | {layer for split in found.split for layer in split.region.rows}
         regions = [region for region in flow.regions if not done & {*region.columns, *region.rows}]
-        if not regions:
-            break
+        refused_before = len(refused)
         for region in regions:
             taken.update(region.columns)
             outcome = _split(block, call, check, region, flow, published or {}, known)
@@ -92,6 +91,8 @@ def search_block(
                 refused.update(region.columns)
                 for layer in (*region.columns, *region.rows):
                     reasons.setdefault(layer, f"{region}: {outcome}")
+        if len(refused) == refused_before:  # the data would flow as it did
+            break
     used = {layer for split in found.split for layer in (*split.region.columns, *split.region.rows)}
     for name, module in block.named_modules():
         described = as_splittable(module)
