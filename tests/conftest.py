@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TENSORSHARD_CACHE"] = "off"  # tests neither read nor write what the user keeps
 
 import pytest
 import torch

@@ -90,6 +90,7 @@ class CellRunner:
     def __post_init__(self) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TENSORSHARD_CACHE"] = "off"  # the seconds are those of a search
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)

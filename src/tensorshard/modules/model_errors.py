@@ -7,6 +7,7 @@ from types import FrameType, TracebackType
 
 import torch
 
+from tensorshard.modules.operation_counter import PASSES_ON
 from tensorshard.modules.provenance import run_operation
 from tensorshard.torch_private.modules import MODULE_CALLS
 
@@ -42,6 +43,12 @@ def raised_by_model(error: Exception) -> bool:
     return True
 
 
+def raised_in_operation(error: Exception) -> bool:
+    """Whether an operation of torch's, or a layer of this package, raised `error`, and no code of a model."""
+    frames = _frames(error.__traceback__)
+    return bool(frames) and any(_is_inside(frames[-1].f_code.co_filename, folder) for folder in (_PACKAGE, _TORCH))
+
+
 def _frames(traceback: TracebackType | None) -> list[FrameType]:
     found = []
     while traceback is not None:
@@ -52,7 +59,7 @@ def _frames(traceback: TracebackType | None) -> list[FrameType]:
 
 def _is_of_package(frame: FrameType) -> bool | None:
     """Whether this package raised what `frame` is the innermost of; None if its caller tells."""
-    if frame.f_code is run_operation.__code__:  # the model's operation
+    if frame.f_code in (run_operation.__code__, PASSES_ON):  # the model's operation
         return None
     file = frame.f_code.co_filename
     if frame.f_code in MODULE_CALLS:

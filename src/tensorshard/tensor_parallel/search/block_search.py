@@ -10,12 +10,14 @@ from tensorshard.modules.stacked_experts import find_experts
 from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region, follow
 from tensorshard.tensor_parallel.search.experts import expert_styles
 from tensorshard.tensor_parallel.search.head_counts import undivided_heads
+from tensorshard.tensor_parallel.search.progress import Progress
 from tensorshard.tensor_parallel.search.proposals import Proposal, proposals
 from tensorshard.tensor_parallel.search.shared_head_proposals import shared_proposals
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.styles import SUM_GRADIENTS, Style
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError
+from tensorshard.tensor_parallel.verify.inner_checks import InnerCheck, KnownModules, inner_check
 
 
 @dataclass
@@ -53,7 +55,11 @@ class BlockSearch:
 
 
 def search_block(
-    block: nn.Module, call: BlockCall, check: BlockCheck, published: Mapping[str, Style] | None = None
+    block: nn.Module,
+    call: BlockCall,
+    check: BlockCheck,
+    published: Mapping[str, Style] | None = None,
+    known: KnownModules | None = None,
 ) -> BlockSearch:
     """Finds what of `block` can be split.
 
@@ -61,7 +67,9 @@ def search_block(
         call: how the block is called.
         check: what verifies a proposal, for a number of ranks.
         published: a table from elsewhere, by names in the block; checked like every other proposal.
+        known: what other blocks' searches found out about modules in them, which may be in this one, too.
     """
+    known = known or KnownModules()
     found = BlockSearch()
     refused: set[str] = set()
     reasons: dict[str, str] = {}
@@ -73,11 +81,10 @@ def search_block(
         flow = follow(block, call, refused, columns)
         done = columns | {layer for split in found.split for layer in split.region.rows}
         regions = [region for region in flow.regions if not done & {*region.columns, *region.rows}]
-        if not regions:
-            break
+        refused_before = len(refused)
         for region in regions:
             taken.update(region.columns)
-            outcome = _split(block, call, check, region, flow, published or {})
+            outcome = _split(block, call, check, region, flow, published or {}, known)
             if isinstance(outcome, SplitRegion):
                 found.split.append(outcome)
             else:
@@ -85,6 +92,8 @@ def search_block(
                 refused.update(region.first_columns)
                 for layer in (*region.columns, *region.rows):
                     reasons.setdefault(layer, f"{region}: {outcome}")
+        if len(refused) == refused_before:  # the data would flow as it did
+            break
     used = {layer for split in found.split for layer in (*split.region.columns, *split.region.rows)}
     for name, module in block.named_modules():
         described = as_splittable(module)
@@ -124,6 +133,7 @@ def _split(
     region: Region,
     flow: Dataflow,
     published: Mapping[str, Style],
+    known: KnownModules,
 ) -> SplitRegion | str:
     """How `region` can be split, or why it cannot."""
     heads = undivided_heads(block, region.columns, check.size)
@@ -131,10 +141,19 @@ def _split(
     own = proposals(block, region, flow, check.inputs, check.size, provided=call.providers)
     shared = shared_proposals(block, region, flow, check.size)
     own = chain(shared, own) if heads is not None else chain(own, shared)
+    inner: InnerCheck | None = None
+    progress = Progress()
     for tries, proposal in enumerate(_all_proposals(region, own, published), start=1):
+        if not progress.is_worth_trying(proposal):
+            continue
+        if tries == 2:  # the first is often right
+            inner = inner_check(check, (*region.columns, *region.rows, *region.between, *region.channelwise), known)
         try:
+            if inner is not None and not proposal.sliced_inputs:
+                inner.check(proposal.styles)
             agreement = check.check(proposal.styles, proposal.sliced_inputs)
         except MismatchError as error:
+            progress.note(proposal, error)
             if tries == 1:
                 reason = f"split over {check.size} ranks, {error}"
             continue

@@ -1,6 +1,6 @@
 """Whether a whole table is right: every distinct block by numbers, then the model around them."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,14 +120,15 @@ def check_around_run(
     if "" in units and (not sequence or "" in sequence):
         agreement = checker.agreement_of_model
     else:
-        agreement = _check_whole(model, complete, sequence, run, checks.size)
+        agreement = _check_whole(model, complete, sequence, run, checks)
     if agreement is not None and agreement.sharded_outputs:
         raise WrongTensorPlanError(
             f"the model's output would be split over the ranks with the table\n{plan.describe()}\nand a loss needs it "
             f"whole: use colwise_gather for the last layer"
         )
-    not_random = blocks_without_random_numbers(units, run)
-    return CheckedPlan(complete, shared_inputs, sequence, refused, not_random)
+    if checks.not_random is None:
+        checks.not_random = blocks_without_random_numbers(units, run)
+    return CheckedPlan(complete, shared_inputs, sequence, refused, checks.not_random)
 
 
 class _Checker:
@@ -135,7 +136,7 @@ class _Checker:
 
     def __init__(self, checks: BlockChecks, run: ModelRun) -> None:
         self._checks, self._run = checks, run
-        self._done: dict[object, tuple[_Completed, Agreement]] = {}
+        self._done: dict[Hashable, tuple[_Completed, Agreement]] = checks.passed
         self._agreements: dict[str, Agreement] = {}
         self.sliced_inputs: dict[str, dict[int, int]] = {}
 
@@ -189,7 +190,7 @@ def _is_linear(block: nn.Module, name: str) -> bool:
 
 
 def _check_whole(
-    model: nn.Module, plan: TensorPlan, sequence: Mapping[str, SequenceSplit], run: ModelRun, size: int
+    model: nn.Module, plan: TensorPlan, sequence: Mapping[str, SequenceSplit], run: ModelRun, checks: BlockChecks
 ) -> Agreement | None:
     """Checks the model as a whole, if it is small enough without its repeated blocks; None if not.
 
@@ -203,7 +204,9 @@ def _check_whole(
         for name, style in styles.items()
         if style.kind not in _ALWAYS_RIGHT and not any(_is_inside(name, unit) for unit in run.calls)
     }
-    smaller = _smallest_that_runs(model, run)
+    if checks.around is None:
+        checks.around = (_smallest_that_runs(model, run), None)
+    smaller, check = checks.around
     if sum(p.numel() for p in smaller.parameters()) > _LARGEST_MODEL:
         if outside:
             raise WrongTensorPlanError(
@@ -216,13 +219,15 @@ def _check_whole(
         capture = capture_calls(smaller, [name for name in sequence if name in modules], run.inputs)
         sequence = link_splits({name: sequence[name] for name in capture.calls}, capture)
     kept = modules | {name for name, _ in smaller.named_parameters()}
-    check = BlockCheck(smaller, as_call(run.inputs), size)
+    if check is None:
+        check = BlockCheck(smaller, as_call(run.inputs), checks.size)
+        checks.around = (smaller, check)
     try:
         return check.check({name: style for name, style in styles.items() if name in kept}, sequence=sequence)
     except MismatchError as error:
         raise WrongTensorPlanError(
             f"the model as a whole does not compute what it does on one device with the table\n{plan.describe()}\n"
-            f"although its blocks do: split over {size} ranks, {error}"
+            f"although its blocks do: split over {checks.size} ranks, {error}"
         ) from error
 
 

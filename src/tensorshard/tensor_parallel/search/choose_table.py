@@ -1,5 +1,6 @@
-"""Which table a plan uses: the one given, checked, or one that is found."""
+"""Which table a plan uses: the one given, checked, or one that is found, now or earlier."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,10 @@ from torch import nn
 
 from tensorshard.tensor_parallel.search.check_table import check_tensor_plan
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan, split_share
+from tensorshard.tensor_parallel.search.table_cache import KeptTable, TableFile
 from tensorshard.tensor_parallel.table.table import TensorPlan
+
+logger = logging.getLogger("tensorshard")
 
 
 def choose_tensor_plan(
@@ -21,7 +25,8 @@ def choose_tensor_plan(
 ) -> VerifiedTable:
     """The table for `model` on `size` ranks: `table` if given, else one that is found.
 
-    Deterministic: every rank that calls it with the same model gets the same table.
+    One that is found is kept on disk (:mod:`tensorshard.tensor_parallel.search.table_cache`). The next time it is taken
+    from there, if it passes the same check by numbers as on the day that it was found; else another one is found.
 
     Args:
         model: on any device, the meta device included; left as it is.
@@ -34,7 +39,7 @@ def choose_tensor_plan(
         ValueError: the table given is wrong for this model, or none can be found.
     """
     if table is None:
-        return find_tensor_plan(model, size, inputs=inputs, sequence_parallel=sequence_parallel)
+        return _kept_or_found(model, size, inputs, sequence_parallel)
     plan = TensorPlan.from_dict(table)
     share = split_share(model, plan, size)
     if not check:
@@ -44,11 +49,34 @@ def choose_tensor_plan(
                 "set tp_check=True"
             )
         return VerifiedTable(plan, {}, share, size, [], checked=False)
+    return _checked(model, plan, size, {}, inputs, sequence_parallel)
+
+
+def _kept_or_found(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> VerifiedTable:
+    file = TableFile.of(model, size, inputs, sequence_parallel)
+    kept = file.read() if file is not None else None
+    if file is not None and kept is not None:
+        try:
+            found = _checked(model, kept.plan, size, kept.whole, inputs, sequence_parallel)
+        except ValueError as error:  # what was found for this model is wrong for it now: search again
+            logger.info("the tensor-parallel table in %s is searched anew: %s", file.path, error)
+        else:
+            logger.info("the tensor-parallel table is from %s, and passed its check again", file.path)
+            return found
+    found = find_tensor_plan(model, size, inputs=inputs, sequence_parallel=sequence_parallel)
+    if file is not None:
+        file.write(KeptTable(found.plan, found.whole))
+    return found
+
+
+def _checked(
+    model: nn.Module, plan: TensorPlan, size: int, whole: Mapping[str, str], inputs: Any, sequence_parallel: bool
+) -> VerifiedTable:
     checked = check_tensor_plan(model, plan, size, inputs=inputs, sequence_parallel=sequence_parallel)
     return VerifiedTable(
         checked.plan,
-        checked.not_in_parts,
-        share,
+        {**whole, **checked.not_in_parts},
+        split_share(model, checked.plan, size),
         size,
         checked.shared_inputs,
         sequence=checked.sequence,

@@ -20,6 +20,7 @@ from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks
+from tensorshard.tensor_parallel.verify.inner_checks import KnownModules
 from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units, run_once
 from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 
@@ -169,12 +170,13 @@ def _search_all(
 ) -> dict[str, BlockSearch]:
     """One search for blocks that are alike."""
     known: dict[int, BlockSearch] = {}
+    modules = KnownModules()
     searches: dict[str, BlockSearch] = {}
     for name, call in run.calls.items():
         kind = run.kinds[name]
         if kind not in known:
             given = published.restricted_to(name, units[name])
-            known[kind] = search_block(units[name], call, checks.of(name), given)
+            known[kind] = search_block(units[name], call, checks.of(name), given, modules)
         search = known[kind]
         searches[name] = BlockSearch(list(search.split), dict(search.whole), list(search.ends))
     return searches

@@ -4,7 +4,9 @@ The split block runs on as many simulated ranks as there will be, through the sa
 random weights. A right table agrees to rounding; a wrong one is off by as much as the values themselves.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -14,7 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.modules.fake_copies import copy_with, mixed_mask, random_values
-from tensorshard.modules.model_errors import raised_by_model
+from tensorshard.modules.forwards import deepcopy_module
+from tensorshard.modules.model_errors import raised_by_model, raised_in_operation
+from tensorshard.modules.operation_counter import OperationCounter
 from tensorshard.modules.tensors import map_tensors, map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
@@ -42,7 +46,22 @@ _LEAST_SCALE = 1e-2
 
 
 class MismatchError(ValueError):
-    """A split block does not compute what the whole one does, or cannot run."""
+    """A split block does not compute what the whole one does, or cannot run.
+
+    Args:
+        message: what was seen.
+        amount: by how much numbers differ, in units of the largest.
+        in_operation: whether an operation could not run on the shapes that it was given.
+        operations: how many the first rank ran of the forward.
+    """
+
+    def __init__(self, message: str, amount: float = 0.0, in_operation: bool = False, operations: int = 0) -> None:
+        super().__init__(message)
+        self.amount, self.in_operation, self.operations = amount, in_operation, operations
+
+    def again(self, operations: int = 0) -> "MismatchError":
+        """The same after some more `operations`, without the frames of the run, which hold its tensors."""
+        return MismatchError(str(self), self.amount, self.in_operation, operations + self.operations)
 
 
 @dataclass
@@ -78,9 +97,10 @@ class BlockCheck:
         block: the block; only shapes, types and the values of its buffers are used.
         call: how it is called.
         size: number of ranks to split it over.
+        own_inputs: whether the tensors of `call` are real ones, and the inputs themselves.
     """
 
-    def __init__(self, block: nn.Module, call: BlockCall, size: int) -> None:
+    def __init__(self, block: nn.Module, call: BlockCall, size: int, *, own_inputs: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         values = random_values(generator, {f"{name}.weight" for name, m in block.named_modules() if is_convolution(m)})
         self.size = size
@@ -88,20 +108,59 @@ class BlockCheck:
         self._block.eval()  # which some modules return nothing from
         for parameter in self._block.parameters():
             parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() <= _LARGEST_GRADIENT)
-        self._given = map_tensors_once(
-            lambda leaf: _random_input(leaf, generator).requires_grad_(leaf.requires_grad), (call.args, call.kwargs)
-        )
+
+        def input(leaf: torch.Tensor) -> torch.Tensor:
+            value = leaf.detach() if own_inputs else _random_input(leaf, generator)
+            return value.requires_grad_(leaf.requires_grad)
+
+        self._given = map_tensors_once(input, (call.args, call.kwargs))
         self._cotangents: list[torch.Tensor] = []
         self._generator = generator
         self._by_channel: dict[tuple[str, int], bool] = {}
         self._as_linear: dict[tuple[str, str], bool] = {}
+        self._tensors = [*self._block.parameters(), *self._block.buffers()]
+        held = [value for module in self._block.modules() for value in vars(module).items()]
+        self._configs = {
+            id(value): value for key, value in held if key == "config" and not isinstance(value, nn.Module)
+        }
+        self._hooks = [id(value) for _, value in held if type(value) is OrderedDict and not value]
         # A copy runs, so that what a module keeps of a run (LeViT its biases) is not in the copies that are split.
-        self.expected = self._run(copy_with(self._block, lambda name, t: t.detach()), self._given, None)
+        self.expected = self._run(self.make_copy(), self._given, None)
+
+    def make_copy(self) -> nn.Module:
+        """The block, with its values, to be changed and run. Its configs are shared: they are large, and only read."""
+        made: dict[int, Any] = dict(self._configs)
+        for tensor in self._tensors:
+            own = tensor.detach()
+            made[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+        for hooks in self._hooks:  # most of what a module has, and slow to copy
+            made[hooks] = OrderedDict()
+        return deepcopy_module(self._block, made)  # type: ignore[no-any-return]
+
+    def make_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Its arguments, which a run may write into."""
+        args, kwargs = map_tensors_once(lambda leaf: leaf.clone(), self._given)
+        return args, kwargs
 
     @property
     def inputs(self) -> list[torch.Tensor]:
         """The tensors among the block's inputs, in order."""
         return tensor_leaves(self._given)
+
+    def computes_like(self, other: "BlockCheck") -> bool:
+        """Whether its block returns for the inputs of `other` what the block of that does, bit by bit.
+
+        The weights of the two are the same if their names and shapes are.
+        """
+        args, kwargs = other.make_inputs()
+        try:
+            found = tensor_leaves(self.make_copy()(*args, **kwargs))
+        except Exception as error:  # whatever it makes of inputs that are not its own
+            if not raised_by_model(error):
+                raise
+            return False
+        expected = other.expected.outputs
+        return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
     def check(
         self,
@@ -123,21 +182,32 @@ class BlockCheck:
                 mean that is said by :func:`tensorshard.modules.model_errors.raised_by_model`; others are raised.
         """
         sliced = {index: Layout(dim, (self.inputs[index].shape[dim],)) for index, dim in (sliced_inputs or {}).items()}
+        split, counter = _Split(styles, list(shared_inputs), sequence or {}), OperationCounter()
         try:
-            split = _Split(styles, list(shared_inputs), sequence or {})
-            layouts = find_layouts(self._block, styles, self.size)
-            self._check_channels(styles)
-            self._check_own_forwards(styles)
-            runs = run_as_ranks(self.size, lambda group: self._split_run(group, split, layouts, sliced))
+            layouts, runs = self._split_runs(split, sliced, counter)
+            agreement = self._compare_outputs(runs)
+            self._compare_gradients(runs, layouts, sliced)
+        except MismatchError as error:
+            error.operations = counter.operations
+            raise
+        return agreement
+
+    def _split_runs(
+        self, split: _Split, sliced: Mapping[int, Layout], counter: OperationCounter
+    ) -> tuple[dict[str, Layout], list[_Run]]:
+        """The layouts of the parameters, and what each rank computed."""
+        try:
+            layouts = find_layouts(self._block, split.styles, self.size)
+            self._check_channels(split.styles)
+            self._check_own_forwards(split.styles)
+            runs = run_as_ranks(self.size, lambda group: self._split_run(group, split, layouts, sliced, counter))
         except MismatchError:
             raise
         except Exception as error:  # whatever a model's forward makes of shards that do not fit
             if not raised_by_model(error):
                 raise
-            raise MismatchError(f"it does not run: {type(error).__name__}: {_first_line(error)}") from error
-        agreement = self._compare_outputs(runs)
-        self._compare_gradients(runs, layouts, sliced)
-        return agreement
+            raise not_running(error) from error
+        return layouts, runs
 
     def relates_positions(self, index: int, dim: int) -> bool:
         """Whether what the block puts out at a position depends on others of its input `index`, along `dim`."""
@@ -186,9 +256,10 @@ class BlockCheck:
         split: _Split,
         layouts: Mapping[str, Layout],
         sliced: Mapping[int, Layout],
+        counter: OperationCounter,
     ) -> _Run:
         rank, size = group.rank(), group.size()
-        part = copy_with(self._block, lambda name, t: t.detach())
+        part = self.make_copy()
         apply_tensor_parallel(part, TensorPlan(dict(split.styles)), group, shared_inputs=split.shared_inputs)
         apply_sequence_parallel(part, split.sequence, group, shared_inputs=split.shared_inputs)
         with torch.no_grad():
@@ -203,16 +274,25 @@ class BlockCheck:
                 return leaf
             return local_shard(leaf.detach(), sliced[index], rank, size).requires_grad_(leaf.requires_grad)
 
-        return self._run(part, map_tensors(own, self._given), group)
+        return self._run(part, map_tensors(own, self._given), group, counter if rank == 0 else nullcontext())
 
-    def _run(self, block: nn.Module, given: Any, group: dist.ProcessGroup | None) -> _Run:
+    def _run(
+        self,
+        block: nn.Module,
+        given: Any,
+        group: dist.ProcessGroup | None,
+        counter: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
+    ) -> _Run:
         given = map_tensors_once(lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), given)
         tensors = tensor_leaves(given)
         # A block may write into its inputs, which autograd does not allow for leaves.
         args, kwargs = map_tensors_once(torch.clone, given)
-        outputs = tensor_leaves(block(*args, **kwargs))
+        with counter:
+            outputs = tensor_leaves(block(*args, **kwargs))
         if group is None:
             self._cotangents = [torch.randn(o.shape, generator=self._generator) for o in outputs]
+        else:
+            self._compare_full(outputs)  # before backward, which takes longer
         total = torch.zeros(())
         for output, cotangent in zip(outputs, self._cotangents, strict=True):
             if output.requires_grad:
@@ -225,19 +305,27 @@ class BlockCheck:
             {name: p.grad for name, p in block.named_parameters() if p.grad is not None},
         )
 
+    def _compare_full(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Compares those of a rank's `outputs` that are full."""
+        for index, (found, expected) in enumerate(zip(outputs, self.expected.outputs, strict=True)):
+            if found.shape == expected.shape:
+                _compare(self._output(index), found.detach(), expected)
+
     def _compare_outputs(self, runs: list[_Run]) -> Agreement:
         agreement = Agreement()
         for index, expected in enumerate(self.expected.outputs):
             found = [run.outputs[index] for run in runs]
             dim = _differing_dim(found[0].shape, expected.shape)
-            what = f"its output {index}" if len(self.expected.outputs) > 1 else "its output"
             if dim is None:
                 for value in found:
-                    _compare(what, value, expected)
+                    _compare(self._output(index), value, expected)
             else:
                 agreement.sharded_outputs[index] = dim
-                _compare(what, join_shards(found, Layout(dim, (expected.shape[dim],))), expected)
+                _compare(self._output(index), join_shards(found, Layout(dim, (expected.shape[dim],))), expected)
         return agreement
+
+    def _output(self, index: int) -> str:
+        return f"its output {index}" if len(self.expected.outputs) > 1 else "its output"
 
     def _compare_gradients(self, runs: list[_Run], layouts: Mapping[str, Layout], sliced: Mapping[int, Layout]) -> None:
         gradients = [
@@ -304,7 +392,13 @@ def _compare(what: str, found: torch.Tensor, expected: torch.Tensor, least_scale
     scale = expected.abs().max().clamp(min=max(least_scale, 1e-30))  # all may be exactly zero
     error = ((found - expected).abs().max() / scale).item()
     if not error <= TOLERANCE:
-        raise MismatchError(f"{what} differs by {error:.0%} of its largest value")
+        raise MismatchError(f"{what} differs by {error:.0%} of its largest value", error)
+
+
+def not_running(error: Exception) -> MismatchError:
+    """What says that a split block does not run but raises `error`."""
+    message = f"it does not run: {type(error).__name__}: {_first_line(error)}"
+    return MismatchError(message, in_operation=raised_in_operation(error))
 
 
 def _first_line(error: Exception) -> str:

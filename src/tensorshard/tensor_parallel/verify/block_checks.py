@@ -1,6 +1,7 @@
 """The checks of a model's blocks, and what of a table belongs to which block."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -16,12 +17,20 @@ class BlockChecks:
         units: the blocks, by name.
         run: how the model calls them.
         size: number of ranks to split them over.
+
+    Attributes:
+        passed: what a caller found of blocks that passed, for when the same is asked again with another table.
+        around: the model around the blocks without those that repeat, and its check, once a caller has made them.
+        not_random: names of the blocks that make no random numbers, once a caller has found out.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], run: ModelRun, size: int) -> None:
         self.size = size
         self._units, self._run = units, run
         self._made: dict[int, BlockCheck] = {}
+        self.passed: dict[Hashable, Any] = {}
+        self.around: tuple[nn.Module, BlockCheck | None] | None = None
+        self.not_random: frozenset[str] | None = None
 
     def of(self, name: str) -> BlockCheck:
         """The check of blocks like the one called `name`."""

@@ -42,6 +42,11 @@ def block_kinds(units: Mapping[str, nn.Module], calls: Mapping[str, BlockCall]) 
     return kinds
 
 
+def describe_module(module: nn.Module) -> Hashable:
+    """Classes, shapes and attributes of all modules in `module`, in nested tuples; the same for one built alike."""
+    return _Descriptions().block(module, "", frozenset())
+
+
 def _described_call(call: BlockCall) -> Hashable:
     leaves = tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensor_leaves((call.args, call.kwargs)))
     return leaves, call.operations

@@ -18,11 +18,26 @@ _Result = TypeVar("_Result")
 
 
 class _Board:
-    """Where the ranks put what they send."""
+    """Where the ranks put what they send.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: number of ranks.
+        needed: set once a rank waits for the others.
+    """
+
+    def __init__(self, size: int, needed: threading.Event) -> None:
         self.slots: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
+        self._barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
+        self._needed = needed
+
+    def wait(self) -> None:
+        """Waits until all ranks are here."""
+        self._needed.set()
+        self._barrier.wait()
+
+    def abort(self) -> None:
+        """Releases the ranks that wait, and whoever will."""
+        self._barrier.abort()
 
 
 class _ThreadComm:
@@ -36,38 +51,42 @@ class _ThreadComm:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         total = torch.stack(self._exchange(tensor)).sum(0)
-        self._board.barrier.wait()  # all have read before anybody writes
+        self._board.wait()  # all have read before anybody writes
         tensor.copy_(total)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
         output.copy_(torch.cat([part.flatten() for part in self._exchange(input)]).view_as(output))
-        self._board.barrier.wait()
+        self._board.wait()
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> None:
         total = torch.stack([part.flatten() for part in self._exchange(input)]).sum(0)
         output.copy_(total.chunk(len(self._board.slots))[self._rank].view_as(output))
-        self._board.barrier.wait()
+        self._board.wait()
 
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
     ) -> None:
         sent = self._exchange(input.detach().split(input_splits))
         output.copy_(torch.cat([parts[self._rank] for parts in sent]))
-        self._board.barrier.wait()
+        self._board.wait()
 
     def _exchange(self, sent: Any) -> list[Any]:
         self._board.slots[self._rank] = sent.detach() if isinstance(sent, torch.Tensor) else sent
-        self._board.barrier.wait()
+        self._board.wait()
         return list(self._board.slots)
 
 
 def run_as_ranks(size: int, function: Callable[[dist.ProcessGroup], _Result]) -> list[_Result]:
     """What `function(group)` returns on each of `size` simulated ranks.
 
+    The first rank starts alone; the others when it waits for them, or has returned. Many a wrong way to split fails on
+    the first rank before that.
+
     Raises:
         Whatever the first rank to fail raised; the others are released.
     """
-    board = _Board(size)
+    needed = threading.Event()
+    board = _Board(size, needed)
     results: dict[int, _Result] = {}
     failures: list[BaseException] = []
 
@@ -78,13 +97,19 @@ def run_as_ranks(size: int, function: Callable[[dist.ProcessGroup], _Result]) ->
             pass  # another rank failed, and its reason is the one to report
         except BaseException as error:
             failures.append(error)
-            board.barrier.abort()
+            board.abort()
+        finally:
+            needed.set()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for rank, thread in enumerate(threads):
+        if rank == 1:
+            needed.wait()
+        if not failures:
+            thread.start()
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
     if failures:
         raise failures[0]
     if len(results) < size:

@@ -1,0 +1,75 @@
+"""Which ways to split a region are worth a try, from how far those before them came.
+
+A run ends at the first operation whose shapes do not fit, or with wrong numbers. Where dividing one more attribute
+changes nothing of that, or has an operation fail that worked before, dividing yet another one as well does not help
+either. So ways to divide several attributes are built of those that got further, attribute by attribute.
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from tensorshard.tensor_parallel.search.proposals import Proposal
+from tensorshard.tensor_parallel.verify.block_check import MismatchError
+
+_Divided = frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """A way that was refused.
+
+    Args:
+        error: how its run ended; None for one that was passed over.
+        got_further: whether it came further than one with an attribute less, or ended in another way.
+    """
+
+    error: MismatchError | None
+    got_further: bool
+
+
+class Progress:
+    """What was seen so far of the ways to split one region."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, dict[_Divided, _Refused]] = {}
+
+    def is_worth_trying(self, proposal: Proposal) -> bool:
+        """Whether what `proposal` divides may get further than what was tried; those that may not are noted."""
+        seen, divided = self._alike(proposal), _divided(proposal)
+        if len(divided) < 2 or any(fewer not in seen or seen[fewer].got_further for fewer in _one_less(divided)):
+            return True
+        seen[divided] = _Refused(None, False)
+        return False
+
+    def note(self, proposal: Proposal, error: MismatchError) -> None:
+        """Keeps that `proposal` was refused with `error`."""
+        seen, divided = self._alike(proposal), _divided(proposal)
+        further = not divided or any(
+            fewer not in seen or (seen[fewer].got_further and _is_further(error, seen[fewer].error))
+            for fewer in _one_less(divided)
+        )
+        seen[divided] = _Refused(error.again(), further)
+
+    def _alike(self, proposal: Proposal) -> dict[_Divided, _Refused]:
+        """What was seen of ways that differ from `proposal` in what they divide alone."""
+        others = tuple((name, style) for name, style in proposal.styles.items() if style.kind != "divide")
+        return self._seen.setdefault((others, tuple(proposal.sliced_inputs.items())), {})
+
+
+def _divided(proposal: Proposal) -> _Divided:
+    styles = proposal.styles.items()
+    return frozenset((name, option) for name, style in styles if style.kind == "divide" for option in style.names)
+
+
+def _one_less(divided: _Divided) -> Iterator[_Divided]:
+    return (divided - {option} for option in divided)
+
+
+def _is_further(error: MismatchError, before: MismatchError | None) -> bool:
+    if before is None or _end(error) == _end(before):
+        return False
+    return error.operations >= before.operations or not (error.in_operation and before.in_operation)
+
+
+def _end(error: MismatchError) -> tuple[int, str, float]:
+    return error.operations, str(error), error.amount

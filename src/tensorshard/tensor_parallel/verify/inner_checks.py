@@ -1,0 +1,237 @@
+"""Ways to split a part of a block, tried on the module that has all of it: most ways are wrong, and it runs faster.
+
+A way that the module refuses is refused. One that it takes is up to the block, which is checked as a whole.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.modules.model_errors import raised_by_model
+from tensorshard.modules.operation_counter import OperationCounter
+from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
+from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
+from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError, not_running
+from tensorshard.tensor_parallel.verify.fake_process_group import fake_process_group
+from tensorshard.torch_private.modules import own_buffers, own_parameters
+from tensorshard.torch_private.pytree import tree_leaves
+
+Styles = Mapping[str, Style]
+
+
+@dataclass
+class _Kind:
+    """Modules that compute the same, and what was seen of ways to split them.
+
+    Args:
+        described: their classes and shapes, and what they are called with.
+        check: of one of them.
+        refusals: by the way, why it is refused; None for one that is not.
+    """
+
+    described: Hashable
+    check: BlockCheck
+    refusals: dict[Hashable, MismatchError | None] = field(default_factory=dict)
+
+
+class KnownModules:
+    """The modules inside of a model's blocks on which ways were tried, one of those that compute the same.
+
+    These have the same classes and shapes, and with the same weights return the same numbers for the same inputs, bit
+    by bit. Blocks of different kinds often have such modules: the attention of a layer with experts and of one without.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: list[_Kind] = []
+
+    def of(self, module: nn.Module, call: BlockCall, size: int) -> _Kind:
+        """The kind of `module`, which is called with the tensors of `call`."""
+        described = (_structure(module), _arguments(call.args, call.kwargs))
+        check = BlockCheck(module, call, size, own_inputs=True)
+        for kind in self._kinds:
+            if kind.described == described and check.computes_like(kind.check):
+                return kind
+        self._kinds.append(_Kind(described, check))
+        return self._kinds[-1]
+
+
+class InnerCheck:
+    """Tries ways on the module inside of a block that has all which they split.
+
+    Args:
+        block: the check of the block.
+        name: of the module in it.
+        call: how the block calls it, with real tensors.
+        operations: how many the block runs before.
+        known: what was tried on modules so far.
+    """
+
+    def __init__(self, block: BlockCheck, name: str, call: BlockCall, operations: int, known: KnownModules) -> None:
+        self._block, self._name, self._call, self._operations = block, name, call, operations
+        self._module = block.make_copy().get_submodule(name)
+        self._kind = known.of(self._module, call, block.size)
+        self._upstream: dict[Hashable, tuple[bool, MismatchError | None]] = {}
+
+    def check(self, styles: Styles) -> None:
+        """Tries `styles`, whose names are those in the block.
+
+        What they say of modules around this one matters if it changes what this one is called with. Then the block has
+        to be tried.
+
+        Raises:
+            MismatchError: the block would refuse them, too.
+        """
+        prefix = f"{self._name}."
+        inside = {key[len(prefix) :]: style for key, style in styles.items() if f"{key}.".startswith(prefix)}
+        outside = {key: style for key, style in styles.items() if not f"{key}.".startswith(prefix)}
+        if outside:
+            key = tuple(outside.items())
+            if key not in self._upstream:
+                self._upstream[key] = self._effect(outside)
+            changes, refusal = self._upstream[key]
+            if refusal is not None:
+                raise refusal.again()
+            if changes:
+                return
+        self._check_inside(inside)
+
+    def _check_inside(self, styles: Styles) -> None:
+        key = tuple((name, style, self._divided(name, style)) for name, style in styles.items())
+        refusals = self._kind.refusals
+        if key not in refusals:
+            try:
+                self._kind.check.check(styles)
+                refusals[key] = None
+            except MismatchError as error:
+                refusals[key] = error.again()
+        refusal = refusals[key]
+        if refusal is not None:
+            raise refusal.again(self._operations)
+
+    def _divided(self, name: str, style: Style) -> Hashable:
+        """The numbers that `style` divides: modules that compute the same may do so by different ones."""
+        module = self._module.get_submodule(name) if style.kind == "divide" else None
+        owners = {"": module, "config": getattr(module, "config", None)}
+        found = []
+        for option in style.names if module is not None else ():
+            owner, _, attribute = option.partition("/")[0].rpartition(".")
+            found.append(getattr(owners.get(owner), attribute, None))
+        return tuple(found)
+
+    def _effect(self, outside: Styles) -> tuple[bool, MismatchError | None]:
+        """Whether `outside` changes what the module is called with, and if the block does not come so far, why."""
+        counter = OperationCounter()
+        try:
+            call = _call_inside(self._block, self._name, counter, outside)
+        except Exception as error:
+            if not raised_by_model(error):
+                raise
+            return True, not_running(error).again(counter.operations)
+        same = call is not None and _same((call[0].args, call[0].kwargs), (self._call.args, self._call.kwargs))
+        return not same, None
+
+
+def inner_check(block: BlockCheck, names: Iterable[str], known: KnownModules) -> InnerCheck | None:
+    """The check of the smallest module in a block that has all of `names` and is called once; None if there is none.
+
+    Args:
+        names: of modules and parameters in the block.
+    """
+    name = _common([key.rpartition(".")[0] for key in names])
+    while name:
+        found = _call_inside(block, name, OperationCounter())
+        if found is not None:
+            try:
+                return InnerCheck(block, name, *found, known)
+            except Exception as error:  # whatever it makes of weights that are not those of the block
+                if not raised_by_model(error):
+                    raise
+                return None
+        name = name.rpartition(".")[0]
+    return None
+
+
+def _call_inside(
+    block: BlockCheck, name: str, counter: OperationCounter, styles: Styles | None = None
+) -> tuple[BlockCall, int] | None:
+    """What a block calls the module `name` in it with, and after how many operations.
+
+    Args:
+        counter: counts them.
+        styles: applied to the block before, as for the first of its ranks; the run ends with the first call then.
+
+    Returns:
+        None if it calls it never, or several times.
+
+    Raises:
+        Whatever the block raises until then.
+    """
+    copied = block.make_copy()
+    if styles:
+        apply_tensor_parallel(copied, TensorPlan(dict(styles)), fake_process_group(0, block.size))
+    calls: list[tuple[BlockCall, int]] = []
+
+    def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        operations = counter.operations
+        calls.append((BlockCall(*map_tensors_once(_kept, (args, kwargs))), operations))
+        if styles:
+            raise _Reached
+
+    copied.get_submodule(name).register_forward_pre_hook(called, with_kwargs=True)
+    args, kwargs = block.make_inputs()
+    with suppress(_Reached), counter:
+        copied(*args, **kwargs)
+    return calls[0] if len(calls) == 1 else None
+
+
+class _Reached(BaseException):
+    """Ends a run."""
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _common(names: Iterable[str]) -> str:
+    """The innermost module that all `names` are in, or are."""
+    paths = [name.split(".") for name in names]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _structure(module: nn.Module) -> Hashable:
+    return tuple(
+        (
+            name,
+            type(inner),
+            tuple((key, tuple(p.shape)) for key, p in own_parameters(inner).items()),
+            tuple((key, tuple(b.shape), b.dtype) for key, b in own_buffers(inner).items()),
+        )
+        for name, inner in module.named_modules()
+    )
+
+
+def _arguments(*given: Any) -> Hashable:
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else (type(leaf), leaf if isinstance(leaf, bool | int | float | str) else None)
+        for leaf in tree_leaves(given)
+    )
+
+
+def _same(found: Any, expected: Any) -> bool:
+    return _arguments(*found) == _arguments(*expected) and all(
+        torch.equal(ours, theirs) for ours, theirs in zip(tensor_leaves(found), tensor_leaves(expected), strict=True)
+    )
