@@ -78,18 +78,20 @@ class BlockCheck:
         block: the block; only shapes, types and the values of its buffers are used.
         call: how it is called.
         size: number of ranks to split it over.
+        dtype: of its weights, inputs and buffers.
     """
 
-    def __init__(self, block: nn.Module, call: BlockCall, size: int) -> None:
+    def __init__(self, block: nn.Module, call: BlockCall, size: int, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(0)
         values = random_values(generator, {f"{name}.weight" for name, m in block.named_modules() if is_convolution(m)})
         self.size = size
-        self._block = copy_with(block, values)
+        self._block = copy_with(block, values).to(dtype)
         self._block.eval()  # which some modules return nothing from
         for parameter in self._block.parameters():
             parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() <= _LARGEST_GRADIENT)
         self._given = map_tensors_once(
-            lambda leaf: _random_input(leaf, generator).requires_grad_(leaf.requires_grad), (call.args, call.kwargs)
+            lambda leaf: _random_input(leaf, generator, dtype).requires_grad_(leaf.requires_grad),
+            (call.args, call.kwargs),
         )
         self._cotangents: list[torch.Tensor] = []
         self._generator = generator
@@ -243,9 +245,9 @@ class BlockCheck:
                 _compare(what, value, gradient, least)
 
 
-def _random_input(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _random_input(leaf: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
     if leaf.is_floating_point():
-        return torch.randn(leaf.shape, generator=generator)
+        return torch.randn(leaf.shape, generator=generator).to(dtype)
     if leaf.dtype == torch.bool:
         return mixed_mask(leaf.shape) if leaf.ndim > 1 else torch.ones(leaf.shape, dtype=torch.bool)
     return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
