@@ -155,7 +155,7 @@ def test_refusals():
     for style, message in [
         ("colwise_shared", "needs numbers"),
         ("colwise_shared(2, 3)", "as in colwise_shared\\(2, 64, 16, 16\\)"),
-        ("divide(input.alibi.0)", "as in divide\\(input.alibi.0/num_heads\\)"),
+        ("divide(input.alibi)", "as in divide\\(input.alibi.0/num_heads\\)"),
         ("divide(num_heads/1)", "divided by 2 or more"),
     ]:
         with pytest.raises(ValueError, match=message):
