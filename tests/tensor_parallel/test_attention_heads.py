@@ -147,7 +147,7 @@ def test_refusals():
     for style, message in [
         ("colwise_shared", "needs numbers"),
         ("colwise_shared(2, 3)", "as in colwise_shared\\(2, 64, 16, 16\\)"),
-        ("divide(input.alibi.0)", "as in divide\\(input.alibi.0/num_heads\\)"),
+        ("divide(input.alibi)", "as in divide\\(input.alibi.0/num_heads\\)"),
         ("divide(num_heads/1)", "divided by 2 or more"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -206,17 +206,31 @@ class BiasedExperts(torch.nn.Module):
 
 
 class Routed(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, experts: type[BiasedExperts]) -> None:
         super().__init__()
         self.before, self.router, self.after = torch.nn.Linear(8, 8), torch.nn.Linear(8, 3), torch.nn.Linear(8, 8)
-        self.experts = BiasedExperts()
+        self.experts = experts()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.after(torch.relu(self.before(x)))
         return x + self.experts(x, self.router(x).argmax(-1))
 
 
+class BoundedExperts(BiasedExperts):
+    """What a rank has of their output is no part of a sum."""
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x, chosen))
+
+
+def test_experts_with_biases():
+    model = torch.nn.Sequential(Routed(BiasedExperts), Routed(BiasedExperts))
+    found = find_tensor_plan(model, 2, inputs=torch.zeros(5, 8)).plan.to_dict()
+    assert found["*.experts"] == "sum" and found["*.experts.bias"] == "replicate(divided)"
+
+
 def test_experts_that_stay_whole_say_why():
-    found = find_tensor_plan(torch.nn.Sequential(Routed(), Routed()), 2, inputs=torch.zeros(5, 8))
-    assert found.plan.to_dict() == {"*.before": "colwise", "*.after": "rowwise"}
+    model = torch.nn.Sequential(Routed(BoundedExperts), Routed(BoundedExperts))
+    found = find_tensor_plan(model, 2, inputs=torch.zeros(5, 8))
+    assert found.plan.to_dict()["*.experts.up"] == "gather(2)" and 0.3 < found.kept_share < found.split_share
     assert "its experts stay whole: split over 2 ranks, its output differs by" in found.whole["*.experts"]

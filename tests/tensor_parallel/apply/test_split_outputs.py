@@ -48,13 +48,13 @@ def test_the_vocabulary_of_a_model_without_blocks_is_split():
 
 
 def test_heads_that_do_not_divide_are_named_with_what_would():
-    reason = find_tensor_plan(GPT(61, 16, 2, 2, 32), 4).whole["blocks.*.attention.query"]
+    reason = find_tensor_plan(GPT(61, 16, 2, 2, 32), 4).alone["blocks.*.attention.query"]
     said = "attention.key, attention.query, attention.value have 2 heads"
     assert f"{said}, which cannot be divided over 4 ranks; tp can be 2" in reason
 
 
 def test_other_sizes_that_would_divide_are_all_told():
-    reason = find_tensor_plan(GPT(61, 16, 2, 6, 36), 4).whole["blocks.*.attention.query"]
+    reason = find_tensor_plan(GPT(61, 16, 2, 6, 36), 4).alone["blocks.*.attention.query"]
     assert "have 6 heads, which cannot be divided over 4 ranks; tp can be 2 or 3 or 6" in reason
 
 

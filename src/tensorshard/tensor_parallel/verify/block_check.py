@@ -98,19 +98,28 @@ class BlockCheck:
         call: how it is called.
         size: number of ranks to split it over.
         own_inputs: whether the tensors of `call` are real ones, and the inputs themselves.
+        dtype: of its weights, inputs and buffers.
     """
 
-    def __init__(self, block: nn.Module, call: BlockCall, size: int, *, own_inputs: bool = False) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        call: BlockCall,
+        size: int,
+        *,
+        own_inputs: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         values = random_values(generator, {f"{name}.weight" for name, m in block.named_modules() if is_convolution(m)})
         self.size = size
-        self._block = copy_with(block, values)
+        self._block = copy_with(block, values).to(dtype)
         self._block.eval()  # which some modules return nothing from
         for parameter in self._block.parameters():
             parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() <= _LARGEST_GRADIENT)
 
         def input(leaf: torch.Tensor) -> torch.Tensor:
-            value = leaf.detach() if own_inputs else _random_input(leaf, generator)
+            value = leaf.detach() if own_inputs else _random_input(leaf, generator, dtype)
             return value.requires_grad_(leaf.requires_grad)
 
         self._given = map_tensors_once(input, (call.args, call.kwargs))
@@ -348,9 +357,9 @@ class BlockCheck:
                 _compare(what, value, gradient, least)
 
 
-def _random_input(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _random_input(leaf: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
     if leaf.is_floating_point():
-        return torch.randn(leaf.shape, generator=generator)
+        return torch.randn(leaf.shape, generator=generator).to(dtype)
     if leaf.dtype == torch.bool:
         return mixed_mask(leaf.shape) if leaf.ndim > 1 else torch.ones(leaf.shape, dtype=torch.bool)
     return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
