@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_stages import compare, run_stages, stages_of
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import seeds
 from pipeline_models import Example
-from tensorshard.pipeline.cut.cut import cut_model
 from tensorshard.pipeline.trace.tracer import Tracer
-from test_stages import compare, run_stages, stages_of
 
 
 class Steps(nn.Module):

@@ -219,8 +219,8 @@ def _plain_ways(
     """
     length = shape[dim]
     unsplit = list(_owners(flow.unsplit))
-    attentions = list(_owners([*flow.unsplit, *map(projection_of, flow.attentions)]))
-    for around in _distinct([], unsplit, attentions, [*dict.fromkeys([*unsplit, *_unsplit_parts(block, styles)])]):
+    with_attentions = list(_owners([*flow.unsplit, *map(projection_of, flow.attentions)]))
+    for around in _distinct([], unsplit, with_attentions, [*dict.fromkeys([*unsplit, *_unsplit_parts(block, styles)])]):
         whole = {}
         for owner in around:
             ends = (
