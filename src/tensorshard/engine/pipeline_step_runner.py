@@ -175,7 +175,7 @@ def _may_split_backward(plan: Plan) -> bool:
 
 
 def _can_join(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether the outputs of micro-batches of `sizes` are tensors of samples alone, so that they can be put together."""
+    """Whether the outputs of micro-batches of `sizes` are tensors of samples alone, and can be joined."""
     if len(outputs) == 1:
         return True
     taken = [take_apart(output)[0] for output in outputs]

@@ -160,8 +160,11 @@ def _search_block(
         flow = follow_stream(block, call, styles, index)
         if not flow.outputs_of(dim, length):
             continue
-        ways = _ways(block, styles, flow, index, dim, check.inputs[index].shape)
-        for split in (way for way in ways if not _normalizes_parts(block, flow, way)):
+        for split in _ways(block, styles, flow, index, dim, check.inputs[index].shape):
+            if _normalizes_parts(block, flow, split):
+                if tries == 0:
+                    reason = "a batch or instance normalization in it takes statistics over positions"
+                continue
             tries += 1
             if tries > _MOST_TRIES:
                 return reason
