@@ -47,6 +47,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout) or type(module).__name__ == "StochasticDepth":
             module.p = 0.0
-        if isinstance(getattr(module, "drop_prob", None), float):
-            module.drop_prob = 0.0
+        for name in ("drop_prob", "dropout_prob"):  # of residual branches; of classes' labels
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
     return model

@@ -53,7 +53,9 @@ class OutsideCalls:
         ]
 
     def _gather(self, module: nn.Module, args: Any) -> None:
-        sharded = {name: p for name, p in own_parameters(module).items() if isinstance(p, DTensor)}
+        sharded: dict[str, nn.Parameter] = {
+            name: p for name, p in own_parameters(module).items() if isinstance(p, DTensor)
+        }
         if not sharded or module in self._held:
             return
         self._outside.add(module)
@@ -78,7 +80,7 @@ class _Gathered(Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, gradients: ShardedGradients, dtype: torch.dtype | None) -> torch.Tensor:
         ctx.parameter, ctx.gradients = parameter, gradients
-        full = parameter.detach().full_tensor()
+        full: torch.Tensor = DTensor.full_tensor(parameter.detach())  # type: ignore[arg-type]
         return full if dtype is None or not full.is_floating_point() else full.to(dtype)
 
     @staticmethod

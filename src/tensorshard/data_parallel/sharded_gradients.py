@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.torch_private.autograd import call_after_backward
@@ -47,7 +46,7 @@ class ShardedGradients:
         self._scalars = [scalar for scalar in scalars if scalar.requires_grad]
         self._trained = [p for p in masters.values() if p.requires_grad]
         self._used: set[nn.Parameter] = set()  # since there last were no gradients
-        self._apart: dict[nn.Parameter, DTensor] = {}  # gradients that were not reduced with their unit's, summed
+        self._apart: dict[nn.Parameter, torch.Tensor] = {}  # gradients that were not reduced with their unit's, summed
         self._in_backward = False
         this = weakref.ref(self)  # else the model would never be freed
         for fsdp_group in parameter_groups(model):
@@ -59,7 +58,7 @@ class ShardedGradients:
         self._used.clear()
         self._apart.clear()
 
-    def add(self, parameter: nn.Parameter, gradient: DTensor) -> None:
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Adds a `gradient` of a backward under way, summed over the data ranks, to that which FSDP2 reduces."""
         self._enter_backward()
         before = self._apart.get(parameter)

@@ -41,6 +41,7 @@ class PipelineStepRunner(StepRunner):
         super().__init__(sharded, plan, mesh, objective, device)
         self._group = mesh.group("pp")
         self._is_last = self._group.rank() == sharded.last_rank
+        self._predicts_whole = False  # whether the outputs of micro-batches cannot be put together
         self._runner = self._make_runner(plan.pp_schedule)
         forward = _FORWARD_SCHEDULES.get(plan.pp_schedule, plan.pp_schedule)
         self._forward_runner = self._runner if forward == plan.pp_schedule else self._make_runner(forward)
@@ -93,15 +94,25 @@ class PipelineStepRunner(StepRunner):
     def predict(self, inputs: Any, *, compare: Any) -> Any:
         if compare is not None:
             self._same_batch.check("predict", compare, None)
-        parts = self._on_device(split_unevenly(inputs, None, self._plan.micro_batches))
+        parts = self._on_device(split_unevenly(inputs, None, 1 if self._predicts_whole else self._plan.micro_batches))
+        outputs = self._outputs(parts)
+        sizes = [batch_size(part) for part, _ in parts]
+        last = self._sharded.last_rank
+        if not decide_once(lambda: _can_join(outputs, sizes), self._group, rank=last, device=self._device):
+            self._predicts_whole = True
+            parts = self._on_device([(inputs, None)])
+            outputs = self._outputs(parts)
+        return self._shown_to_all(lambda: _joined(outputs))
+
+    def _outputs(self, parts: list[tuple[Any, Any]]) -> list[Any]:
+        """What the model makes of each part, on the rank of the last stage."""
         outputs: dict[int, Any] = {}
 
         def consume(index: int, output: Any) -> None:
             outputs[index] = widen_output(output)
 
         self._forward_runner.forward([part for part, _ in parts], consume)
-        sizes = [batch_size(part) for part, _ in parts]
-        return self._shown_to_all(lambda: _joined([outputs[index] for index in range(len(parts))], sizes))
+        return [outputs[index] for index in sorted(outputs)]
 
     def _on_device(self, parts: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         # Targets are of use where the loss is.
@@ -164,23 +175,22 @@ def _may_split_backward(plan: Plan) -> bool:
     return plan.tp == 1 and whole_parameters and plan.recompute == "none" and not plan.compile
 
 
-def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The outputs of micro-batches as that of their batch.
+def _can_join(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether the outputs of micro-batches of `sizes` are tensors of samples alone, and can be joined."""
+    if len(outputs) == 1:
+        return True
+    taken = [take_apart(output)[0] for output in outputs]
+    return len({len(tensors) for tensors in taken}) == 1 and all(
+        tensor.dim() > 0 and tensor.size(0) == size
+        for tensors, size in zip(taken, sizes, strict=True)
+        for tensor in tensors
+    )
 
-    Raises:
-        ValueError: they are not tensors of samples alone.
-    """
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of micro-batches as that of their batch."""
     if len(outputs) == 1:
         return outputs[0]
-    taken = [take_apart(output)[0] for output in outputs]
-    columns: list[torch.Tensor] = []
-    for column in zip(*taken, strict=True):
-        if any(tensor.dim() == 0 or tensor.size(0) != size for tensor, size in zip(column, sizes, strict=True)):
-            raise ValueError(
-                f"the model returned a tensor {list(column[0].shape)} for a micro-batch of {sizes[0]} samples; outputs "
-                f"of micro-batches can be put together where every tensor has the samples as its first dimension. Call "
-                f"engine.predict with one sample at a time, or return such tensors in training alone"
-            )
-        columns.append(torch.cat(column))
-    remaining = iter(columns)
+    columns = zip(*(take_apart(output)[0] for output in outputs), strict=True)
+    remaining = (torch.cat(column) for column in columns)
     return map_tensors(lambda _: next(remaining), outputs[0])

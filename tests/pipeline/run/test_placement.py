@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_stages import compare, run_stages, stages_of
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import seeds
 from pipeline_models import Example
-from tensorshard.pipeline.cut.cut import cut_model
+from tensorshard.engine.pipeline_step_runner import _can_join, _joined
 from tensorshard.pipeline.trace.tracer import Tracer
-from test_stages import compare, run_stages, stages_of
 
 
 class Steps(nn.Module):
@@ -93,6 +93,43 @@ def test_another_order_of_the_units_is_refused():
     stages = stages_of(Backwards(), torch.randn(4, 4), 2)
     with pytest.raises(ValueError, match=r"cannot compute them in this order: name a module .*pp_units"):
         run_stages(stages, torch.randn(2, 4), Example(Backwards, lambda *_: None))
+
+
+class Rescaled(nn.Module):
+    """Code between the blocks halves their weights for evaluation, as RWKV's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if not self.training:
+                with torch.no_grad():
+                    block[0].weight.div_(2)
+            x = block(x)
+        return x
+
+
+def test_weights_that_code_between_units_changes():
+    whole, shared = _pair(Rescaled)
+    inputs = torch.randn(5, 4)
+    stages = stages_of(shared, inputs, 2)
+    for module in (whole, *(stage.module for stage in stages)):
+        module.eval()
+    for _ in range(2):
+        expected = whole(inputs)
+        assert torch.equal(stages[1](inputs, [t.detach() for t in stages[0](inputs)]), expected)
+    for stage in stages:
+        for removed in stage._removed:  # what is another stage's takes no memory again
+            assert getattr(removed.owner, removed.name).untyped_storage().nbytes() == 4
+
+
+def test_outputs_of_micro_batches_are_joined_where_they_are_samples():
+    parts = [{"logits": torch.ones(2, 3)}, {"logits": torch.zeros(1, 3)}]
+    assert _can_join(parts, [2, 1]) and _joined(parts)["logits"].shape == (3, 3)
+    assert not _can_join(parts, [2, 2]) and not _can_join([torch.ones(()), torch.ones(())], [1, 1])
+    assert _can_join([torch.ones(())], [4])
 
 
 class NormAct(nn.BatchNorm1d):

@@ -46,6 +46,25 @@ def test_a_block_that_reshapes_to_the_length_of_its_input():
     assert all(split.reshapes for split in found.sequence.values()) and len(found.sequence) == 2
 
 
+class Flattened(nn.Module):
+    """A block whose layers take samples and positions as one dimension, as OPT's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.size(-1))
+        return (rows + self.down(self.up(self.norm(rows)).relu())).view(x.shape)
+
+
+def test_a_block_that_makes_one_dimension_of_samples_and_positions():
+    model = nn.Sequential(nn.Embedding(11, 16), nn.Sequential(Flattened(), Flattened()))
+    found = find_tensor_plan(model, 2, inputs=torch.zeros(3, 5, dtype=torch.long), sequence_parallel=True)
+    split = found.sequence["1.0"]
+    assert split.dim == 1 and split.columns == {"up": True} and split.rows == ("down",)
+
+
 def test_sizes_for_all_positions():
     assert full_sizes((2, 6, 8), (2, 3, 2, 4), 3, 6, 1) == [2, 6, 2, 4]
     assert full_sizes((2, 6, 2, 4), (2, 3, -1), 3, 6, 1) == [2, 6, -1]

@@ -1,4 +1,4 @@
-"""Where a cut model's calls are computed for inputs, or in a mode, with which it calls other units than when it was cut."""
+"""Where a cut model's calls are computed where it calls other units than in the run that it was cut by."""
 
 from collections.abc import Mapping
 

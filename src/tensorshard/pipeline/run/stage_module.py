@@ -114,10 +114,15 @@ class StageModule:
             inputs = tree_map_only(torch.Tensor, torch.clone, inputs)
         self._prepare(inputs, received)
         self._run = StageRun(cut, self.index, received)
+        written = [removed for removed in self._removed if removed.path in cut.graph.written_parameters]
+        for removed in written:  # each stage changes its own; the others' are let change a tensor that nobody reads
+            removed.put_placeholder(self._device or torch.device("cpu"), written=True)
         try:
             return call_model(self.module, inputs)
         finally:
             self._run = None
+            for removed in written:
+                removed.put_placeholder(self._device or torch.device("cpu"))
 
     # -- inside of the model's forward --
 

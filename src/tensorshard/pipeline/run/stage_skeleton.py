@@ -13,16 +13,26 @@ from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 @dataclass(frozen=True)
 class Removed:
-    """A parameter or buffer that was taken from `owner`, where code may still ask for its shape, type and device."""
+    """A parameter or buffer that was taken from `owner`, where code may still ask for its shape, type and device.
 
+    Args:
+        path: its first name in the model.
+    """
+
+    path: str
     owner: nn.Module
     name: str
     shape: torch.Size
     dtype: torch.dtype
 
-    def put_placeholder(self, device: torch.device) -> None:
-        """Puts a tensor of its shape there that has one element in memory and is no parameter."""
-        vars(self.owner)[self.name] = torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+    def put_placeholder(self, device: torch.device, *, written: bool = False) -> None:
+        """Puts a tensor of its shape there that is no parameter.
+
+        Args:
+            written: whether code may write into it; else it has one element in memory.
+        """
+        zeros = torch.zeros(self.shape if written else (), dtype=self.dtype, device=device)
+        vars(self.owner)[self.name] = zeros.expand(self.shape)
 
 
 def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[nn.Module, list[Removed]]:
@@ -43,15 +53,15 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
         prefix = f"{path}." if path else ""
         for name, parameter in own_parameters(module).items():
             if aliases[prefix + name] not in keep:
-                removed.append(_remove(module, name, parameter))
+                removed.append(_remove(aliases[prefix + name], module, name, parameter))
         if any(path == stub or path.startswith(f"{stub}.") for stub in stubs):
             for name, buffer in own_buffers(module).items():
-                removed.append(_remove(module, name, buffer))
+                removed.append(_remove(prefix + name, module, name, buffer))
     for removal in removed:
         removal.put_placeholder(torch.device("meta"))
     return copied, removed
 
 
-def _remove(module: nn.Module, name: str, tensor: torch.Tensor) -> Removed:
+def _remove(path: str, module: nn.Module, name: str, tensor: torch.Tensor) -> Removed:
     nn.Module.__delattr__(module, name)
-    return Removed(module, name, tensor.shape, tensor.dtype)
+    return Removed(path, module, name, tensor.shape, tensor.dtype)

@@ -63,6 +63,7 @@ class CallGraph:
         overwritten: outputs of calls that code outside of units changes in place.
         changed: outputs of calls that later calls change in place.
         overwrites_inputs: whether the model changes its inputs in place.
+        written_parameters: by their first names, those that code outside of units changes in place.
         parameters: for each unit, its parameters by their first names; those of its submodules included.
         bytes_of: bytes of each parameter.
         stateful: units that change buffers of theirs.
@@ -78,6 +79,7 @@ class CallGraph:
     overwritten: frozenset[Leaf]
     changed: frozenset[Leaf]
     overwrites_inputs: bool
+    written_parameters: frozenset[str]
     parameters: dict[str, tuple[str, ...]]
     bytes_of: dict[str, int]
     stateful: frozenset[str]

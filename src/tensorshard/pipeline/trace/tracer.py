@@ -123,6 +123,7 @@ class Tracer:
             overwritten=frozenset(sources.overwritten),
             changed=frozenset(sources.changed),
             overwrites_inputs=sources.overwrites_inputs,
+            written_parameters=frozenset(sources.written_parameters),
             parameters=self._unit_parameters(),
             bytes_of={name: p.numel() * p.element_size() for name, p in self._copy.named_parameters()},
             stateful=frozenset(recording.stateful),

@@ -30,6 +30,8 @@ class UnitSources(Provenance[Source]):
         super().__init__(fake)
         for name, parameter in model.named_parameters():
             self.set(parameter, [("parameter", name)])
+        self._parameters = {storage_key(parameter): name for name, parameter in model.named_parameters()}
+        self.written_parameters: set[str] = set()  # outside of units
         self._buffers = {storage_key(buffer): name for name, buffer in model.named_buffers()}
         self._inputs = {storage_key(tensor) for tensor in tensor_leaves(inputs)}
         self._outputs: dict[int, Leaf] = {}  # of units, by storage
@@ -81,6 +83,8 @@ class UnitSources(Provenance[Source]):
             self.impure = True
         for tensor in operation.written:
             self.overwritten |= {leaf for kind, leaf in self.of([tensor]) if kind == "output"}
+            if storage_key(tensor) in self._parameters:
+                self.written_parameters.add(self._parameters[storage_key(tensor)])
             buffer = self._buffers.get(storage_key(tensor))
             if buffer is not None:
                 self.impure = True

@@ -56,6 +56,11 @@ class _Sequence:
         """Positions that this rank has."""
         return shard_range(self.whole(), self.group.size(), self.group.rank())[1]
 
+    def unflattened(self, tensor: torch.Tensor, positions: int) -> torch.Tensor:
+        """`tensor`, where its samples and positions are one dimension ([samples * positions, features]), with both."""
+        flat = self.dim == 1 and tensor.ndim == 2 and positions > 0 and tensor.size(0) % positions == 0
+        return tensor.unflatten(0, (-1, positions)) if flat else tensor
+
     def sharding(self) -> SequenceSharded:
         """Which positions each rank has."""
         return SequenceSharded.of_length(self.dim, self.whole(), self.group)
@@ -153,6 +158,13 @@ class _SequenceColumns(SharedColumns):
         self._sequence = sequence
         self._gathers = gathers
 
+    def _compute(self, indices: Iterable[int], input: torch.Tensor) -> list[torch.Tensor]:
+        if not self._gathers:
+            return super()._compute(indices, input)
+        given = self._sequence.unflattened(input, self._sequence.part())
+        outputs = super()._compute(indices, given)
+        return outputs if given is input else [output.flatten(0, 1) for output in outputs]
+
     def _sharding(self) -> ActivationSharding | None:
         return self._sequence.sharding() if self._gathers else None  # else a module around them has gathered it
 
@@ -161,9 +173,10 @@ def _row_forward(layer: nn.Module, transposed: bool, sequence: _Sequence, input:
     weight = to_local(layer.weight)  # type: ignore[arg-type]
     bias = None if layer.bias is None else to_local(layer.bias)  # type: ignore[arg-type]
     weight = weight.t() if transposed else weight
-    return row_linear(
-        input, weight, bias, SequenceSharded.of_length(sequence.dim, input.size(sequence.dim), sequence.group)
-    )
+    given = sequence.unflattened(input, sequence.length or 0)
+    sharding = SequenceSharded.of_length(sequence.dim, given.size(sequence.dim), sequence.group)
+    output = row_linear(given, weight, bias, sharding)
+    return output if given is input else output.flatten(0, 1)
 
 
 def _attention_forward(

@@ -47,7 +47,7 @@ class _FullLengths(TorchFunctionMode):
 
 
 def full_sizes(shape: Sequence[int], wanted: Sequence[int], part: int, length: int, dim: int) -> list[int]:
-    """The sizes to reshape a tensor of `shape` to, where those `wanted` have `part` for the tensor's `length` positions.
+    """The sizes to reshape a tensor of `shape` to, where those `wanted` have `part` for its `length` positions.
 
     Only the features that follow the positions may change: they are taken apart into heads, or put together. Whether
     the sizes fit says nothing, since code may ask for all ranks' features, too.

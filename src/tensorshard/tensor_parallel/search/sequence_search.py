@@ -160,8 +160,11 @@ def _search_block(
         flow = follow_stream(block, call, styles, index)
         if not flow.outputs_of(dim, length):
             continue
-        ways = _ways(block, styles, flow, index, dim, check.inputs[index].shape)
-        for split in (way for way in ways if not _normalizes_parts(block, flow, way)):
+        for split in _ways(block, styles, flow, index, dim, check.inputs[index].shape):
+            if _normalizes_parts(block, flow, split):
+                if tries == 0:
+                    reason = "a batch or instance normalization in it takes statistics over positions"
+                continue
             tries += 1
             if tries > _MOST_TRIES:
                 return reason
@@ -219,8 +222,8 @@ def _plain_ways(
     """
     length = shape[dim]
     unsplit = list(_owners(flow.unsplit))
-    attentions = list(_owners([*flow.unsplit, *map(projection_of, flow.attentions)]))
-    for around in _distinct([], unsplit, attentions, [*dict.fromkeys([*unsplit, *_unsplit_parts(block, styles)])]):
+    with_attentions = list(_owners([*flow.unsplit, *map(projection_of, flow.attentions)]))
+    for around in _distinct([], unsplit, with_attentions, [*dict.fromkeys([*unsplit, *_unsplit_parts(block, styles)])]):
         whole = {}
         for owner in around:
             ends = (
