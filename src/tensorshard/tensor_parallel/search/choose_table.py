@@ -49,7 +49,7 @@ def choose_tensor_plan(
                 "set tp_check=True"
             )
         return VerifiedTable(plan, {}, share, size, [], checked=False)
-    return _checked(model, plan, size, {}, inputs, sequence_parallel)
+    return _checked(model, KeptTable(plan, {}, {}), size, inputs, sequence_parallel)
 
 
 def _kept_or_found(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> VerifiedTable:
@@ -57,7 +57,7 @@ def _kept_or_found(model: nn.Module, size: int, inputs: Any, sequence_parallel: 
     kept = file.read() if file is not None else None
     if file is not None and kept is not None:
         try:
-            found = _checked(model, kept.plan, size, kept.whole, inputs, sequence_parallel)
+            found = _checked(model, kept, size, inputs, sequence_parallel)
         except ValueError as error:  # what was found for this model is wrong for it now: search again
             logger.info("the tensor-parallel table in %s is searched anew: %s", file.path, error)
         else:
@@ -65,20 +65,20 @@ def _kept_or_found(model: nn.Module, size: int, inputs: Any, sequence_parallel: 
             return found
     found = find_tensor_plan(model, size, inputs=inputs, sequence_parallel=sequence_parallel)
     if file is not None:
-        file.write(KeptTable(found.plan, found.whole))
+        file.write(KeptTable(found.plan, found.whole, found.alone))
     return found
 
 
-def _checked(
-    model: nn.Module, plan: TensorPlan, size: int, whole: Mapping[str, str], inputs: Any, sequence_parallel: bool
-) -> VerifiedTable:
-    checked = check_tensor_plan(model, plan, size, inputs=inputs, sequence_parallel=sequence_parallel)
+def _checked(model: nn.Module, table: KeptTable, size: int, inputs: Any, sequence_parallel: bool) -> VerifiedTable:
+    checked = check_tensor_plan(model, table.plan, size, inputs=inputs, sequence_parallel=sequence_parallel)
     return VerifiedTable(
         checked.plan,
-        {**whole, **checked.not_in_parts},
+        {**table.whole, **checked.not_in_parts},
         split_share(model, checked.plan, size),
         size,
         checked.shared_inputs,
         sequence=checked.sequence,
         not_random=checked.not_random,
+        alone=table.alone,
+        kept_share=split_share(model, checked.plan, size, kinds=("gather",)),
     )

@@ -47,10 +47,12 @@ class KeptTable:
     Args:
         plan: the table.
         whole: what stays whole, as globs, and why.
+        alone: what is split alone, and why it is in no pair.
     """
 
     plan: TensorPlan
     whole: dict[str, str]
+    alone: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -75,19 +77,22 @@ class TableFile:
         try:
             held = yaml.safe_load(self.path.read_text())
             plan = TensorPlan.from_dict(held["tp_plan"])
-            whole = {str(name): str(reason) for name, reason in held["whole"].items()}
+            whole, alone = (
+                {str(name): str(reason) for name, reason in held[key].items()} for key in ("whole", "alone")
+            )
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
             logger.info("the tensor-parallel table in %s is passed over: %s", self.path, error)
             return None
-        return KeptTable(plan, whole)
+        return KeptTable(plan, whole, alone)
 
     def write(self, kept: KeptTable) -> None:
         """Puts a table into the file, at once for whoever reads it; a folder that cannot be written is no error."""
         import yaml
 
-        text = yaml.safe_dump({"tp_plan": kept.plan.to_dict(), "whole": kept.whole}, sort_keys=False)
+        held = {"tp_plan": kept.plan.to_dict(), "whole": kept.whole, "alone": kept.alone}
+        text = yaml.safe_dump(held, sort_keys=False)
         temporary = ""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
