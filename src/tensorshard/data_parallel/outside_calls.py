@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.modules.forwards import Role, roles_of
+from tensorshard.modules.surrounded import as_hook
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 
 _COMPILED = {Role.COMPILATION, Role.UNCOMPILED}
@@ -44,12 +45,12 @@ class OutsideCalls:
                 for module in unit.modules():
                     if module is not unit and own_parameters(module):
                         self._watch(module)
-        self._first = model.register_forward_hook(self._first_forward_over)
+        self._first = model.register_forward_hook(as_hook(self._first_forward_over))
 
     def _watch(self, module: nn.Module) -> None:
         self._handles[module] = [
-            module.register_forward_pre_hook(self._gather, prepend=True),
-            module.register_forward_hook(self._restore, always_call=True),
+            module.register_forward_pre_hook(as_hook(self._gather), prepend=True),
+            module.register_forward_hook(as_hook(self._restore), always_call=True),
         ]
 
     def _gather(self, module: nn.Module, args: Any) -> None:

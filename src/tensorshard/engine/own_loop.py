@@ -21,7 +21,7 @@ from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.engine.same_batch import SameBatch
 from tensorshard.mesh import Mesh
-from tensorshard.modules.surrounded import surround_forwards
+from tensorshard.modules.surrounded import as_hook, surround_forwards
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
@@ -82,8 +82,8 @@ class OwnLoop:
         if self._plan.pp > 1:  # its stages cannot be called
             return
         surround_forwards(model, self._forward_context)
-        model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-        model.register_forward_hook(self._after_forward)
+        model.register_forward_pre_hook(as_hook(self._before_forward), prepend=True, with_kwargs=True)
+        model.register_forward_hook(as_hook(self._after_forward))
 
     @contextmanager
     def engines_own(self) -> Iterator[None]:

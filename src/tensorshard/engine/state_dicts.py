@@ -5,6 +5,7 @@ Where a rank holds parts of the parameters, what it would write is no checkpoint
 each rank takes its parts of them.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,18 +29,27 @@ class GuardedStateDicts:
         self._sharded = sharded
         self._plan = plan
         self._loaded = False  # since the ranks' copies last followed the masters
+        self._modules = {id(module) for module in sharded.model.modules()}
         sharded_names = {name for name, p in sharded.masters().items() if self._is_part(name, p)}
         for path, module in sharded.model.named_modules():
             prefix = f"{path}." if path else ""
             names = {name: sharded.aliases().get(prefix + name, prefix + name) for name in own_parameters(module)}
             buffers = {name for name in own_buffers(module) if sharded.split.num_shards(prefix + name) > 1}
             if plan.pp > 1 or buffers or any(name in sharded_names for name in names.values()):
-                module.register_state_dict_pre_hook(self._refuse_part)
+                module.register_state_dict_pre_hook(self._for_own(self._refuse_part))
             if names:
-                module.register_state_dict_post_hook(partial(self._show_masters, names))
-            module.register_load_state_dict_pre_hook(partial(self._take_parts, prefix, names, buffers))
+                module.register_state_dict_post_hook(self._for_own(partial(self._show_masters, names)))
+            take_parts = partial(self._take_parts, prefix, names, buffers)
+            module.register_load_state_dict_pre_hook(self._for_own(take_parts))
         if plan.pp == 1:
             sharded.model.register_forward_pre_hook(lambda *_: self.follow(), prepend=True)
+
+    def _for_own(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """`hook` for the laid-out modules alone: their deep copies have the same hooks, and state of their own.
+
+        A plain function, which ``copy.deepcopy`` takes as it is; a bound method would have it copy the ranks' groups.
+        """
+        return lambda module, *args: hook(module, *args) if id(module) in self._modules else None
 
     def follow(self) -> None:
         """Has what forwards compute with follow what was loaded. A collective, if something was."""

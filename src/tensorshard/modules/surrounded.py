@@ -2,8 +2,22 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 from torch import nn
+
+
+def as_hook(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain function that calls `method`.
+
+    ``copy.deepcopy`` of a module takes functions among its hooks as they are; of a bound method it would copy the
+    object, and the ranks' process groups with it.
+    """
+
+    def call(*args: Any) -> Any:
+        return method(*args)
+
+    return call
 
 
 def surround_forwards(model: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> None:

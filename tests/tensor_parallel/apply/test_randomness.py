@@ -44,6 +44,7 @@ def _masks(fields: dict[str, Any]) -> dict[str, Any]:
         ts.Plan(**fields),
         optimizer=partial(torch.optim.SGD, lr=0.1),
         loss_fn=lambda output, _: output.square().mean(),
+        sample_inputs=torch.ones(2, TOKENS, WIDTH),  # nothing in the model itself says that it reads sequences
     )
     masks: dict[str, list[torch.Tensor]] = {}
     for name, module in engine.model.named_modules():

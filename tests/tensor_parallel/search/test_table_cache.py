@@ -51,7 +51,7 @@ def test_a_table_is_found_once(folder, monkeypatch):
     with logged() as messages:
         again = choose(net())
     assert again == first
-    assert again.whole == {"*": "outside of the blocks, and not an output layer larger than its input"}
+    assert again.alone == {"*": "outside of the blocks, and not an output layer larger than its input"}
     assert [message for message in messages if str(file) in message and "passed its check again" in message]
 
 
