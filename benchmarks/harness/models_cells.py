@@ -57,6 +57,7 @@ class Cell:
         stage: what was going on: "parallelize", "step 1" and so on.
         where: the line that raised the error.
         split_share: of the weights, by tp.
+        kept_share: of them, what is split in memory and computed with on every rank.
         cpu_seconds, wall_seconds: that ``parallelize`` took on the first rank.
         compared: "fp32", "fp64" where fp32 left doubt, or "bf16".
         with_samples: the same with ``sample_inputs``, where the default call was not exact or split nothing.
@@ -67,6 +68,7 @@ class Cell:
     stage: str = ""
     where: str = ""
     split_share: float | None = None
+    kept_share: float | None = None
     cpu_seconds: float | None = None
     wall_seconds: float | None = None
     compared: str = "fp32"
@@ -181,7 +183,7 @@ class CellRunner:
             return failed, None
         found: Trained = torch.load(path, **_SAVE)
         Path(path).unlink()
-        cell = Cell("exact", split_share=found.split_share)
+        cell = Cell("exact", split_share=found.split_share, kept_share=found.kept_share)
         cell.cpu_seconds, cell.wall_seconds = round(found.cpu_seconds, 2), round(found.wall_seconds, 2)
         return cell, found
 
@@ -247,7 +249,7 @@ def _failed_cell(outcome: list[dict[str, Any]] | str) -> Cell | None:
     first = min(failures, key=lambda failure: (failure.is_relayed, failure.time))
     share = next((one["split_share"] for one in outcome if one.get("split_share") is not None), None)
     detail = first.first_sentence if first.is_sentence else f"{first.kind}: {first.first_sentence}"
-    return Cell("refused" if first.is_sentence else "crashed", detail, first.stage, first.where, share)
+    return Cell("refused" if first.is_sentence else "crashed", detail, first.stage, first.where, split_share=share)
 
 
 def installed(cases: Sequence[Case]) -> list[Case]:

@@ -66,12 +66,19 @@ def _counts(cells: Cells) -> str:
         samples = str(helped) if plan_case.takes_samples else ""
         label = plan_case.label + (", sequence models" if plan == "sp" else "")
         lines.append(_line([label, str(len(those)), *map(str, counts), samples, spent]))
-    split = [cell.split_share or 0.0 for _, key, cell in cells if key == "tp" and cell.status == "exact"]
+    exact = [cell for _, key, cell in cells if key == "tp" and cell.status == "exact"]
+    split = [cell.split_share or 0.0 for cell in exact]
+    computed = [(cell.split_share or 0.0) - (cell.kept_share or 0.0) for cell in exact]
     count = sum(key == "tp" for _, key, _ in cells)
     if count:
         half, most = sum(share >= 0.5 for share in split), sum(share >= 0.9 for share in split)
         of = f"of {half} of {count} models, and 90% of those of {most}"
-        lines += ["", f"tp 2 splits at least half of the weights {of}."]
+        lines += [
+            "",
+            f"tp 2 splits at least half of the weights {of}. Weights that are split in memory alone, and put together "
+            f"when their module is called, are among these; without them it is at least half for "
+            f"{sum(share >= 0.5 for share in computed)} and 90% for {sum(share >= 0.9 for share in computed)}.",
+        ]
     return "\n".join(lines)
 
 
@@ -111,7 +118,8 @@ def _entry(cell: Cell | None) -> str:
 
 def _one(cell: Cell) -> str:
     share = f" {cell.split_share:.0%}" if cell.split_share is not None and cell.status == "exact" else ""
-    return _SHORT[cell.status] + share
+    kept = f" ({cell.kept_share:.0%} in memory)" if share and (cell.kept_share or 0.0) >= 0.005 else ""
+    return _SHORT[cell.status] + share + kept
 
 
 def _reasons(cells: Cells) -> str:

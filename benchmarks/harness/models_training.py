@@ -29,6 +29,7 @@ class Trained:
         state: the state dict afterwards; empty on ranks other than the first.
         wall_seconds, cpu_seconds: that ``parallelize`` took.
         split_share: of the weights, by tp.
+        kept_share: of them, what is split in memory and computed with on every rank.
     """
 
     losses: list[float]
@@ -36,6 +37,7 @@ class Trained:
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
     split_share: float | None = None
+    kept_share: float | None = None
     moved: dict[str, float] = field(default_factory=dict)
 
 
@@ -96,7 +98,8 @@ def train_under(
     wall, cpu = time.perf_counter(), time.process_time()
     engine = ts.parallelize(model, ts.Plan(**plan.fields), optimizer=OPTIMIZER, loss_fn=case.loss, **samples)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    progress["split_share"] = share = _split_share(engine)
+    table = getattr(engine.sharded.split, "found", None)
+    progress["split_share"] = share = getattr(table, "split_share", None)
     losses = []
     for step in range(STEPS):
         progress["stage"] = f"step {step + 1}"
@@ -104,11 +107,7 @@ def train_under(
         losses.append(engine.step(*_part(drawn, engine.mesh.dp_rank, engine.mesh.dp_size)).item())
     progress["stage"] = "state"
     state = engine.full_state_dict()
-    return Trained(losses, state, wall, cpu, share)
-
-
-def _split_share(engine: ts.Engine) -> float | None:
-    return getattr(getattr(engine.sharded.split, "found", None), "split_share", None)
+    return Trained(losses, state, wall, cpu, share, getattr(table, "kept_share", None))
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
