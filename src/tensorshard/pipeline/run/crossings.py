@@ -93,13 +93,14 @@ class Shapes:
             placed = place_calls(graph, self.cut, self.stages_of, trains=torch.is_grad_enabled())
             if placed is not None:
                 return placed
-            differs = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), len(before))
+            differs = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), None)
+            place = min(len(before), len(now)) if differs is None else differs
+            called, was = (repr(units[place]) if place < len(units) else "no unit" for units in (now, before))
             raise ValueError(
-                f"with inputs {_described(inputs)} the model calls {len(now)} units, and at place {differs} "
-                f"{now[differs] if differs < len(now) else 'none'!r}, but with the sample inputs that it was cut by "
-                f"{len(before)}, and there {before[differs] if differs < len(before) else 'none'!r}; the stages that "
-                f"have these units cannot compute them in this order: name a module around those that vary as one "
-                f"unit (pp_units), or cut it by other sample_inputs"
+                f"with inputs {_described(inputs)} the model calls other units than with the sample inputs that it was "
+                f"cut by: call {place + 1} is of {called}, where it was of {was}; the stages that have these units "
+                f"cannot compute them in this order: name a module around those that vary as one unit (pp_units), or "
+                f"cut it by other sample_inputs"
             )
         placed = Cut(graph, self.cut.positions)
         for stage, span in enumerate(placed.spans):
