@@ -66,5 +66,13 @@ def test_one_of_the_first_guesses_runs(kind):
     assert {key: tuple(chosen[key].shape) for key in shapes} == shapes
 
 
+def test_several_tokens_may_end_a_text():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {**_SIZES, "vocab_size": 16, "eos_token_id": [5, 10], "pad_token_id": None}
+    (tokens,) = [inputs["input_ids"] for inputs in transformers_inputs(LlamaForCausalLM(LlamaConfig(**sizes)))]
+    assert not {1, 5, 10} & set(tokens.flatten().tolist())
+
+
 def test_other_models_say_nothing():
     assert transformers_inputs(torch.nn.Linear(2, 2)) == []

@@ -86,9 +86,9 @@ def _image(config: Any) -> torch.Tensor:
 
 
 def _token_ids(config: Any) -> torch.Tensor:
-    special = {value for part in _parts(config) for key, value in vars(part).items() if key.endswith("_token_id")}
-    known = frozenset(value for value in special if isinstance(value, int))
-    return tokens(_look_up(config, "vocab_size") or 2, known)
+    values = [value for part in _parts(config) for key, value in vars(part).items() if key.endswith("_token_id")]
+    flat = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    return tokens(_look_up(config, "vocab_size") or 2, frozenset(each for each in flat if isinstance(each, int)))
 
 
 def _look_up(config: Any, *names: str) -> Any:
