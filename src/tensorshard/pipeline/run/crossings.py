@@ -38,6 +38,7 @@ class Shapes:
         self.stages_of = unit_stages(cut)
         self._known: OrderedDict[Any, Cut] = OrderedDict()
         self._numbers: Counter[Any] = Counter()  # runs that differ in numbers alone
+        self._listed: tuple[nn.Module | None, list[nn.Module]] = None, []  # the modules of the last model
 
     def of(self, inputs: Any, model: nn.Module) -> Cut:
         """The model's run on `inputs`, with gradients and autocast as they are set here, cut into the stages.
@@ -51,7 +52,9 @@ class Shapes:
                 so that the stages cannot compute them one after the other, or needs parameters on a stage that has
                 them not.
         """
-        training = tuple(module.training for module in model.modules())
+        if model is not self._listed[0]:
+            self._listed = model, list(model.modules())
+        training = bytes(module.training for module in self._listed[1])
         mode = (training, torch.is_grad_enabled(), _autocast(self._tracer.device.type))
         key = (_signature(inputs), mode)
         if key in self._known:
