@@ -47,9 +47,7 @@ def _train(fields: dict[str, Any]) -> tuple:
     return evaluated, losses, engine.full_state_dict(), hooked
 
 
-@pytest.mark.parametrize(
-    "fields", [dict(micro_batches=2), pytest.param(dict(dp_replicate=2), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("fields", [dict(micro_batches=2), dict(dp_replicate=2)], ids=str)
 def test_a_part_of_a_block_that_is_called_from_outside(ranks, fields):
     evaluated, losses, state, hooked = ranks(4 if "dp_replicate" in fields else 2, _train, dict(zero=3, **fields))[0]
     model = Diffuser()

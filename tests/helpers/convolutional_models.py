@@ -250,7 +250,7 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
         nn.Conv2d(3, 16, 3, padding=1), [Bottleneck(16, 32, groups=4), Bottleneck(32, 32, 2, groups=8)], 32
     ),
     "efficient": lambda: Classifier(
-        nn.Conv2d(3, 8, 3, padding=1),
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),  # normalization takes nearly all of a bias away again
         [InvertedResidual(8, 8), InvertedResidual(8, 16, 2), InvertedResidual(16, 16)],
         16,
     ),

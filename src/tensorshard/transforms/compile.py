@@ -44,8 +44,10 @@ def compile_blocks(blocks: list[nn.Module], recompute: str) -> list[str]:
                 _compile_further_in(module)
         if Role.UNCOMPILED not in roles_of(block):
             convert_forward(block, Role.COMPILATION, torch.compile)
-    if split and recompute == "selective":
-        return ["with tp, blocks under recompute='selective' are not compiled: torch.compile does not look into them"]
+    if split and recompute != "none":
+        return [
+            f"with tp, blocks under recompute={recompute!r} are not compiled: torch.compile does not look into them"
+        ]
     return [
         f"{count} {name} are not compiled: their code reshapes to sizes that tp changes"
         for name, count in reshaping.items()
