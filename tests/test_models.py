@@ -13,28 +13,22 @@ from bounds import assert_within
 
 # (model, plan): the least share of the weights that tp has to split, None without tp.
 CELLS: dict[tuple[str, str], float | None] = {
-    ("plain/nanoGPT", "zero3"): None,
     ("plain/nanoGPT", "tp"): 0.9,
     ("plain/nanoGPT", "pp"): None,
     ("plain/minGPT", "tp"): 0.9,
     ("plain/hand-Llama", "tp-pp"): 0.9,
     ("plain/ResNet", "zero3"): None,
     ("plain/ResNet", "tp"): 0.5,
-    ("plain/ResNet", "pp"): None,
     ("plain/U-Net", "pp"): None,
     ("plain/spectral-norm-hook", "zero3"): None,
     ("plain/vector-quantisation", "full"): None,
-    ("transformers/Llama", "full"): None,
     ("transformers/Llama", "tp"): 0.9,
     ("transformers/Llama", "sp"): 0.9,
     ("transformers/Gemma 2", "tp"): 0.5,
     ("transformers/GPT-2", "tp"): 0.6,
-    ("transformers/GPT-2", "pp"): None,
-    ("transformers/BERT", "sp"): 0.6,
     ("transformers/T5", "pp"): None,
     ("transformers/Mixtral", "zero3"): None,
     ("transformers/ViT", "tp"): 0.6,
-    ("transformers/ViT", "pp"): None,
     ("transformers/ConvNeXt", "zero3"): None,
 }
 

@@ -33,24 +33,17 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "unet-skips": ("unet", 2, dict(micro_batches=2, pp_split=["down.2"])),
     "gpt-cut-inside-of-a-block": ("gpt", 2, dict(micro_batches=2, pp_units=["blocks.1.*"], pp_split=["blocks.1.mlp"])),
     "resnet-whole-encoder": ("resnet", 2, dict(micro_batches=2, pp_units=["resnet.encoder"], recompute="full")),
-    "tied-zero1": ("gpt_tied", 4, dict(zero=1, micro_batches=4, clip_grad_norm=CLIP)),
     "tied-zero2-zero-bubble": ("gpt_tied", 4, dict(zero=2, micro_batches=4, pp_schedule="interleaved_zero_bubble")),
     "tied-zero3-full": ("gpt_tied", 4, dict(zero=3, micro_batches=4, recompute="full", clip_grad_norm=CLIP)),
     "tied-zero3-zbv": ("gpt_tied", 4, dict(zero=3, micro_batches=4, pp_schedule="zbv")),
-    "resnet-dp2": ("resnet", 4, dict(zero=1, micro_batches=2)),
     "gpt-named-units": ("gpt", 4, dict(zero=3, micro_batches=2, shard_units=["blocks.*.mlp", "embedding"])),
     "tied-tp2": ("gpt_tied", 4, dict(tp=2, micro_batches=2, clip_grad_norm=CLIP)),
-    "t5-tp2": ("t5", 4, dict(tp=2, micro_batches=2)),
-    "llama-tp2-sequences": ("llama", 4, dict(tp=2, micro_batches=2, sequence_parallel=True)),
     # The combinations of all axes, on eight ranks.
     "gpt2-pp2-dp2-tp2": (
         "gpt2", 8, dict(dp_shard=2, tp=2, micro_batches=2, sequence_parallel=True, clip_grad_norm=CLIP),
     ),
     "gpt-pp4-tp2": ("gpt", 8, dict(pp=4, tp=2, micro_batches=4)),
     "tied-pp2-hybrid": ("gpt_tied", 8, dict(dp_replicate=2, dp_shard=2, zero=3, micro_batches=2, clip_grad_norm=CLIP)),
-    "tied-interleaved-tp2-zero1": (
-        "gpt_tied", 8, dict(dp_shard=2, tp=2, zero=1, micro_batches=4, pp_schedule="interleaved_1f1b"),
-    ),
 }  # fmt: skip
 for schedule in SCHEDULES:
     CASES[f"tied-{schedule}"] = ("gpt_tied", 2, dict(micro_batches=4, pp_schedule=schedule, clip_grad_norm=CLIP))

@@ -18,11 +18,8 @@ CLIP = 1.0
 CASES = [
     ("bloom", 2, dict(tp=2)),
     ("bloom", 2, dict(tp=2, sequence_parallel=True)),
-    ("bloom", 4, dict(tp=4)),
     ("bloom", 4, dict(tp=4, sequence_parallel=True)),
-    ("llama", 4, dict(tp=4, sequence_parallel=True)),
     ("llama_one", 4, dict(tp=2, zero=1, sequence_parallel=True)),
-    ("llama_one", 4, dict(tp=2, zero=3, recompute="full")),
     ("phi3", 4, dict(tp=4, sequence_parallel=True)),
     ("gpt_bigcode", 4, dict(tp=2, zero=2, micro_batches=2)),
     ("mixtral", 2, dict(tp=2)),
