@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tensorshard.pretrained.export import MAX_SHARD_SIZE, export_all, model_from_configs
+from tensorshard.pretrained.export import MAX_SHARD_SIZE, check_is_new, export_all, model_from_configs
 from tensorshard.pretrained.weight_files import open_weight_files
 
 
@@ -44,6 +44,7 @@ def export_checkpoint(
         model = model_from_configs(checkpoint)
         export_all(tensors, target, model, layouts, dtype=dtype, max_shard_size=max_shard_size)
         return
+    check_is_new(target)  # before the weights are written for the first time
     # A state dict is pickled whole. Written as safetensors first, its tensors are mapped files and take no memory.
     mapped = target.with_name(f".{target.name}.mapped")
     try:
@@ -55,8 +56,6 @@ def export_checkpoint(
 
 
 def _pickle(mapped: Path, target: Path, aliases: dict[str, str]) -> None:
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"{target} is there already and is not overwritten; give another name, or move it away")
     state = {name: file[name] for file in open_weight_files(mapped) for name in file}
     state.update({alias: state[first] for alias, first in aliases.items()})
     temporary = target.with_name(f".{target.name}.saving")

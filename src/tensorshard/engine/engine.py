@@ -265,7 +265,7 @@ class Engine(LoopMethods):
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
-        training = [module for module in self.model.modules() if module.training]  # some may be frozen in eval mode
+        training = [module for module in self._modules if module.training]  # some may be frozen in eval mode
         self.model.eval()
         try:
             yield

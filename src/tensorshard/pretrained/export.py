@@ -2,8 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,7 @@ class Export:
         size = parse_size(max_shard_size)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"dtype={dtype!r} was given; it must be a floating-point torch.dtype, or None")
-        if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-            raise FileExistsError(
-                f"{directory} is there already and is not overwritten; save under another name, or move it away"
-            )
+        check_is_new(directory)
         self._directory = directory
         self._temporary = directory.with_name(f".{directory.name}.saving")
         plain = None if structure is None else _plain(structure)
@@ -77,23 +73,28 @@ class Export:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-@contextmanager
-def exporting(*args: Any, **kwargs: Any) -> Iterator[Export]:
-    """An :class:`Export` that is finished if all goes well, and discarded if not."""
+def export_all(tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
+    """Writes all of `tensors`, or nothing; the other arguments are those of :class:`Export`."""
     export = Export(*args, **kwargs)
     try:
-        yield export
+        for name, tensor in tensors:
+            export.add(name, tensor)
         export.finish()
     except BaseException:
         export.discard()
         raise
 
 
-def export_all(tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
-    """Writes all of `tensors`; the other arguments are those of :class:`Export`."""
-    with exporting(*args, **kwargs) as export:
-        for name, tensor in tensors:
-            export.add(name, tensor)
+def check_is_new(directory: Path) -> None:
+    """Whether `directory` can be written without overwriting anything.
+
+    Raises:
+        FileExistsError: it is there, and is no empty directory.
+    """
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise FileExistsError(
+            f"{directory} is there already and is not overwritten; save under another name, or move it away"
+        )
 
 
 def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
