@@ -1,25 +1,8 @@
 """The fine-tuning example, under other plans than the one that its figures are compared with."""
 
-import contextlib
-import importlib.util
-import io
-import sys
-from pathlib import Path
-from unittest import mock
-
 import pytest
 
-_SCRIPT = Path(__file__).parents[2] / "examples" / "finetune.py"
-
-
-def _run(*arguments: str) -> str:
-    spec = importlib.util.spec_from_file_location("finetune", _SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    printed = io.StringIO()
-    with mock.patch.object(sys, "argv", ["finetune", *arguments]), contextlib.redirect_stdout(printed):
-        script.main()
-    return printed.getvalue()
+from scripts import run_example
 
 
 @pytest.mark.parametrize(
@@ -33,7 +16,9 @@ def _run(*arguments: str) -> str:
 )
 def test_every_plan_ends_with_the_same_figures(ranks, tmp_path, task, size, options):
     printed = {
-        world: ranks(world, _run, task, *chosen, "--steps", "4", "--output", str(tmp_path / f"on{world}"))[0]
+        world: ranks(
+            world, run_example, "finetune", task, *chosen, "--steps", "4", "--output", str(tmp_path / f"on{world}")
+        )[0]
         for world, chosen in ((1, []), (size, options))
     }
     measured = [text.split("trained: ")[1].split(";")[0] for text in printed.values()]

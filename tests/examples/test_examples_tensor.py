@@ -1,12 +1,7 @@
 """The example scripts of the parallel layers, run on ranks as torchrun would."""
 
-import contextlib
-import importlib.util
-import io
 import re
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +9,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from rank_pool import RankError
+from scripts import run_example
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _IMAGENET = ["--arch", "tiny", "--image-size", "16", "--classes", "10", "--samples", "61", "--batch-size", "12"]
@@ -22,14 +18,9 @@ _MINGPT = ["--widths", "32", "--heads", "4", "--context", "16", "--batch-size", 
 
 def _run(name: str, *arguments: str) -> str:
     """Runs a script in this process, which is a rank; what it printed."""
-    spec = importlib.util.spec_from_file_location(name, _EXAMPLES / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    printed = io.StringIO()
-    with mock.patch.object(sys, "argv", [name, *arguments]), contextlib.redirect_stdout(printed):
-        script.main()
+    printed = run_example(name, *arguments)
     assert not dist.is_initialized()
-    return printed.getvalue()
+    return printed
 
 
 @pytest.mark.parametrize(
