@@ -1,7 +1,6 @@
 """The example scripts of the parallel layers, run on ranks as torchrun would."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from PIL import Image
 from rank_pool import RankError
 from scripts import run_example
 
-_EXAMPLES = Path(__file__).parents[2] / "examples"
 _IMAGENET = ["--arch", "tiny", "--image-size", "16", "--classes", "10", "--samples", "61", "--batch-size", "12"]
 _MINGPT = ["--widths", "32", "--heads", "4", "--context", "16", "--batch-size", "8", "--steps", "3"]
 
