@@ -30,14 +30,17 @@ def run_alone(connection: Connection, log: str, key: str, micro_batches: int, dt
 
 
 def run_bf16_alone(connection: Connection, log: str, key: str, store: str, path: str) -> None:
-    """One process trains the case in bf16, the samples of a batch in three orders."""
+    """One process trains the case in bf16: with the samples of a batch in three orders, and in two micro-batches, whose
+    gradients are rounded apart, as those of two data ranks are."""
     _prepare(log)
     plan = PlanCase("bf16-alone", "", 1, dict(zero=0, precision="bf16"))
+    in_two = PlanCase("bf16-in-two", "", 1, dict(zero=0, precision="bf16", micro_batches=2))
     progress: dict[str, Any] = {"stage": "join"}
     try:
         _join(store, 0, 1, 600.0)
-        orders = ("as drawn", "flipped", "rolled")
-        torch.save([train_under(find_cases()[key], plan, order=order, progress=progress) for order in orders], path)
+        runs = [(plan, "as drawn"), (plan, "flipped"), (plan, "rolled"), (in_two, "as drawn")]
+        case = find_cases()[key]
+        torch.save([train_under(case, under, order=order, progress=progress) for under, order in runs], path)
         outcome: Any = {"done": True}
     except BaseException as error:
         traceback.print_exc()

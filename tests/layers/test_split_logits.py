@@ -103,12 +103,12 @@ LOSSES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {  # an
 @contextmanager
 def _counted_gathers() -> Iterator[list[Any]]:
     seen: list[Any] = []
-    original = SplitLogits.whole
-    SplitLogits.whole = lambda self: seen.append(self.shape) or original(self)  # type: ignore[func-returns-value]
+    original = SplitLogits.full
+    SplitLogits.full = lambda self: seen.append(self.shape) or original(self)  # type: ignore[func-returns-value]
     try:
         yield seen
     finally:
-        SplitLogits.whole = original
+        SplitLogits.full = original
 
 
 def _compare() -> None:

@@ -151,7 +151,7 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 def all_gather_into(
     output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False, *, what: str = ""
 ) -> dist.Work | None:
-    """Concatenates every rank's `input` into `output`, both flat; `input` may be this rank's part of `output`.
+    """Concatenates every rank's `input` into `output`, both flat; `input` may be this rank's shard of `output`.
 
     Args:
         what: is gathered, for errors; calls that differ in it never meet. The same on all ranks.
@@ -159,12 +159,12 @@ def all_gather_into(
     if not is_gloo(group, output.device):
         return all_gather_single(output, input, group=group, async_op=async_op)
     rank, size = group.rank(), group.size()
-    parts = list(output.view(-1).chunk(size))
+    shards = list(output.view(-1).chunk(size))
     source = input.view(-1)
-    if parts[rank].data_ptr() != source.data_ptr():
-        parts[rank].copy_(source)
+    if shards[rank].data_ptr() != source.data_ptr():
+        shards[rank].copy_(source)
     call = _Call("all_gather", what, output.nbytes, group)
-    pending = _Pending(call, _exchange_parts(parts, rank, call), keep=output)
+    pending = _Pending(call, _exchange_shards(shards, rank, call), keep=output)
     return _done_or_pending(pending, async_op)
 
 
@@ -177,7 +177,7 @@ def reduce_scatter_into(
     *,
     what: str = "",
 ) -> dist.Work | None:
-    """Sums (or averages) `input` over the ranks and leaves this rank's part in `output`; both contiguous.
+    """Sums (or averages) `input` over the ranks and leaves this rank's shard in `output`; both contiguous.
 
     Args:
         what: as for :func:`all_gather_into`.
@@ -186,9 +186,9 @@ def reduce_scatter_into(
         return reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
     _check_sum_or_average(op)
     rank, size = group.rank(), group.size()
-    parts = list(input.view(-1).chunk(size))
+    shards = list(input.view(-1).chunk(size))
     call = _Call("reduce_scatter", what, input.nbytes, group)
-    transfers, received = _collect_part(parts, rank, call)
+    transfers, received = _collect_shard(shards, rank, call)
 
     def finish() -> list[Any]:
         _sum_into(output.view(-1), received, op)
@@ -227,32 +227,32 @@ def all_reduce_(
                 _sum_into(flat, copies, op)
             return []
 
-        return _done_or_pending(_Pending(call, _exchange_parts(copies, rank, call), [finish], keep=copies), async_op)
+        return _done_or_pending(_Pending(call, _exchange_shards(copies, rank, call), [finish], keep=copies), async_op)
 
-    parts = list(flat.tensor_split(size))
-    transfers, received = _collect_part(parts, rank, call)
+    shards = list(flat.tensor_split(size))
+    transfers, received = _collect_shard(shards, rank, call)
 
     def reduce_own() -> list[Any]:
-        _sum_into(parts[rank], received, op)
-        return _exchange_parts(parts, rank, call, stage=1)
+        _sum_into(shards[rank], received, op)
+        return _exchange_shards(shards, rank, call, stage=1)
 
     return _done_or_pending(_Pending(call, transfers, [reduce_own], keep=(tensor, received)), async_op)
 
 
-def _collect_part(parts: list[torch.Tensor], rank: int, call: _Call) -> tuple[list[Any], list[torch.Tensor]]:
-    """Sends part r to rank r; returns the transfers and every rank's version of this rank's part, in their order."""
+def _collect_shard(shards: list[torch.Tensor], rank: int, call: _Call) -> tuple[list[Any], list[torch.Tensor]]:
+    """Sends shard r to rank r; returns the transfers and every rank's version of this rank's shard, in their order."""
     others = _others(rank, call.group.size())
-    received = [part if r == rank else torch.empty_like(parts[rank]) for r, part in enumerate(parts)]
+    received = [shard if r == rank else torch.empty_like(shards[rank]) for r, shard in enumerate(shards)]
     transfers = [call.receive(received[r], r) for r in others]
-    transfers += [call.send(parts[r], r) for r in others]
+    transfers += [call.send(shards[r], r) for r in others]
     return transfers, received
 
 
-def _exchange_parts(parts: list[torch.Tensor], rank: int, call: _Call, stage: int = 0) -> list[Any]:
-    """Sends this rank's part to all and fills the others with theirs."""
-    others = _others(rank, len(parts))
-    transfers = [call.receive(parts[r], r, stage) for r in others]
-    return transfers + [call.send(parts[rank], r, stage) for r in others]
+def _exchange_shards(shards: list[torch.Tensor], rank: int, call: _Call, stage: int = 0) -> list[Any]:
+    """Sends this rank's shard to all and fills the others with theirs."""
+    others = _others(rank, len(shards))
+    transfers = [call.receive(shards[r], r, stage) for r in others]
+    return transfers + [call.send(shards[rank], r, stage) for r in others]
 
 
 def _sum_into(output: torch.Tensor, terms: list[torch.Tensor], op: Any) -> None:

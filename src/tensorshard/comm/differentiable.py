@@ -146,7 +146,7 @@ class _AllToAll(Function):
 
 
 def copy(tensor: torch.Tensor, group: Group | None = None) -> torch.Tensor:
-    """Hands a whole tensor to computations that differ by rank: the identity, whose gradients are summed.
+    """Hands a full tensor to computations that differ by rank: the identity, whose gradients are summed.
 
     Put it where a replicated activation enters a region in which each rank computes its own part.
 
@@ -176,7 +176,7 @@ def reduce(tensor: torch.Tensor, group: Group | None = None) -> torch.Tensor:
 def scatter(
     tensor: torch.Tensor, dim: int = -1, group: Group | None = None, *, grad_scale: float | None = None
 ) -> torch.Tensor:
-    """This rank's part of a tensor that every rank holds whole, cut along `dim`; marked as such.
+    """This rank's shard of a tensor that every rank holds in full, cut along `dim`; marked as such.
 
     Args:
         grad_scale: multiplies the gradient of `tensor`. By default 1; inside the forward of a
@@ -193,11 +193,11 @@ def scatter(
     axis = normalize_dim(dim, tensor.ndim)
     size = tensor.size(axis)
     if process_group.size() == 1:
-        part = tensor.view_as(tensor)
+        shard = tensor.view_as(tensor)
     else:
         scale = 1 / ranks_averaged_by_ddp(tensor, dim, process_group) if grad_scale is None else grad_scale
-        part = _Scatter.apply(tensor, axis, shard_sizes(size, process_group.size()), process_group, scale)
-    return set_mark(part, ParallelMark(dim, size, process_group))
+        shard = _Scatter.apply(tensor, axis, shard_sizes(size, process_group.size()), process_group, scale)
+    return set_mark(shard, ParallelMark(dim, size, process_group))
 
 
 def gather(
@@ -222,7 +222,7 @@ def gather(
 
     Raises:
         IndexError: the tensor has no dimension `dim`.
-        ValueError: `size` is given and this rank does not hold its part of it; the ranks' tensors differ in more
+        ValueError: `size` is given and this rank does not hold its shard of it; the ranks' tensors differ in more
             than their size along `dim`; a DTensor that is not split along `dim`, or over another group.
         RuntimeError: see :func:`tensorshard.comm.ddp_averaging.ranks_averaged_by_ddp`.
     """
@@ -239,7 +239,7 @@ def gather(
 
 
 def reduce_scatter(tensor: torch.Tensor, dim: int = -1, group: Group | None = None) -> torch.Tensor:
-    """This rank's part, along `dim`, of the sum of `tensor` over the ranks; marked as such.
+    """This rank's shard, along `dim`, of the sum of `tensor` over the ranks; marked as such.
 
     Raises:
         IndexError: the tensor has no dimension `dim`.
@@ -250,10 +250,10 @@ def reduce_scatter(tensor: torch.Tensor, dim: int = -1, group: Group | None = No
     axis = normalize_dim(dim, tensor.ndim)
     size = tensor.size(axis)
     if process_group.size() == 1:
-        part = tensor.view_as(tensor)
+        shard = tensor.view_as(tensor)
     else:
-        part = _ReduceScatter.apply(tensor, axis, shard_sizes(size, process_group.size()), process_group)
-    return set_mark(part, ParallelMark(dim, size, process_group))
+        shard = _ReduceScatter.apply(tensor, axis, shard_sizes(size, process_group.size()), process_group)
+    return set_mark(shard, ParallelMark(dim, size, process_group))
 
 
 def all_to_all(
@@ -267,14 +267,14 @@ def all_to_all(
     """Turns a tensor split along `concat_dim` into one split along `split_dim`; marked as such.
 
     Args:
-        tensor: this rank's part along `concat_dim`; whole along `split_dim`.
-        size: elements of the whole along `concat_dim`, if known; else the ranks first exchange what
+        tensor: this rank's shard along `concat_dim`; full along `split_dim`.
+        size: elements of the full tensor along `concat_dim`, if known; else the ranks first exchange what
             they hold.
 
     Raises:
         IndexError: the tensor has no such dimension.
         TypeError: a DTensor.
-        ValueError: the dimensions are the same, or `size` is given and this rank does not hold its part of
+        ValueError: the dimensions are the same, or `size` is given and this rank does not hold its shard of
             it.
     """
     refuse_dtensor(tensor, "all_to_all")
@@ -283,14 +283,14 @@ def all_to_all(
     concat_dim = normalize_dim(concat_dim, tensor.ndim)
     if split_dim == concat_dim:
         raise ValueError(f"all_to_all was asked to split and to concatenate along the same dimension, {split_dim}")
-    whole = tensor.size(split_dim)
+    full_size = tensor.size(split_dim)
     if process_group.size() == 1:
-        part = tensor.view_as(tensor)
+        shard = tensor.view_as(tensor)
     else:
         concat_sizes = held_sizes(tensor, concat_dim, size, process_group, "all_to_all")
-        split_sizes = shard_sizes(whole, process_group.size())
-        part = _AllToAll.apply(tensor, split_dim, split_sizes, concat_dim, concat_sizes, process_group)
-    return set_mark(part, ParallelMark(given, whole, process_group))
+        split_sizes = shard_sizes(full_size, process_group.size())
+        shard = _AllToAll.apply(tensor, split_dim, split_sizes, concat_dim, concat_sizes, process_group)
+    return set_mark(shard, ParallelMark(given, full_size, process_group))
 
 
 def gather_for_sum(

@@ -84,19 +84,19 @@ def start_gather_dim(
             shape = list(tensor.shape)
             shape[dim] = sum(sizes)
             return stacked.view(shape)
-        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(stacked, sizes, strict=True)], dim)
+        return torch.cat([shard.narrow(dim, 0, size) for shard, size in zip(stacked, sizes, strict=True)], dim)
 
     return Started(work, finish)
 
 
 def slice_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], rank: int) -> torch.Tensor:
-    """A copy of part `rank` of `tensor`, which is cut along `dim` into parts of `sizes`."""
-    part = tensor.narrow(dim, sum(sizes[:rank]), sizes[rank])
-    return part.clone(memory_format=torch.contiguous_format)
+    """A copy of shard `rank` of `tensor`, which is cut along `dim` into shards of `sizes`."""
+    shard = tensor.narrow(dim, sum(sizes[:rank]), sizes[rank])
+    return shard.clone(memory_format=torch.contiguous_format)
 
 
 def reduce_scatter_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Sums `tensor` over the ranks and returns this rank's part along `dim`."""
+    """Sums `tensor` over the ranks and returns this rank's shard along `dim`."""
     return start_reduce_scatter_dim(tensor, dim, sizes, group, async_op=False).wait()
 
 
@@ -107,7 +107,7 @@ def start_reduce_scatter_dim(
     widest = max(sizes)
     shape = list(tensor.shape)
     shape[dim] = widest
-    stacked = _stacked_parts(tensor, dim, sizes, widest)
+    stacked = _stacked_shards(tensor, dim, sizes, widest)
     _announce("reduce_scatter", stacked, group)
     output = tensor.new_empty(shape)
     work = None
@@ -121,16 +121,16 @@ def start_reduce_scatter_dim(
     return Started(work, finish)
 
 
-def _stacked_parts(tensor: torch.Tensor, dim: int, sizes: Sequence[int], widest: int) -> torch.Tensor:
-    """One padded part per rank, one after the other: what reduce-scatter takes."""
+def _stacked_shards(tensor: torch.Tensor, dim: int, sizes: Sequence[int], widest: int) -> torch.Tensor:
+    """One padded shard per rank, one after the other: what reduce-scatter takes."""
     if min(sizes) == widest and (dim == 0 or all(size == 1 for size in tensor.shape[:dim])):
         return tensor.contiguous()  # cut along its outermost dimension, it is that already
     shape = list(tensor.shape)
     shape[dim] = widest
     stacked = tensor.new_empty((len(sizes), *shape))
-    for slot, part in zip(stacked, tensor.split(list(sizes), dim), strict=True):
-        held = part.size(dim)
-        slot.narrow(dim, 0, held).copy_(part)
+    for slot, shard in zip(stacked, tensor.split(list(sizes), dim), strict=True):
+        held = shard.size(dim)
+        slot.narrow(dim, 0, held).copy_(shard)
         if held < widest:
             slot.narrow(dim, held, widest - held).zero_()
     return stacked
@@ -144,7 +144,7 @@ def all_to_all_dims(
     concat_sizes: Sequence[int],
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Sends part i of `tensor`, cut along `split_dim`, to rank i; joins along `concat_dim` what comes in."""
+    """Sends shard i of `tensor`, cut along `split_dim`, to rank i; joins along `concat_dim` what comes in."""
     monitored = tensor.new_empty(0)  # ranks may pass different amounts: only the call itself is compared
     _announce(f"all_to_all({split_dim}, {concat_dim})", monitored, group)
     outgoing = tensor.split(list(split_sizes), split_dim)
@@ -157,13 +157,13 @@ def all_to_all_dims(
     incoming = tensor.new_empty(sum(shape.numel() for shape in shapes))
     dist.all_to_all_single(  # as bytes: Gloo does not know every type
         incoming.view(torch.uint8),
-        torch.cat([part.reshape(-1) for part in outgoing]).view(torch.uint8),
+        torch.cat([shard.reshape(-1) for shard in outgoing]).view(torch.uint8),
         [shape.numel() * tensor.element_size() for shape in shapes],
-        [part.numel() * tensor.element_size() for part in outgoing],
+        [shard.numel() * tensor.element_size() for shard in outgoing],
         group=group,
     )
     received = incoming.split([shape.numel() for shape in shapes])
-    return torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], concat_dim)
+    return torch.cat([shard.view(shape) for shard, shape in zip(received, shapes, strict=True)], concat_dim)
 
 
 def exchange_among(pieces: torch.Tensor, together: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """How a dimension is cut over ranks: the one convention that every layer, collective and file here follows.
 
-It is that of ``torch.chunk`` and of DTensor's ``Shard``: all ranks hold ``ceil(size / parts)`` elements until
+It is that of ``torch.chunk`` and of DTensor's ``Shard``: all ranks hold ``ceil(size / num_shards)`` elements until
 they run out, so that the last ranks may hold fewer, or none. Local shards are therefore DTensor's local
 shards.
 """
@@ -12,16 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 
-def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Where part `index` of a dimension of `size` elements begins, and how many elements it has."""
-    chunk = -(-size // parts)
+def shard_range(size: int, num_shards: int, index: int) -> tuple[int, int]:
+    """Where shard `index` of a dimension of `size` elements begins, and how many elements it has."""
+    chunk = -(-size // num_shards)
     start = min(size, index * chunk)
     return start, min(size, start + chunk) - start
 
 
-def shard_sizes(size: int, parts: int) -> list[int]:
-    """The number of elements of each of the `parts` parts."""
-    return [shard_range(size, parts, index)[1] for index in range(parts)]
+def shard_sizes(size: int, num_shards: int) -> list[int]:
+    """The number of elements of each of the `num_shards` shards."""
+    return [shard_range(size, num_shards, index)[1] for index in range(num_shards)]
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,45 +42,45 @@ def normalize_dim(dim: int, ndim: int) -> int:
     return dim % ndim
 
 
-def local_shard(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's part of a tensor that every rank holds whole, in memory of its own. No communication."""
+def local_shard(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's shard of a tensor that every rank holds in full, in memory of its own. No communication."""
     coordinate = mesh.get_coordinate()
     if coordinate is None or not all(type(p) in (Shard, Replicate) for p in placements):
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-    part = whole.detach()
+        return distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+    shard = full.detach()
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            dim = normalize_dim(placement.dim, whole.ndim)
-            part = part.narrow(dim, *shard_range(part.size(dim), mesh.size(axis), coordinate[axis]))
-    return part.clone(memory_format=torch.contiguous_format)
+            dim = normalize_dim(placement.dim, full.ndim)
+            shard = shard.narrow(dim, *shard_range(shard.size(dim), mesh.size(axis), coordinate[axis]))
+    return shard.clone(memory_format=torch.contiguous_format)
 
 
-def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The DTensor of a tensor that every rank holds whole, made without communication.
+def distribute(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The DTensor of a tensor that every rank holds in full, made without communication.
 
     Args:
-        whole: the same values on every rank of `mesh`. Its memory is not kept.
+        full: the same values on every rank of `mesh`. Its memory is not kept.
         placements: one per axis of `mesh`.
     """
     return DTensor.from_local(
-        local_shard(whole, mesh, placements),
+        local_shard(full, mesh, placements),
         mesh,
         placements,
         run_check=False,
-        shape=whole.shape,
-        stride=torch.empty(whole.shape, device="meta").stride(),
+        shape=full.shape,
+        stride=torch.empty(full.shape, device="meta").stride(),
     )
 
 
-def distribute_like(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """`whole` cut as `like` is, on the device of `like`.
+def distribute_like(full: torch.Tensor, like: DTensor) -> DTensor:
+    """`full` cut as `like` is, on the device of `like`.
 
     Raises:
         ValueError: the shapes differ.
     """
-    if whole.shape != like.shape:
-        raise ValueError(f"a tensor of shape {list(whole.shape)} was given where {list(like.shape)} is held")
-    part = local_shard(whole, like.device_mesh, like.placements).to(like.to_local().device)
+    if full.shape != like.shape:
+        raise ValueError(f"a tensor of shape {list(full.shape)} was given where {list(like.shape)} is held")
+    shard = local_shard(full, like.device_mesh, like.placements).to(like.to_local().device)
     return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -1,9 +1,11 @@
-"""Logits whose classes are split over a group, which look whole to code that does not know.
+"""Logits whose classes are split over a group, which look like the full logits to code that does not know.
 
-A loss does not need the classes of other ranks; other code may. So the output layer of a model hands on its own part
-under the whole's shape, and what is done with it decides: layout changes, casts and scaling are done to the part, a
-cross entropy takes the part, and anything else gets the whole, for which the parts are gathered then. (DTensor gives
-such a view of a sharded tensor too, by a sharding rule for each operation; here what has no rule gets the whole.)
+A loss does not need the classes of other ranks; other code may. So the output layer of a model hands on its own
+shard under the shape of the full tensor, and what is done with it decides: layout changes, casts and scaling are done
+to the shard, a cross entropy takes the shard, and anything else gets the full tensor, for which the shards are gathered
+then. (DTensor gives
+such a view of a sharded tensor too, by a sharding rule for each operation; here what has no rule gets the
+full tensor.)
 """
 
 from collections.abc import Callable, Sequence
@@ -26,18 +28,18 @@ Rule = Callable[..., Any]
 
 
 class SplitLogits(torch.Tensor):
-    """This rank's part of a tensor, under the shape of the whole. Made by :func:`split_logits`.
+    """This rank's shard of a tensor, under the shape of the full one. Made by :func:`split_logits`.
 
-    Operations on it are collectives wherever they need the whole: every rank of the group must do the same with it.
-    A hook registered on it is called with the gradient of this rank's part.
+    Operations on it are collectives wherever they need the full tensor: every rank of the group must do the same
+    with it. A hook registered on it is called with the gradient of this rank's shard.
 
     Attributes:
-        part: a plain tensor; maybe of a narrower type than that in which the whole is seen.
-        class_dim: along which it is a part, not negative.
-        group: the ranks that hold the parts.
+        shard: a plain tensor; maybe of a narrower type than that in which the full tensor is seen.
+        class_dim: along which it is cut, not negative.
+        group: the ranks that hold the shards.
     """
 
-    part: torch.Tensor
+    shard: torch.Tensor
     class_dim: int
     group: dist.ProcessGroup
     _shape: tuple[int, ...]
@@ -47,16 +49,16 @@ class SplitLogits(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        part: torch.Tensor,
+        shard: torch.Tensor,
         class_dim: int,
         classes: int,
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         aliases: "_Aliases",
     ) -> "SplitLogits":
-        shape = (*part.shape[:class_dim], classes, *part.shape[class_dim + 1 :])
-        self = make_wrapper_tensor(cls, shape, dtype, part.device)
-        self.part, self.class_dim, self.group = part, class_dim, group
+        shape = (*shard.shape[:class_dim], classes, *shard.shape[class_dim + 1 :])
+        self = make_wrapper_tensor(cls, shape, dtype, shard.device)
+        self.shard, self.class_dim, self.group = shard, class_dim, group
         self._shape, self._dtype, self._aliases = shape, dtype, aliases
         return self
 
@@ -65,19 +67,19 @@ class SplitLogits(torch.Tensor):
         """Of all ranks."""
         return self._shape[self.class_dim]
 
-    def whole(self) -> torch.Tensor:
-        """The whole as a plain tensor, gathered once. A collective of the group."""
-        gathered = self._aliases.whole_of(self)
+    def full(self) -> torch.Tensor:
+        """The full tensor, a plain one, gathered once. A collective of the group."""
+        gathered = self._aliases.full_of(self)
         if gathered is None:
             with torch.enable_grad():  # the next to ask may need its graph
-                parts = collectives.gather(self.part, self.class_dim, self.group, size=self.classes)
-                gathered = parts.to(self._dtype)
+                joined = collectives.gather(self.shard, self.class_dim, self.group, size=self.classes)
+                gathered = joined.to(self._dtype)
             self._aliases.gathered(self, gathered)
         return gathered
 
     def _rule(self, func: Rule) -> Rule | None:
-        """How `func` is done to the part; None where it is to be done to the whole."""
-        if self._aliases.modified(self) or (func in _OF_VIEWS and self._aliases.whole_of(self) is not None):
+        """How `func` is done to the shard; None where it is to be done to the full tensor."""
+        if self._aliases.modified(self) or (func in _OF_VIEWS and self._aliases.full_of(self) is not None):
             return None
         return _OF_VIEWS.get(func) or _OF_VALUES.get(func)
 
@@ -94,7 +96,7 @@ class SplitLogits(torch.Tensor):
             result = rule(func, logits, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
-        plain_args, plain_kwargs = tree_map_only(SplitLogits, SplitLogits.whole, (tuple(args), kwargs))
+        plain_args, plain_kwargs = tree_map_only(SplitLogits, SplitLogits.full, (tuple(args), kwargs))
         result = func(*plain_args, **plain_kwargs)
         # An operation in place returns what it was given.
         return logits if isinstance(logits, SplitLogits) and result is plain_args[0] else result
@@ -103,71 +105,71 @@ class SplitLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it on the class
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What comes by other ways, such as custom autograd functions: they compute on the whole, too."""
+        """What comes by other ways, such as custom autograd functions: they compute on the full tensor, too."""
         if func is torch.ops.aten.detach.default:
             return args[0]
         if schema(func).is_mutable:
             raise RuntimeError(f"{func} would modify logits that are split over ranks; give it a clone of them")
-        plain_args, plain_kwargs = tree_map_only(SplitLogits, SplitLogits.whole, (tuple(args), kwargs or {}))
+        plain_args, plain_kwargs = tree_map_only(SplitLogits, SplitLogits.full, (tuple(args), kwargs or {}))
         return func(*plain_args, **plain_kwargs)
 
 
 def split_logits(
-    part: torch.Tensor, dim: int, classes: int, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+    shard: torch.Tensor, dim: int, classes: int, group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> SplitLogits:
-    """The tensor of which this rank has `part`, without gathering it.
+    """The tensor of which this rank has `shard`, without gathering it.
 
     Args:
-        part: this rank's part along `dim`, as :func:`tensorshard.distributed.scatter` cuts it.
-        classes: elements of the whole along `dim`.
-        group: the ranks that hold the parts.
-        dtype: in which the whole is seen: the part's by default, else a wider one.
+        shard: this rank's own along `dim`, as :func:`tensorshard.distributed.scatter` cuts it.
+        classes: elements of the full tensor along `dim`.
+        group: the ranks that hold the shards.
+        dtype: in which the full tensor is seen: the shard's by default, else a wider one.
     """
-    return _Whole.apply(part, dim % part.ndim, classes, group, dtype or part.dtype, _Aliases())
+    return _Full.apply(shard, dim % shard.ndim, classes, group, dtype or shard.dtype, _Aliases())
 
 
-class _Whole(torch.autograd.Function):
-    """Ties a whole to its part: the part's gradient is cut from the whole's."""
+class _Full(torch.autograd.Function):
+    """Ties a full tensor to its shard, whose gradient is cut from that of the full one."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, *about: Any) -> SplitLogits:
+    def forward(ctx: Any, shard: torch.Tensor, *about: Any) -> SplitLogits:
         ctx.dim, _, ctx.group, *_ = about
-        ctx.dtype = part.dtype
-        return SplitLogits(part, *about)
+        ctx.dtype = shard.dtype
+        return SplitLogits(shard, *about)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        part = collectives.scatter(grads[0], ctx.dim, ctx.group, grad_scale=1.0)
-        return set_mark(part, None).to(ctx.dtype), None, None, None, None, None
+        shard = collectives.scatter(grads[0], ctx.dim, ctx.group, grad_scale=1.0)
+        return set_mark(shard, None).to(ctx.dtype), None, None, None, None, None
 
 
 class _Aliases:
-    """Tensors of the same memory, had they been whole: what is done in place to one is done to all.
+    """Tensors of the same memory, had they been full: what is done in place to one is done to all.
 
-    A whole that was gathered may be modified, directly or through a view. The part is then out of date.
+    A gathered tensor may be modified, directly or through a view. The shard is then out of date.
     """
 
     def __init__(self) -> None:
-        self._gathered: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # of a part, the whole as it was then
+        self._gathered: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # of a shard, the full tensor as it was then
 
-    def gathered(self, logits: SplitLogits, whole: torch.Tensor) -> None:
-        self._gathered.append((logits.part, whole, tensor_version(whole)))
+    def gathered(self, logits: SplitLogits, full: torch.Tensor) -> None:
+        self._gathered.append((logits.shard, full, tensor_version(full)))
 
-    def whole_of(self, logits: SplitLogits) -> torch.Tensor | None:
+    def full_of(self, logits: SplitLogits) -> torch.Tensor | None:
         """What was gathered of `logits`."""
         self.modified(logits)
-        return next((whole for part, whole, _ in self._gathered if part is logits.part), None)
+        return next((full for shard, full, _ in self._gathered if shard is logits.shard), None)
 
     def modified(self, logits: SplitLogits) -> bool:
-        """Whether the whole of `logits`, and not its part, is what counts.
+        """Whether the full tensor of `logits`, and not its shard, is what counts.
 
         Raises:
-            RuntimeError: the whole of an alias was modified, of which the whole of `logits` knows nothing.
+            RuntimeError: the full tensor of an alias was modified, of which that of `logits` knows nothing.
         """
         own = False
-        for part, whole, version in self._gathered:
-            if tensor_version(whole) != version:
-                if part is not logits.part:
+        for shard, full, version in self._gathered:
+            if tensor_version(full) != version:
+                if shard is not logits.shard:
                     raise RuntimeError(
                         "logits that are split over tensor-parallel ranks were modified in place, and are read "
                         "through a view taken before or after: write to a clone() of them, or take views of that"
@@ -176,14 +178,14 @@ class _Aliases:
         return own
 
 
-def _like(logits: SplitLogits, part: torch.Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
-    """A view of `logits`, of which this rank has `part`."""
+def _like(logits: SplitLogits, shard: torch.Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
+    """A view of `logits`, of which this rank has `shard`."""
     dim = logits.class_dim if dim is None else dim
-    return _Whole.apply(part, dim, logits.classes, logits.group, dtype or logits._dtype, logits._aliases)
+    return _Full.apply(shard, dim, logits.classes, logits.group, dtype or logits._dtype, logits._aliases)
 
 
-def _copied(logits: SplitLogits, part: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
-    return split_logits(part, logits.class_dim, logits.classes, logits.group, dtype)
+def _copied(logits: SplitLogits, shard: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
+    return split_logits(shard, logits.class_dim, logits.classes, logits.group, dtype)
 
 
 def _reshape(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
@@ -191,22 +193,22 @@ def _reshape(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
     if new is None:
         return NotImplemented
     shape, dim = new
-    shape[dim] = logits.part.size(logits.class_dim)
-    return _like(logits, logits.part.reshape(shape), dim)
+    shape[dim] = logits.shard.size(logits.class_dim)
+    return _like(logits, logits.shard.reshape(shape), dim)
 
 
 def _move(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
     dim = layout_rules.moved(func, len(logits._shape), logits.class_dim, args, kwargs)
-    return NotImplemented if dim is None else _like(logits, func(logits.part, *args, **kwargs), dim)
+    return NotImplemented if dim is None else _like(logits, func(logits.shard, *args, **kwargs), dim)
 
 
 def _index(func: Rule, logits: SplitLogits, index: Any) -> Any:
     new = layout_rules.indexed(index, logits._shape, logits.class_dim)
-    return NotImplemented if new is None else _like(logits, logits.part[new[0]], new[1])
+    return NotImplemented if new is None else _like(logits, logits.shard[new[0]], new[1])
 
 
 def _contiguous(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
-    return _like(logits, func(logits.part, *args, **kwargs))
+    return _like(logits, func(logits.shard, *args, **kwargs))
 
 
 def _cast(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
@@ -220,24 +222,24 @@ def _cast(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if dtype == logits._dtype:
         return logits
-    if torch.promote_types(logits.part.dtype, dtype) == dtype:
-        # A wider type says no more: the part stays as it is, half as large on the way to other ranks.
-        return _copied(logits, logits.part, dtype)
-    return _copied(logits, logits.part.to(dtype))
+    if torch.promote_types(logits.shard.dtype, dtype) == dtype:
+        # A wider type says no more: the shard stays as it is, half as large on the way to other ranks.
+        return _copied(logits, logits.shard, dtype)
+    return _copied(logits, logits.shard.to(dtype))
 
 
 def _scale(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
     if kwargs or not all(isinstance(value, int | float) for value in args):
         return NotImplemented
-    return _copied(logits, func(logits.part.to(logits._dtype), *args))
+    return _copied(logits, func(logits.shard.to(logits._dtype), *args))
 
 
 def _detach(func: Rule, logits: SplitLogits) -> Any:
-    return _like(logits, logits.part.detach())
+    return _like(logits, logits.shard.detach())
 
 
 def _register_hook(func: Rule, logits: SplitLogits, hook: Callable[[torch.Tensor], Any]) -> Any:
-    return logits.part.register_hook(hook)
+    return logits.shard.register_hook(hook)
 
 
 def _cross_entropy(func: Rule, logits: SplitLogits, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +247,7 @@ def _cross_entropy(func: Rule, logits: SplitLogits, target: Any, *args: Any, **k
     if logits.class_dim != min(1, len(logits._shape) - 1) or not takes_classes:
         return NotImplemented
     mark = ParallelMark(logits.class_dim, logits.classes, logits.group)
-    return parallel_cross_entropy(set_mark(logits.part.view_as(logits.part), mark), target, *args, **kwargs)
+    return parallel_cross_entropy(set_mark(logits.shard.view_as(logits.shard), mark), target, *args, **kwargs)
 
 
 _T: Any = torch.Tensor
@@ -256,7 +258,7 @@ _NEED_NO_VALUES = {
     *(torch.is_floating_point, torch.is_complex, torch.numel, _T.get_device, _T.element_size, _T.is_contiguous),
 }
 _CASTS = {_T.float: torch.float32, _T.double: torch.float64, _T.half: torch.float16, _T.bfloat16: torch.bfloat16}
-# What is a view of the whole once that is there.
+# What is a view of the full tensor once that is there.
 _OF_VIEWS: dict[Any, Rule] = {
     **dict.fromkeys((_T.view, _T.reshape, _T.flatten, _T.unflatten, _T.squeeze, _T.unsqueeze), _reshape),
     **dict.fromkeys((torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze), _reshape),

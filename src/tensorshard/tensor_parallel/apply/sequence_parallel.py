@@ -1,4 +1,4 @@
-"""Sequence parallelism: between split layers, each tensor-parallel rank has its part of the sequence alone.
+"""Sequence parallelism: between split layers, each tensor-parallel rank has its shard of the sequence alone.
 
 Norms, dropout and residual sums are then computed once for all ranks in place of once on each, and what they keep for
 backward is divided by the number of ranks (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
@@ -40,21 +40,21 @@ class _Sequence:
     """The sequence that a block, or a model's blocks one after the other, are computing on.
 
     Args:
-        length: positions of the whole; None before the first.
+        length: positions of the full sequence; None before the first.
     """
 
     dim: int
     group: dist.ProcessGroup
     length: int | None = None
 
-    def whole(self) -> int:
+    def full_length(self) -> int:
         """Positions that there are."""
         assert self.length is not None
         return self.length
 
-    def part(self) -> int:
+    def own_length(self) -> int:
         """Positions that this rank has."""
-        return shard_range(self.whole(), self.group.size(), self.group.rank())[1]
+        return shard_range(self.full_length(), self.group.size(), self.group.rank())[1]
 
     def unflattened(self, tensor: torch.Tensor, positions: int) -> torch.Tensor:
         """`tensor`, where its samples and positions are one dimension ([samples * positions, features]), with both."""
@@ -63,7 +63,7 @@ class _Sequence:
 
     def sharding(self) -> SequenceSharded:
         """Which positions each rank has."""
-        return SequenceSharded.of_length(self.dim, self.whole(), self.group)
+        return SequenceSharded.of_length(self.dim, self.full_length(), self.group)
 
 
 def apply_sequence_parallel(
@@ -74,7 +74,7 @@ def apply_sequence_parallel(
     shared_inputs: Iterable[Sequence[str]] = (),
     whole_units: bool = True,
 ) -> None:
-    """Makes blocks of `model` compute on their parts of a sequence.
+    """Makes blocks of `model` compute on their shards of a sequence.
 
     Args:
         model: one that :func:`tensorshard.tensor_parallel.apply.apply_table.apply_tensor_parallel` has split.
@@ -124,10 +124,10 @@ def _split_block(
     for owner, places in _partial_places(block, split.partial, together=whole_units):
         wrap_forward(owner, Role.SEQUENCE_GRADIENTS, partial(_summing_forward, places, flow.group))
     if split.reshapes:
-        around = partial(forward_with_full_lengths, lambda: (inner.part(), inner.whole()), split.dim)
+        around = partial(forward_with_full_lengths, lambda: (inner.own_length(), inner.full_length()), split.dim)
         wrap_forward(block, Role.SEQUENCE_SHAPES, around)
     wrap_forward(block, Role.SEQUENCE_LENGTH, partial(_block_forward, inner))
-    # Hooks stay outside of recomputation: what a recomputed block keeps is its part of the sequence.
+    # Hooks stay outside of recomputation: what a recomputed block keeps is its shard of the sequence.
     what = name or type(block).__name__
     block.register_forward_pre_hook(partial(_enter, what, split, flow), with_kwargs=True)
     if split.gathers:
@@ -151,7 +151,7 @@ def _read_together(split: SequenceSplit, shared_inputs: Iterable[Sequence[str]])
 
 
 class _SequenceColumns(SharedColumns):
-    """Column layers whose outputs have all positions, though each rank has its part of the input alone."""
+    """Column layers whose outputs have all positions, though each rank has its shard of the input alone."""
 
     def __init__(self, layers: Sequence[nn.Module], sequence: _Sequence, *, gathers: bool) -> None:
         super().__init__(layers, sequence.group)
@@ -161,7 +161,7 @@ class _SequenceColumns(SharedColumns):
     def _compute(self, indices: Iterable[int], input: torch.Tensor) -> list[torch.Tensor]:
         if not self._gathers:
             return super()._compute(indices, input)
-        given = self._sequence.unflattened(input, self._sequence.part())
+        given = self._sequence.unflattened(input, self._sequence.own_length())
         outputs = super()._compute(indices, given)
         return outputs if given is input else [output.flatten(0, 1) for output in outputs]
 
@@ -182,12 +182,12 @@ def _row_forward(layer: nn.Module, transposed: bool, sequence: _Sequence, input:
 def _attention_forward(
     module: nn.MultiheadAttention, leaves: tuple[int, ...], sequence: _Sequence, *args: Any, **kwargs: Any
 ) -> Any:
-    """A split attention, some of whose inputs come in parts; its ``out_proj`` is a row layer, and scatters."""
+    """A split attention, some of whose inputs are shards; its ``out_proj`` is a row layer, and scatters."""
     tensors = tensor_leaves((args, kwargs))
-    parts = {id(tensors[index]) for index in leaves}
+    sharded = {id(tensors[index]) for index in leaves}
 
     def column(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if id(input) not in parts:
+        if id(input) not in sharded:
             return parallel_linear(input, weight, bias, 1, sequence.group)
         return column_linear(input, [(weight, bias)], sequence.sharding())[0]
 
@@ -203,11 +203,11 @@ def _gathering_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    def whole(part: torch.Tensor) -> torch.Tensor:
-        return collectives.gather_for_sum(part, sequence.dim, sequence.group, size=sequence.length)
+    def full(shard: torch.Tensor) -> torch.Tensor:
+        return collectives.gather_for_sum(shard, sequence.dim, sequence.group, size=sequence.length)
 
     args, kwargs = _replace_leaves((args, kwargs), copied, lambda t: collectives.copy(t, sequence.group))
-    args, kwargs = _replace_leaves((args, kwargs), leaves, whole)
+    args, kwargs = _replace_leaves((args, kwargs), leaves, full)
     return forward(*args, **kwargs)
 
 
@@ -220,10 +220,10 @@ def _whole_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    def whole(part: torch.Tensor) -> torch.Tensor:
-        return collectives.gather(part, sequence.dim, sequence.group, size=sequence.length)
+    def full(shard: torch.Tensor) -> torch.Tensor:
+        return collectives.gather(shard, sequence.dim, sequence.group, size=sequence.length)
 
-    args, kwargs = _replace_leaves((args, kwargs), gathered, whole)
+    args, kwargs = _replace_leaves((args, kwargs), gathered, full)
     output = forward(*args, **kwargs)
     return _replace_leaves(output, cut, lambda t: collectives.scatter(t, sequence.dim, sequence.group))
 
@@ -241,7 +241,7 @@ def _enter(
 ) -> tuple[Any, dict[str, Any]]:
     """Cuts a block's input, if it comes in full, and passes the length of the sequence on to the block."""
 
-    def part(tensor: torch.Tensor) -> torch.Tensor:
+    def shard(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim != split.ndim:
             raise ValueError(
                 f"{name} was given a tensor {list(tensor.shape)}, and expected {split.ndim} dimensions, of which "
@@ -255,22 +255,22 @@ def _enter(
                     f"split over tp={flow.group.size()} ranks; give longer sequences, or set sequence_parallel=False"
                 )
             return collectives.scatter(tensor, split.dim, flow.group)
-        if flow.length is None or tensor.size(split.dim) != flow.part():
+        if flow.length is None or tensor.size(split.dim) != flow.own_length():
             raise RuntimeError(
                 f"{name} was given {tensor.size(split.dim)} positions along dimension {split.dim}, and expected this "
-                f"rank's part of the {flow.length} that the block before it had: the model calls its blocks in another "
-                f"way than when it was examined; set sequence_parallel=False"
+                f"rank's shard of the {flow.length} that the block before it had: the model calls its blocks in "
+                f"another way than when it was examined; set sequence_parallel=False"
             )
         return tensor
 
-    args, kwargs = _replace_leaves((args, kwargs), (split.input,), part)
+    args, kwargs = _replace_leaves((args, kwargs), (split.input,), shard)
     return args, {**kwargs, _LENGTH: flow.length}
 
 
 def _leave(split: SequenceSplit, flow: _Sequence, block: nn.Module, args: Any, output: Any) -> Any:
     """Puts a block's outputs together."""
     return _replace_leaves(
-        output, split.outputs, lambda part: collectives.gather(part, split.dim, flow.group, size=flow.length)
+        output, split.outputs, lambda shard: collectives.gather(shard, split.dim, flow.group, size=flow.length)
     )
 
 
@@ -289,7 +289,7 @@ def _replace_leaves(tree: Any, indices: tuple[int, ...], replacement: Callable[[
     return map_tensors(given, tree)
 
 
-# -- parameters that see a part of the sequence --
+# -- parameters that see a shard of the sequence --
 
 
 class _SumGradients(Function):

@@ -1,8 +1,8 @@
 """Key and value layers with fewer heads than there are ranks (grouped-query and multi-query attention).
 
 Megatron-LM gives each rank a copy of the head that it shares, and adds up the copies' gradients. Here no weight is
-there twice: every rank computes its part of a head, as of any column layer, and the ranks that use one head gather its
-features. In backward each gets the sum of the gradients of its part. So optimizers, clipping, ZeRO and checkpoints see
+there twice: every rank computes its shard of a head, as of any column layer, and the ranks that use one head gather its
+features. In backward each gets the sum of the gradients of its shard. So optimizers, clipping, ZeRO and checkpoints see
 nothing but a column layer, and no rank computes what another one does.
 """
 
@@ -44,7 +44,7 @@ def check_shared_heads(name: str, heads: int, widths: Sequence[int], size: int) 
 
 
 def share_heads(module: nn.Module, heads: int, parts: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Makes the column layer `module` put out whole heads.
+    """Makes the column layer `module` put out full heads.
 
     Args:
         heads: of keys (and values); nothing is to be done where there are as many as ranks.
@@ -67,8 +67,8 @@ def _gather_heads(
     queries, keys, values = local
     shared = output.narrow(-1, queries, keys + values)
     # One message for both: [*, keys or values, features].
-    whole = _GatherHeads.apply(shared, 2, together, group)
-    return torch.cat([output.narrow(-1, 0, queries), whole], -1)
+    heads = _GatherHeads.apply(shared, 2, together, group)
+    return torch.cat([output.narrow(-1, 0, queries), heads], -1)
 
 
 class _GatherHeads(Function):
@@ -78,9 +78,9 @@ class _GatherHeads(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, packed: int, together: int, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, packed: int, together: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.packed, ctx.together, ctx.group = packed, together, group
-        held = primitives.exchange_among(part.expand(together, *part.shape), together, group)
+        held = primitives.exchange_among(shard.expand(together, *shard.shape), together, group)
         return _join(held, packed)
 
     @staticmethod
@@ -91,11 +91,11 @@ class _GatherHeads(Function):
 
 
 def _join(held: torch.Tensor, packed: int) -> torch.Tensor:
-    """[ranks, *, packed * part] as [*, packed * ranks * part]."""
+    """[ranks, *, packed * shard] as [*, packed * ranks * shard]."""
     split = held.unflatten(-1, (packed, -1))
     return split.movedim(0, -2).flatten(-3)
 
 
-def _cut(whole: torch.Tensor, packed: int, together: int) -> torch.Tensor:
+def _cut(heads: torch.Tensor, packed: int, together: int) -> torch.Tensor:
     """Undoes :func:`_join`."""
-    return whole.unflatten(-1, (packed, together, -1)).movedim(-2, 0).flatten(-2)
+    return heads.unflatten(-1, (packed, together, -1)).movedim(-2, 0).flatten(-2)

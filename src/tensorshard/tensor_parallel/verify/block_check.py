@@ -46,7 +46,7 @@ _LEAST_SCALE = 1e-2
 
 
 class MismatchError(ValueError):
-    """A split block does not compute what the whole one does, or cannot run.
+    """A split block does not compute what the full one does, or cannot run.
 
     Args:
         message: what was seen.
@@ -69,7 +69,7 @@ class Agreement:
     """What a successful check found.
 
     Args:
-        sharded_outputs: tensor leaves of the block's output that are this rank's part alone, and along which
+        sharded_outputs: tensor leaves of the block's output that are this rank's shard alone, and along which
             dimension.
     """
 
@@ -178,11 +178,11 @@ class BlockCheck:
         shared_inputs: Iterable[Sequence[str]] = (),
         sequence: Mapping[str, SequenceSplit] | None = None,
     ) -> Agreement:
-        """Compares the block, split as `styles` say, with the whole one.
+        """Compares the block, split as `styles` say, with the full one.
 
         Args:
             styles: of modules and parameters of the block, by their names in it.
-            sliced_inputs: tensor inputs of which each rank gets its part alone, and along which dimension.
+            sliced_inputs: tensor inputs of which each rank gets its shard alone, and along which dimension.
             shared_inputs: as for :func:`apply_tensor_parallel`.
             sequence: as for :func:`apply_sequence_parallel`; "" is the block itself.
 
@@ -257,7 +257,7 @@ class BlockCheck:
             if key not in self._as_linear:
                 self._as_linear[key] = computes_as_linear(module, key[1], self.size)
             if not self._as_linear[key]:
-                raise MismatchError(f"{name} has a forward of its own, which on a part of its weight computes another")
+                raise MismatchError(f"{name} has a forward of its own, which on a shard of its weight computes another")
 
     def _split_run(
         self,
@@ -268,13 +268,13 @@ class BlockCheck:
         counter: OperationCounter,
     ) -> _Run:
         rank, size = group.rank(), group.size()
-        part = self.make_copy()
-        apply_tensor_parallel(part, TensorPlan(dict(split.styles)), group, shared_inputs=split.shared_inputs)
-        apply_sequence_parallel(part, split.sequence, group, shared_inputs=split.shared_inputs)
+        split_block = self.make_copy()
+        apply_tensor_parallel(split_block, TensorPlan(dict(split.styles)), group, shared_inputs=split.shared_inputs)
+        apply_sequence_parallel(split_block, split.sequence, group, shared_inputs=split.shared_inputs)
         with torch.no_grad():
-            for name, parameter in part.named_parameters():
+            for name, parameter in split_block.named_parameters():
                 parameter.data = local_shard(parameter.data, layouts[name], rank, size)
-            shard_buffers(part, layouts, rank, size)
+            shard_buffers(split_block, layouts, rank, size)
         indices = count()
 
         def own(leaf: torch.Tensor) -> torch.Tensor:
@@ -283,7 +283,7 @@ class BlockCheck:
                 return leaf
             return local_shard(leaf.detach(), sliced[index], rank, size).requires_grad_(leaf.requires_grad)
 
-        return self._run(part, map_tensors(own, self._given), group, counter if rank == 0 else nullcontext())
+        return self._run(split_block, map_tensors(own, self._given), group, counter if rank == 0 else nullcontext())
 
     def _run(
         self,
@@ -305,7 +305,7 @@ class BlockCheck:
         total = torch.zeros(())
         for output, cotangent in zip(outputs, self._cotangents, strict=True):
             if output.requires_grad:
-                total = total + (output * _part_like(cotangent, output, group)).sum()
+                total = total + (output * _shard_like(cotangent, output, group)).sum()
         if total.requires_grad:
             total.backward()
         return _Run(
@@ -352,8 +352,8 @@ class BlockCheck:
                 _compare("the gradient of its input", _present(value, "the gradient of its input"), gradient, least)
         for name, gradient in self.expected.gradients.items():
             what = f"the gradient of {name}"
-            parts = [_present(run.gradients.get(name), what) for run in runs]
-            for value in parts if layouts[name].dim is None else [join_shards(parts, layouts[name])]:
+            shards = [_present(run.gradients.get(name), what) for run in runs]
+            for value in shards if layouts[name].dim is None else [join_shards(shards, layouts[name])]:
                 _compare(what, value, gradient, least)
 
 
@@ -365,16 +365,16 @@ def _random_input(leaf: torch.Tensor, generator: torch.Generator, dtype: torch.d
     return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
 
 
-def _part_like(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """What goes with this rank's `part` of an output, of which `whole` has the shape."""
-    dim = _differing_dim(part.shape, whole.shape)
+def _shard_like(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """What goes with this rank's `shard` of an output, of which `full` has the shape."""
+    dim = _differing_dim(shard.shape, full.shape)
     if dim is None or group is None:
-        return whole
-    return local_shard(whole, Layout(dim, (whole.shape[dim],)), group.rank(), group.size())
+        return full
+    return local_shard(full, Layout(dim, (full.shape[dim],)), group.rank(), group.size())
 
 
 def _differing_dim(found: torch.Size, expected: torch.Size) -> int | None:
-    """The one dimension in which a rank's part is smaller; None if the shapes are equal."""
+    """The one dimension in which a rank's shard is smaller; None if the shapes are equal."""
     if found == expected:
         return None
     dims = [dim for dim, (f, e) in enumerate(zip(found, expected, strict=False)) if f != e]

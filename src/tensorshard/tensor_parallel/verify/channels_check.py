@@ -48,27 +48,27 @@ def _agrees(module: nn.Module, shape: tuple[int, ...], size: int, parts: int) ->
     input = torch.randn(shape, generator=generator)
     layouts = channel_layouts("", given, size, parts)
     of_input = Layout(1, (shape[1] // parts,) * parts)
-    ranks = [_part(given, layouts, rank, size, parts) for rank in range(size)]
-    outputs = [part(local_shard(input, of_input, rank, size).clone()) for rank, part in enumerate(ranks)]
+    ranks = [_shard(given, layouts, rank, size, parts) for rank in range(size)]
+    outputs = [shard(local_shard(input, of_input, rank, size).clone()) for rank, shard in enumerate(ranks)]
     expected = given(input.clone())
     if len(tensor_leaves(expected)) != 1 or not isinstance(expected, torch.Tensor):
         return False
     channels = Layout(1, (expected.shape[1] // parts,) * parts)
     pairs = [(join_shards(outputs, channels), expected)]
     for key, buffer in own_buffers(given).items():
-        held = [own_buffers(part)[key] for part in ranks]
+        held = [own_buffers(shard)[key] for shard in ranks]
         pairs += [(join_shards(held, layouts.get(key, Layout())), buffer)]
     return all(
         found.shape == value.shape and torch.allclose(found, value, _TOLERANCE, _TOLERANCE) for found, value in pairs
     )
 
 
-def _part(module: nn.Module, layouts: dict[str, Layout], rank: int, size: int, parts: int) -> nn.Module:
-    part: nn.Module = deepcopy_module(module, {})
-    keep_own_channels(part, rank, size, parts)
-    for key, parameter in own_parameters(part).items():
+def _shard(module: nn.Module, layouts: dict[str, Layout], rank: int, size: int, parts: int) -> nn.Module:
+    shard: nn.Module = deepcopy_module(module, {})
+    keep_own_channels(shard, rank, size, parts)
+    for key, parameter in own_parameters(shard).items():
         local = local_shard(parameter.detach(), layouts.get(key, Layout()), rank, size)
-        set_parameter(part, key, nn.Parameter(local, requires_grad=False))
-    for key, buffer in own_buffers(part).items():
-        set_buffer(part, key, local_shard(buffer, layouts.get(key, Layout()), rank, size))
-    return part
+        set_parameter(shard, key, nn.Parameter(local, requires_grad=False))
+    for key, buffer in own_buffers(shard).items():
+        set_buffer(shard, key, local_shard(buffer, layouts.get(key, Layout()), rank, size))
+    return shard
