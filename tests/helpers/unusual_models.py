@@ -138,6 +138,26 @@ class BiasedAttention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], self.features))
 
 
+class IndexedBias(nn.Module):
+    """A bias by distance and head, looked up by an index that is a buffer. Where the heads of one rank reshape the full
+    table, the index finds the rows of others, which no shape shows (Swin v2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.bias = nn.Sequential(nn.Linear(1, 8), nn.ReLU(inplace=True), nn.Linear(8, HEADS))
+        positions = torch.arange(LENGTH)
+        self.distances = nn.Buffer(torch.linspace(-2, 2, 2 * LENGTH - 1).unsqueeze(1), persistent=False)
+        self.index = nn.Buffer(positions - positions.unsqueeze(1) + LENGTH - 1, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        bias = self.bias(self.distances).view(-1, self.heads)[self.index].movedim(-1, 0)
+        mixed = torch.softmax(q @ k.transpose(-1, -2) + bias.sin(), -1) @ v
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
 class Interleaved(nn.Module):
     """Attention whose features no part of a rank can be: neighbours are of different heads."""
 
@@ -178,6 +198,7 @@ BLOCKS: dict[str, type[nn.Module]] = {
     "sinks": Sinks,
     "scan": Scan,
     "biased": BiasedAttention,
+    "indexed-bias": IndexedBias,
     "interleaved": Interleaved,
     "recurrent": Recurrent,
     "parameters": Own,

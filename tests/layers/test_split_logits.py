@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,12 @@ def _halved_in_place(x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(x.div_(2.0).view(-1, CLASSES), TARGETS.view(-1))
 
 
+def _written_and_squared(x: torch.Tensor) -> torch.Tensor:
+    x.mul_(0.5)
+    x[..., 1] *= 3.0
+    return _SumOfSquares.apply(x) + x.tanh().sum()
+
+
 def _after_a_metric(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         assert x.argmax(-1).shape == TARGETS.shape
@@ -93,6 +100,7 @@ LOSSES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {  # an
     "class probabilities": (_probabilities, True),
     "written to": (_written, True),
     "halved in place": (_halved_in_place, True),
+    "in place, then a function of its own": (_written_and_squared, True),
     "looked at before": (_after_a_metric, True),
     "a function of its own": (_SumOfSquares.apply, True),
     "arithmetic with others": (lambda x: (x + torch.ones(CLASSES, dtype=x.dtype)).logsumexp(-1).mean(), True),
@@ -154,6 +162,27 @@ def _gather_backwards() -> None:
 
 def test_hooks_see_the_part_and_stale_views_are_refused(ranks):
     ranks(2, _gather_backwards)
+
+
+def _step_with_inplace_activation() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(inplace=True), nn.Linear(12, 6)).double()
+    inputs, targets = torch.randn(4, 8, dtype=torch.float64), torch.arange(4)
+    alone = deepcopy(model)
+    F.cross_entropy(alone(inputs), targets).backward()
+    plan = ts.Plan(tp=2, tp_plan={"0": "colwise_gather", "2": "colwise_gather"})
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    engine = ts.parallelize(model, plan, optimizer=sgd, loss_fn=F.cross_entropy)
+    engine.step(inputs, targets)
+    moved = engine.full_state_dict()
+    return {name: p.detach() - p.grad - moved[name] for name, p in alone.named_parameters()} if moved else {}
+
+
+def test_what_writes_into_a_hidden_layers_output_has_its_gradient(ranks):
+    differences = ranks(2, _step_with_inplace_activation)[0]
+    assert len(differences) == 4
+    for name, difference in differences.items():
+        assert difference.abs().max() < 1e-12, name
 
 
 class _WithLoss(nn.Module):

@@ -48,6 +48,7 @@ TABLES: dict[str, dict[str, str]] = {
         "blocks.*.skip": "slice(0)",
         "blocks.*.leave": "rowwise",
     },
+    "indexed-bias": {"blocks.*.q": "colwise_gather", "blocks.0.bias.0": "colwise", "blocks.0.bias.2": "rowwise"},
     "biased": {"blocks.0": "divide(features, input.bias.1)", "blocks.*.q": "colwise", "blocks.*.out": "rowwise"},
     "interleaved": {"blocks.*.qkv": "colwise_gather", "blocks.*.out": "colwise_gather"},
     "recurrent": {"blocks.*.rnn.weight_ih_l0": "gather(0)", "blocks.*.rnn.weight_hh_l0": "gather(0)"},

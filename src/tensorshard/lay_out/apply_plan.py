@@ -30,7 +30,7 @@ def apply_plan(
         sample_inputs: what the model is run on to find out how it can be split and cut; None to guess.
     """
     model = source.module
-    found = choose_tensor_split(model, plan, mesh, sample_inputs)
+    found = choose_tensor_split(source, plan, mesh, sample_inputs)
     if mesh.degrees["pp"] > 1:
         from tensorshard.lay_out.pipeline_stages import apply_pipeline
 

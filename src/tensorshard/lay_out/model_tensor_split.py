@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from tensorshard.comm.decisions import decide_once
+from tensorshard.materialize.source import TensorSource
 from tensorshard.mesh import Mesh
 from tensorshard.plan import Plan
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
@@ -14,8 +15,8 @@ from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
 
-def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh, inputs: Any = None) -> VerifiedTable | None:
-    """The table for `model` under `plan`, found or checked by numbers; None where nothing is to be split.
+def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = None) -> VerifiedTable | None:
+    """The table for the source's model under `plan`, found or checked by numbers; None where nothing is to be split.
 
     The first rank works it out and broadcasts it. A collective of the mesh.
 
@@ -29,14 +30,15 @@ def choose_tensor_split(model: nn.Module, plan: Plan, mesh: Mesh, inputs: Any = 
         return None
 
     def choose() -> VerifiedTable:
-        return choose_tensor_plan(
-            model,
-            mesh.degrees["tp"],
-            plan.tp_plan,
-            inputs=inputs,
-            check=plan.tp_check,
-            sequence_parallel=plan.sequence_parallel,
-        )
+        with source.real_buffers():
+            return choose_tensor_plan(
+                source.module,
+                mesh.degrees["tp"],
+                plan.tp_plan,
+                inputs=inputs,
+                check=plan.tp_check,
+                sequence_parallel=plan.sequence_parallel,
+            )
 
     with unset_fake_temporarily():  # the check computes numbers, on small tensors of its own
         return decide_once(choose, mesh.world_group)

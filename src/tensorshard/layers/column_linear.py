@@ -32,7 +32,7 @@ class _ColumnLinear(Function):
         ctx.save_for_backward(input, *weights)
         ctx.set_materialize_grads(False)  # a layer whose output goes unused costs nothing
         full = sharding.gather(input)
-        return tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, parameters[1::2], strict=True))
+        return tuple(_linear(full, weight, bias) for weight, bias in zip(weights, parameters[1::2], strict=True))
 
     @staticmethod
     @once_differentiable
@@ -63,6 +63,16 @@ class _ColumnLinear(Function):
         ]
         of_parameters = [grad for pair in zip(of_weights, of_biases, strict=True) for grad in pair]
         return None if reduction is None else reduction.wait(), None, *of_parameters
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``F.linear``, whose output is no view: autograd lets nobody write into a view that a custom function returned, as
+    ``nn.ReLU(inplace=True)`` does."""
+    if bias is None or input.ndim < 3:
+        return F.linear(input, weight, bias)
+    output = input.new_empty(*input.shape[:-1], weight.size(0))
+    torch.addmm(bias, as_rows(input), weight.t(), out=output.view(-1, weight.size(0)))
+    return output
 
 
 def _sum_of_products(lefts: list[torch.Tensor | None], rights: list[torch.Tensor]) -> torch.Tensor | None:

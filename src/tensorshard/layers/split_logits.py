@@ -21,7 +21,7 @@ from tensorshard.layers import layout_rules
 from tensorshard.layers.split_cross_entropy import parallel_cross_entropy
 from tensorshard.torch_private.dispatch import make_wrapper_tensor, without_torch_functions_of_tensors
 from tensorshard.torch_private.operators import schema
-from tensorshard.torch_private.pytree import tree_map_only
+from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
 from tensorshard.torch_private.tensors import tensor_version
 
 Rule = Callable[..., Any]
@@ -96,8 +96,13 @@ class SplitLogits(torch.Tensor):
             result = rule(func, logits, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SplitLogits)]
         plain_args, plain_kwargs = tree_map_only(SplitLogits, SplitLogits.full, (tuple(args), kwargs))
+        versions = [tensor_version(leaf.full()) for leaf in given]
         result = func(*plain_args, **plain_kwargs)
+        for leaf, version in zip(given, versions, strict=True):
+            if torch.is_grad_enabled() and tensor_version(leaf.full()) != version:
+                _Written.apply(leaf, leaf.full())
         # An operation in place returns what it was given.
         return logits if isinstance(logits, SplitLogits) and result is plain_args[0] else result
 
@@ -141,6 +146,19 @@ class _Full(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         shard = collectives.scatter(grads[0], ctx.dim, ctx.group, grad_scale=1.0)
         return set_mark(shard, None).to(ctx.dtype), None, None, None, None, None
+
+
+class _Written(torch.autograd.Function):
+    """Split logits whose full tensor was written to: what others make of them has its gradient by way of that."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: SplitLogits, full: torch.Tensor) -> SplitLogits:
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, grads[0]
 
 
 class _Aliases:

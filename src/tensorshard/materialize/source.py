@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -54,6 +55,27 @@ class TensorSource(ABC):
             layout = self._layouts[name]
             return torch.empty_strided(layout.size(), layout.stride(), dtype=layout.dtype, device="cpu")
         return self._value(name)
+
+    @contextmanager
+    def real_buffers(self) -> Iterator[None]:
+        """Within it the module's buffers have their values; its parameters stay on the meta device.
+
+        What is computed with random weights tells nothing of a mask or an index whose values are not there.
+        """
+        kept = [(owner, dict(own_buffers(owner))) for owner in self.module.modules()]
+        names = {id(buffer): name for name, buffer in self.module.named_buffers()}
+        values: dict[int, torch.Tensor] = {}
+        try:
+            for owner, buffers in kept:
+                for key, buffer in buffers.items():
+                    if id(buffer) not in values:
+                        values[id(buffer)] = self.tensor(names[id(buffer)])
+                    set_buffer(owner, key, values[id(buffer)])
+            yield
+        finally:
+            for owner, buffers in kept:
+                for key, buffer in buffers.items():
+                    set_buffer(owner, key, buffer)
 
     @abstractmethod
     def _value(self, name: str) -> torch.Tensor:

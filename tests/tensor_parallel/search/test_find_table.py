@@ -174,6 +174,9 @@ def test_a_plain_sequential():
     model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
     assert find(model) == {"0": "colwise", "2": "rowwise"}
     assert find(model, 3) == {"0": "colwise", "2": "rowwise"}
+    writing = nn.Sequential(nn.Linear(8, 12), nn.ReLU(inplace=True), nn.Linear(12, 8))
+    found = find_tensor_plan(writing, 2, inputs=torch.randn(2, 3, 4, 8))
+    assert found.plan.to_dict() == {"0": "colwise", "2": "rowwise"}
 
 
 def test_uneven_features():
