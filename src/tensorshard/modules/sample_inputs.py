@@ -7,18 +7,28 @@ import torch
 from torch import nn
 
 from tensorshard.modules.argument_guesses import guesses_by_arguments
+from tensorshard.modules.diffusers_inputs import diffusers_inputs
 from tensorshard.modules.transformers_inputs import SAMPLES, TOKENS, transformers_inputs
 from tensorshard.modules.transformers_inputs import tokens as token_ids
+from tensorshard.torch_private.pytree import tree_map_only
 
 
 def example_inputs(model: nn.Module) -> list[Any]:
     """Candidates for inputs that `model` takes, the likeliest first; the values are arbitrary.
 
-    Hugging Face's models say themselves what they take. For others, the first layer with parameters shows it: an
-    embedding wants indices, a convolution images, a linear layer features; then the names of the forward's arguments
-    do. A model with a head that computes its loss takes targets as well, and may take masks.
+    Models of transformers and diffusers say themselves what they take. For others, the first layer with parameters
+    shows it: an embedding wants indices, a convolution images, a linear layer features; then the names of the forward's
+    arguments do. A model with a head that computes its loss takes targets as well, and may take masks. Numbers are of
+    the type of the model's first weight.
     """
-    published = transformers_inputs(model)
+    candidates = _candidates(model)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    typed: list[Any] = tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, candidates)
+    return typed
+
+
+def _candidates(model: nn.Module) -> list[Any]:
+    published = transformers_inputs(model) or diffusers_inputs(model)
     if any(getattr(module, "takes_targets", False) for module in model.modules()):
         main = [next(iter(inputs.values())) for inputs in published[:1]]
         return [given for inputs in [*main, *_inputs_of_first_layer(model)] for given in _with_targets(model, inputs)]
