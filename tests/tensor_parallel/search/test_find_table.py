@@ -179,6 +179,37 @@ def test_a_plain_sequential():
     assert found.plan.to_dict() == {"0": "colwise", "2": "rowwise"}
 
 
+class _Sized(nn.Module):
+    """Takes its size from a mask of numbers, as ViLT does: no random numbers are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = F.interpolate(x.movedim(1, 2), size=int(mask[0].prod().item()) * mask.size(1)).movedim(1, 2)
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class _WithMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Sized() for _ in range(2))
+        self.head = nn.Linear(8, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(x.shape[:2])
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)
+
+
+def test_a_block_that_takes_no_random_numbers_is_left_whole():
+    found = find_tensor_plan(_WithMask(), 2, inputs=torch.randn(2, 5, 8))
+    assert found.plan.to_dict()["head"] == "colwise_gather"
+    assert "it does not run alone, on random numbers" in found.whole["blocks.*"]
+
+
 def test_uneven_features():
     model = nn.Sequential(nn.Linear(8, 13), nn.ReLU(), nn.Linear(13, 8))
     assert find(model, 2) == {"0": "colwise", "2": "rowwise"}

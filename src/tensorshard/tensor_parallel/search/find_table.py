@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.search.block_search import BlockSearch, SplitRegion, search_block
 from tensorshard.tensor_parallel.search.check_table import CheckedPlan, WrongTensorPlanError, check_around_run
@@ -98,10 +99,13 @@ def find_tensor_plan(
     run = run_once(model, list(units), inputs, sequences=sequence_parallel)
     checks = BlockChecks(units, run, size)
     published = published_plan(model)
-    searches = _search_all(units, run, checks, published.plan)
     whole = {name: "its block was not called" for name in units if name not in run.calls}
+    searches, unexamined = _search_all(units, run, checks, published.plan)
     whole.update({p: f"published as {s!r}, a style that is not known here" for p, s in published.unknown.items()})
     _drop_inconsistent(searches, run.calls)
+    for name, reason in unexamined.items():  # its layers are treated as those outside of blocks
+        del units[name], run.calls[name], searches[name]
+        whole[name] = reason
     styles: dict[str, Style] = {}
     for name, search in searches.items():
         styles.update({_join(name, key): style for key, style in search.styles().items()})
@@ -167,19 +171,27 @@ def _said(name: str, styles: Mapping[str, Style]) -> Style:
 
 def _search_all(
     units: Mapping[str, nn.Module], run: ModelRun, checks: BlockChecks, published: TensorPlan
-) -> dict[str, BlockSearch]:
-    """One search for blocks that are alike."""
-    known: dict[int, BlockSearch] = {}
+) -> tuple[dict[str, BlockSearch], dict[str, str]]:
+    """One search for blocks that are alike, and why others cannot be examined."""
+    known: dict[int, BlockSearch | str] = {}
     modules = KnownModules()
     searches: dict[str, BlockSearch] = {}
+    unexamined: dict[str, str] = {}
     for name, call in run.calls.items():
         kind = run.kinds[name]
         if kind not in known:
             given = published.restricted_to(name, units[name])
-            known[kind] = search_block(units[name], call, checks.of(name), given, modules)
+            try:
+                known[kind] = search_block(units[name], call, checks.of(name), given, modules)
+            except Exception as error:  # sizes that are computed from a mask (ViLT), of which random numbers are none
+                if not raised_by_model(error):
+                    raise
+                known[kind] = f"it does not run alone, on random numbers: {type(error).__name__}: {error}"
         search = known[kind]
+        if isinstance(search, str):
+            unexamined[name], search = search, BlockSearch()
         searches[name] = BlockSearch(list(search.split), dict(search.whole), list(search.ends))
-    return searches
+    return searches, unexamined
 
 
 def _regions_of_names(searches: Mapping[str, BlockSearch]) -> dict[str, str]:

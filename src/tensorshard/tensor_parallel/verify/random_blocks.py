@@ -16,10 +16,11 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 def blocks_without_random_numbers(units: Mapping[str, nn.Module], run: ModelRun) -> frozenset[str]:
     """Names of the blocks that ran without making random numbers (dropout, say); one run for those that are alike."""
     known: dict[int, bool] = {}
-    for name, kind in run.kinds.items():
+    for name, call in run.calls.items():
+        kind = run.kinds[name]
         if kind not in known:
-            known[kind] = _makes_random_numbers(units[name], run.calls[name])
-    return frozenset(name for name, kind in run.kinds.items() if not known[kind])
+            known[kind] = _makes_random_numbers(units[name], call)
+    return frozenset(name for name in run.calls if not known[run.kinds[name]])
 
 
 def _makes_random_numbers(block: nn.Module, call: BlockCall) -> bool:
