@@ -12,6 +12,7 @@ from raised_errors import BY_VALUES, OTHERS, OURS, from_file, raising
 from tensorshard.models import GPT
 from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.provenance import Provenance
+from tensorshard.tensor_parallel.apply.sequence_shapes import forward_with_full_lengths
 
 
 def caught(function: Callable[[], Any]) -> Exception:
@@ -64,6 +65,16 @@ def test_the_models_operations_are_its_own_under_provenance():
     def run() -> None:
         with Provenance[str](FakeTensorMode()):
             torch.zeros(2).as_subclass(Strict) + 1
+
+    assert raised_by_model(caught(run))
+
+
+def test_what_a_mode_of_this_package_passes_on_is_its_callers():
+    def wrong_type(x: Any) -> Any:
+        return torch.einsum("a,a->", x, None)
+
+    def run() -> None:
+        forward_with_full_lengths(lambda: (1, 2), 0, Model(wrong_type), torch.zeros(2))
 
     assert raised_by_model(caught(run))
 

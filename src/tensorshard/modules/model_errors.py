@@ -7,13 +7,13 @@ from types import FrameType, TracebackType
 
 import torch
 
-from tensorshard.modules.operation_counter import PASSES_ON
 from tensorshard.modules.provenance import run_operation
 from tensorshard.torch_private.modules import MODULE_CALLS
 
 _PACKAGE = Path(__file__).parents[1]
 _MODELS = _PACKAGE / "models"  # models like anybody's
 _TORCH = Path(torch.__file__).parent
+_MODES = ("__torch_function__", "__torch_dispatch__")
 _LIBRARY, _SITE = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
 
 
@@ -37,6 +37,8 @@ def raised_by_model(error: Exception) -> bool:
     if isinstance(error, AssertionError) and frames and _is_inside(frames[-1].f_code.co_filename, _TORCH / "nn"):
         return True
     for frame in reversed(frames):
+        if frame is not frames[-1] and frame.f_code.co_name in _MODES:  # a mode that passes an operation on
+            continue
         owned = _is_of_package(frame)
         if owned is not None:
             return not owned
@@ -59,7 +61,7 @@ def _frames(traceback: TracebackType | None) -> list[FrameType]:
 
 def _is_of_package(frame: FrameType) -> bool | None:
     """Whether this package raised what `frame` is the innermost of; None if its caller tells."""
-    if frame.f_code in (run_operation.__code__, PASSES_ON):  # the model's operation
+    if frame.f_code is run_operation.__code__:  # the model's operation
         return None
     file = frame.f_code.co_filename
     if frame.f_code in MODULE_CALLS:
