@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from tensorshard.modules.generation_cache import GenerationCache
 from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.search.block_search import BlockSearch, SplitRegion, search_block
@@ -95,6 +96,11 @@ def find_tensor_plan(
         WrongTensorPlanError: blocks that can be split one by one cannot be split together, nor can any of them.
         ValueError: the model does not run on `inputs`, or none were given and none could be guessed.
     """
+    with GenerationCache(model).off():
+        return _find(model, size, inputs, sequence_parallel)
+
+
+def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> VerifiedTable:
     units = find_units(model)
     run = run_once(model, list(units), inputs, sequences=sequence_parallel)
     checks = BlockChecks(units, run, size)
