@@ -69,9 +69,9 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _train(fields: dict[str, Any]) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
+def _train(fields: dict[str, Any], kinds: list[str]) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
     results = {}
-    for kind in BLOCKS:
+    for kind in kinds:
         samples = batch(0)[0]
         model = build(kind)
         engine = ts.parallelize(model, ts.Plan(**fields), optimizer=ADAMW, loss_fn=_loss, sample_inputs=samples)
@@ -80,8 +80,15 @@ def _train(fields: dict[str, Any]) -> dict[str, tuple[list[float], dict[str, tor
     return results
 
 
-def test_they_train_as_one_process_does(ranks):
-    for rank, found in enumerate(ranks(2, _train, dict(tp=2))):
+PLANS = {
+    "tp": (dict(tp=2), list(BLOCKS)),
+    "sequence": (dict(tp=2, sequence_parallel=True), ["own-forwards", "scan", "biased"]),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_they_train_as_one_process_does(ranks, plan):
+    for rank, found in enumerate(ranks(2, _train, *PLANS[plan])):
         for kind, (losses, state) in found.items():
             model = build(kind)
             steps = [[batch(step)] for step in range(STEPS)]

@@ -23,7 +23,14 @@ from tensorshard.layers.activation_sharding import ActivationSharding, SequenceS
 from tensorshard.layers.column_linear import column_linear
 from tensorshard.layers.row_linear import row_linear
 from tensorshard.layers.split_linear import parallel_linear
-from tensorshard.modules.forwards import Forward, Role, replace_forward, wrap_forward
+from tensorshard.modules.forwards import (
+    Forward,
+    Role,
+    replace_forward,
+    replaces_forward,
+    roles_of,
+    wrap_forward,
+)
 from tensorshard.modules.tensors import map_tensors, tensor_leaves
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
 from tensorshard.tensor_parallel.apply.sequence_shapes import forward_with_full_lengths
@@ -104,11 +111,19 @@ def _split_block(
     inner = _Sequence(split.dim, flow.group)  # its own, so that a repeated forward does not depend on the model's
     for names in _read_together(split, shared_inputs):
         layers = [block.get_submodule(key) for key in names]
+        if any(map(_runs_own_forward, layers)):
+            _gather_own_inputs(names, layers, inner, gathers=split.columns[names[0]])
+            continue
         columns = _SequenceColumns(layers, inner, gathers=split.columns[names[0]])
         for index, layer in enumerate(layers):
             replace_forward(layer, Role.SEQUENCE_LAYER, partial(columns.forward, index))
+    own_biases = set()
     for key in split.rows:
         row = block.get_submodule(key)
+        if _runs_own_forward(row):
+            wrap_forward(row, Role.SEQUENCE_LAYER, partial(_own_row_forward, inner))
+            own_biases.add(f"{key}.bias")
+            continue
         replace_forward(row, Role.SEQUENCE_LAYER, partial(_row_forward, row, is_transposed(row), inner))
     for key, leaves in split.attentions.items():
         attention = block.get_submodule(key)
@@ -121,7 +136,8 @@ def _split_block(
     for key, (gathered, cut) in split.whole.items():
         module = block.get_submodule(key)
         wrap_forward(module, Role.SEQUENCE_WHOLE, partial(_whole_forward, gathered, cut, inner))
-    for owner, places in _partial_places(block, split.partial, together=whole_units):
+    partial_names = [key for key in split.partial if key not in own_biases]
+    for owner, places in _partial_places(block, partial_names, together=whole_units):
         wrap_forward(owner, Role.SEQUENCE_GRADIENTS, partial(_summing_forward, places, flow.group))
     if split.reshapes:
         around = partial(forward_with_full_lengths, lambda: (inner.own_length(), inner.full_length()), split.dim)
@@ -177,6 +193,41 @@ def _row_forward(layer: nn.Module, transposed: bool, sequence: _Sequence, input:
     sharding = SequenceSharded.of_length(sequence.dim, given.size(sequence.dim), sequence.group)
     output = row_linear(given, weight, bias, sharding)
     return output if given is input else output.flatten(0, 1)
+
+
+# Layers whose class has a forward of its own (Falcon's) run it, on this rank's shard of the weight: an input that is
+# gathered there has its gradient summed already, and an output is summed, its bias added, before it is cut.
+
+
+def _runs_own_forward(layer: nn.Module) -> bool:
+    return Role.SPLIT_LAYER in roles_of(layer) and not replaces_forward(layer)
+
+
+def _gather_own_inputs(
+    names: Sequence[str], layers: Sequence[nn.Module], sequence: _Sequence, *, gathers: bool
+) -> None:
+    if not gathers:
+        raise ValueError(
+            f"{', '.join(names)} have forwards of their own, and a module around them would gather their inputs"
+        )
+    for layer in layers:
+        wrap_forward(layer, Role.SEQUENCE_LAYER, partial(_own_column_forward, sequence))
+
+
+def _own_column_forward(
+    sequence: _Sequence, forward: Forward, /, input: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    given = sequence.unflattened(input, sequence.own_length())
+    full = collectives.gather(given, sequence.dim, sequence.group, size=sequence.full_length())
+    output: torch.Tensor = forward(full if given is input else full.flatten(0, 1), *args, **kwargs)
+    return output
+
+
+def _own_row_forward(sequence: _Sequence, forward: Forward, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    output = forward(*args, **kwargs)
+    given = sequence.unflattened(output, sequence.full_length())
+    shard = collectives.scatter(given, sequence.dim, sequence.group)
+    return shard if given is output else shard.flatten(0, 1)
 
 
 def _attention_forward(

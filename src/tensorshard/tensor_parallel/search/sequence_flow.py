@@ -109,8 +109,9 @@ class _StreamSources(Provenance[str]):
             elif kind in COLUMN_KINDS:
                 module.register_forward_pre_hook(self._column_called(name))
                 module.register_forward_hook(self._column_returned)
-            elif kind == "rowwise":
-                module.register_forward_hook(self._row_returned(name))
+            elif style is not None and kind == "rowwise":
+                if not style.sums_output_gradients:  # else its output stays among split features (Mamba's x_proj)
+                    module.register_forward_hook(self._row_returned(name))
             elif kind == "heads":
                 module.register_forward_pre_hook(self._attention_called(name), with_kwargs=True)
                 module.register_forward_hook(self._attention_returned(name, bool(module.out_proj.bias is not None)))
