@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tensorshard.config import ConfigError
 
+from tensorshard.commands.help_format import HelpFormat
 _EPILOG = """\
 examples:
   tensorshard data tokenize book.txt
@@ -26,7 +27,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Writes DIR/train.tokens and DIR/validation.tokens from text files.",
         usage="tensorshard data tokenize TEXT... [options]",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormat,
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="tokenize TEXT", help="text files in UTF-8")

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from tensorshard.commands.help_format import HelpFormat
 from tensorshard.config import ConfigError
 
 _EPILOG = """\
@@ -24,7 +25,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "and holds a tensor at a time.",
         usage="tensorshard export CHECKPOINT DIR [options]",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormat,
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="CHECKPOINT DIR", help="what to read, and where to write")

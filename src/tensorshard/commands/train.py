@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from tensorshard.commands.allow import add_allow
+from tensorshard.commands.help_format import HelpFormat
 from tensorshard.config import ConfigError, load_config, to_yaml
 from tensorshard.launch.launch_errors import LaunchError
 from tensorshard.launch.worker import run_worker
 
+from tensorshard.terminal import fit, terminal_width
 if TYPE_CHECKING:
     from tensorshard.launch.launcher import World
 
@@ -43,7 +45,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Trains a model as CONFIG says. Options and overrides may come in any order.",
         usage="tensorshard train [CONFIG] [KEY=VALUE ...] [options]",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormat,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -111,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     _check_timeout(args.timeout)
     config = load_config(source, overrides, allow=args.allow)
     if args.print_config:
-        print(to_yaml(config), end="")
+        print(fit(to_yaml(config), terminal_width(sys.stdout)), end="")
         return 0
     _check(config, world_size)
     call = (config, args.resume, args.output, args.timeout)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tensorshard.engine.engine import Engine
-from tensorshard.trainer.loggers.console import format_count
+from tensorshard.trainer.loggers.console import format_count, print_lines
 from tensorshard.trainer.memory import format_bytes
 from tensorshard.trainer.run_directory import RunDirectory
 
@@ -30,7 +30,7 @@ def print_opening(console: Console, engine: Engine, held_parameters: Sequence[in
     }
     for title, text in sections.items():
         console.rule(title, align="left", characters="-")
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
+        print_lines(console, text)
 
 
 def print_summary(
@@ -54,6 +54,8 @@ def print_summary(
     table.add_row("steps", str(steps))
     for name, value in figures.items():
         if name == "loss" or name.startswith("val_"):
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
             table.add_row(name, f"{value:.4f}")
     speeds = [name for name in ("tokens_per_second", "samples_per_second") if name in figures]
     if speeds:

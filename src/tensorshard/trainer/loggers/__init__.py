@@ -1,6 +1,6 @@
 """Where measurements are written: a terminal, ``metrics.jsonl``, TensorBoard, a log file a rank."""
 
-from tensorshard.trainer.loggers.console import ConsoleHandler, PlainLogger, ProgressBarLogger, console_logger
+from tensorshard.trainer.loggers.console import AS_IT_IS, ConsoleHandler, PlainLogger, ProgressBarLogger, console_logger
 from tensorshard.trainer.loggers.jsonl import JsonLinesLogger, read_metrics
 from tensorshard.trainer.loggers.logger import Logger
 from tensorshard.trainer.loggers.rank_log import RankLog
@@ -10,6 +10,7 @@ __all__ = [
     "ConsoleHandler",
     "JsonLinesLogger",
     "Logger",
+    "AS_IT_IS",
     "PlainLogger",
     "ProgressBarLogger",
     "RankLog",
