@@ -19,7 +19,7 @@ from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world
 from tensorshard.config import ConfigError, instantiate
-from tensorshard.config.allowed_targets import modules_to_allow
+from tensorshard.config.files import values_of
 from tensorshard.engine.engine import Engine
 from tensorshard.parallelize import parallelize
 from tensorshard.trainer import loggers
@@ -193,7 +193,7 @@ def _report(parts: _Run, config: DictConfig, directory: RunDirectory, console: C
     )
     if trainer.interrupted:
         logger.info("stopped early, after step %d of %d", trainer.step, trainer.max_steps)
-        logger.info("continue with: %s", resume_command(directory.config, modules_to_allow(config)))
+        logger.info("continue with:\n%s", resume_command(config, directory), extra=loggers.AS_IT_IS)
 
 
 def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> list[Evaluator]:

@@ -16,7 +16,7 @@ class RunDirectory:
 
     ::
 
-        config.yaml        the resolved config; `tensorshard train <this file>` repeats the run
+        config.yaml        the config, overridden; `tensorshard train <this file>` repeats the run
         metrics.jsonl      measurements, one JSON object a line
         rank0.log, ...     one log file a rank
         tensorboard/       event files, where TensorBoard is installed
