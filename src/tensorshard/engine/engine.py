@@ -32,6 +32,7 @@ from tensorshard.modules.surrounded import surround_forwards
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 
+from tensorshard.transforms.compile_log import CompileLog
 __all__ = ["Engine", "LossFunction", "NonFiniteLossError"]
 
 # Buffers of at most this many bytes are copied before every step, larger ones only if a step has changed them before.
@@ -91,9 +92,12 @@ class Engine(LoopMethods):
         self._cache = cache
         self._check_samples = debug  # before the first step
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
+        self._compile_log = CompileLog() if plan.compile and mesh.rank == 0 else None
             surround_forwards(sharded.model, random.installed)
             surround_forwards(sharded.model, partial(cache.off_in_training, sharded.model))
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
+            if self._compile_log is not None:
+                surround_forwards(sharded.model, self._compile_log.watched)
         self.optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
         self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters())
@@ -260,7 +264,8 @@ class Engine(LoopMethods):
     @contextmanager
     def _call(self, name: str) -> Iterator[None]:
         """What surrounds a call of the Engine that runs the model."""
-        with explained(f"engine.{name}"), self.random.installed(), self._own_loop.engines_own():
+        compiling = nullcontext() if self._compile_log is None else self._compile_log.watched()
+        with explained(f"engine.{name}"), self.random.installed(), self._own_loop.engines_own(), compiling:
             yield
 
     @contextmanager
