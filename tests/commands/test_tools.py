@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tensorshard import cli
+from tensorshard.commands import data
 from tensorshard.data import TokenFile
+from tensorshard.pretrained.export import MAX_SHARD_SIZE
 from tensorshard.trainer import self_test
 
 
@@ -49,8 +51,6 @@ def test_text_becomes_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main([*words, "--validation", "0", "--overwrite"]) == 0
 
 
-def _self_test(tolerance: float) -> str:
-    self_test._TOLERANCE = tolerance
 def test_texts_are_read_once_and_all_files_are_written_or_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +112,8 @@ def test_env_fits_into_a_terminal_and_is_complete_elsewhere(
     assert longest <= columns if columns else longest > 150
 
 
+def _self_test(tolerance: float) -> str:
+    self_test._TOLERANCE = tolerance
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         try:

@@ -30,9 +30,10 @@ from tensorshard.modules.buffer_values import BufferValues, Place
 from tensorshard.modules.generation_cache import GenerationCache
 from tensorshard.modules.surrounded import surround_forwards
 from tensorshard.plan import Plan
+from tensorshard.pretrained.export import MAX_SHARD_SIZE
 from tensorshard.sharded_model import ShardedModel
-
 from tensorshard.transforms.compile_log import CompileLog
+
 __all__ = ["Engine", "LossFunction", "NonFiniteLossError"]
 
 # Buffers of at most this many bytes are copied before every step, larger ones only if a step has changed them before.
@@ -91,13 +92,13 @@ class Engine(LoopMethods):
         self.loader_states: dict[str, dict[str, int]] = {}  # loaded, of loaders that are yet to be made
         self._cache = cache
         self._check_samples = debug  # before the first step
-        if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
         self._compile_log = CompileLog() if plan.compile and mesh.rank == 0 else None
+        if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
             surround_forwards(sharded.model, random.installed)
             surround_forwards(sharded.model, partial(cache.off_in_training, sharded.model))
-        self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
             if self._compile_log is not None:
                 surround_forwards(sharded.model, self._compile_log.watched)
+        self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         self.optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
         self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters())
@@ -315,7 +316,7 @@ class Engine(LoopMethods):
             return load(self, path)
 
     def save_pretrained(
-        self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
+        self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
     ) -> None:
         """Writes the weights to the directory `path` as Hugging Face does, for other programs and `from_pretrained`.
 
