@@ -27,9 +27,11 @@ from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvalu
 from tensorshard.trainer.hooks import (
     CheckpointHook,
     EvaluationHook,
+    Hook,
     LoggingHook,
     MemoryHook,
     OptimizerOptionsHook,
+    ProfileHook,
     ScheduleHook,
     TimerHook,
 )
@@ -146,9 +148,10 @@ def _prepare(
     # The order matters: measure, write down, move the learning rate on, save.
     hooks = [
         timer,
+        *_profile(settings, start.directory, console),
         MemoryHook(memory),
         evaluation,
-        LoggingHook(_loggers(start.directory, console), settings.log_every),
+        LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
         schedule,
         options,
         CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints),
@@ -215,17 +218,23 @@ def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> 
     return evaluators
 
 
-def _loggers(directory: RunDirectory, console: Console) -> list[loggers.Logger]:
-    """On rank 0 the terminal, ``metrics.jsonl`` and TensorBoard where it is installed; elsewhere none."""
+def _profile(settings: TrainSettings, directory: RunDirectory, console: Console) -> list[Hook]:
+    """The hook that profiles, where the config asks for it."""
+    return [] if settings.profile is None else [ProfileHook(settings.profile, directory.profile, console)]
+
+
+def _loggers(
+    config: DictConfig, settings: TrainSettings, directory: RunDirectory, console: Console
+) -> list[loggers.Logger]:
+    """On rank 0 the terminal, ``metrics.jsonl`` and what the config asks for; elsewhere none."""
     if dist.get_rank() != 0:
         return []
-    chosen: list[loggers.Logger] = [
+    values = values_of(config)
+    return [
         loggers.console_logger(console),
         loggers.JsonLinesLogger(directory.metrics),
+        *(loggers.service_logger(name, directory.path, values) for name in settings.loggers),
     ]
-    if loggers.tensorboard_is_installed():
-        chosen.append(loggers.TensorBoardLogger(directory.tensorboard))
-    return chosen
 
 
 def _gather(value: Any) -> list[Any]:
