@@ -96,7 +96,8 @@ def test_options_and_overrides_mix_in_any_order(started: Started, config: str, w
     assert cli.main(["train", *words]) == 0
     assert started.config is not None
     assert (started.config.train.steps, started.config.train.plan.zero) == (5, 1)
-    assert started.config.asked == {"config": "mine.py", "overrides": ["train.steps=5", "train.plan.zero=1"]}
+    overrides, options = ["train.steps=5", "train.plan.zero=1"], ["--nproc", "4"]
+    assert started.config.asked == {"config": "mine.py", "overrides": overrides, "options": options}
     assert (started.world, started.output) == (World(nproc=4), "out")
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tensorshard import cli
+from tensorshard.commands import data
 from tensorshard.data import TokenFile
+from tensorshard.pretrained.export import MAX_SHARD_SIZE
 from tensorshard.trainer import self_test
 
 
@@ -47,6 +49,67 @@ def test_text_becomes_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     for bad in (["data"], ["data", "tokenize"], ["data", "tokenize", "none.txt"], ["data", "count", "a.txt"]):
         assert cli.main(bad) == 2
     assert cli.main([*words, "--validation", "0", "--overwrite"]) == 0
+
+
+def test_texts_are_read_once_and_all_files_are_written_or_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_PIECE", 7)
+    lines = "".join(f"{number}\n" for number in range(99))
+    (tmp_path / "long.txt").write_text(lines)
+    (tmp_path / "short.txt").write_text("a")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    read: list[str] = []
+    original = Path.read_text
+
+    def read_text(path: Path, **arguments: Any) -> str:
+        read.append(path.name)
+        return original(path, **arguments)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    for text, said in {
+        "short.txt": "validation.tokens would be empty: the texts are too short for --validation 0.05",
+        "latin.txt": "latin.txt is no text in UTF-8",
+    }.items():
+        assert cli.main(["data", "tokenize", str(tmp_path / text), "--output", str(tmp_path / "out")]) == 2
+        assert said in capsys.readouterr().err
+        assert not list((tmp_path / "out").iterdir())
+    read.clear()
+    assert cli.main(["data", "tokenize", str(tmp_path / "long.txt"), "--output", str(tmp_path / "out")]) == 0
+    assert read == ["long.txt"]
+    parts = [TokenFile(tmp_path / "out" / f"{name}.tokens") for name in ("train", "validation")]
+    assert b"".join(bytes(part.tokens) for part in parts).decode() == lines
+    assert len(parts[1]) == round(0.05 * len(lines))
+
+
+def test_the_help_of_export_names_the_size_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["export", "--help"])
+    assert f"(default: {MAX_SHARD_SIZE})" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_no_line_of_help_is_wider_than_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command in ("train", "generate", "export", "data", "test", "env"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        for line in capsys.readouterr().out.splitlines():
+            assert len(line) <= columns or len(line.split()) <= 2, line  # a long word stays whole
+
+
+@pytest.mark.parametrize("columns", [60, None])
+def test_env_fits_into_a_terminal_and_is_complete_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int | None
+) -> None:
+    monkeypatch.setattr("tensorshard.commands.env.terminal_width", lambda stream: columns)
+    monkeypatch.setenv("NCCL_DEBUG", " ".join(["word"] * 30))
+    assert cli.main(["env"]) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if len(line.split()) > 2]  # long words stay whole
+    longest = max(map(len, printed))
+    assert longest <= columns if columns else longest > 150
 
 
 def _self_test(tolerance: float) -> str:

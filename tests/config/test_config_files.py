@@ -93,7 +93,7 @@ def test_a_saved_config_is_read_back_equal(child: Path, tmp_path: Path) -> None:
     again = load_config(path)
 
     assert _without_asked(again) == _without_asked(config)
-    assert again.double.width == 8, "references are written resolved"
+    assert again.double.width == 8
     assert again.asked == {"config": str(path), "overrides": []}
     assert OmegaConf.load(path.with_name("asked.yaml")) == config.asked
     assert {file.name for file in path.parent.iterdir()} == {"config.yaml", "asked.yaml"}
@@ -182,6 +182,19 @@ def test_values_of_the_environment_are_not_written(tmp_path: Path, monkeypatch: 
     path.write_text(written)
     assert OmegaConf.to_container(load_config(path), resolve=True)["b"] == "in/hidden/x"  # type: ignore[call-overload,index]
     assert config.a == "hidden"
+
+
+def test_a_saved_config_keeps_references_and_the_values_of_resolvers(tmp_path: Path) -> None:
+    OmegaConf.register_new_resolver("twice_of_test", lambda number: 2 * number, replace=True)
+    text = "a: 3\nb: ${a}\nc: {d: '${..b} of ${a}', e: '${twice_of_test:${a}}', f: ['${c.d}', 1]}\ng: ${c}\n"
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    config = load_config(path)
+    save_config(config, path)
+    assert "${a}" in path.read_text() and "twice_of_test" not in path.read_text()
+    assert _without_asked(load_config(path)) == _without_asked(config)
+    again = load_config(path, ["a=4"])
+    assert (again.b, again.g.d, again.c.e, again.c.f) == (4, "4 of 4", 6, ["4 of 4", 1])
 
 
 def test_a_yaml_list_is_no_config(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 from rich.console import Console
 
 from tensorshard.trainer.loggers import (
+    AS_IT_IS,
+    ConsoleHandler,
     JsonLinesLogger,
     PlainLogger,
     ProgressBarLogger,
@@ -20,9 +22,9 @@ from tensorshard.trainer.loggers import (
 from tensorshard.trainer.loggers.console import format_count, format_figures, format_seconds
 
 
-def _console(terminal: bool) -> tuple[Console, io.StringIO]:
+def _console(terminal: bool, width: int = 100) -> tuple[Console, io.StringIO]:
     text = io.StringIO()
-    return Console(file=text, force_terminal=terminal, width=100, color_system=None), text
+    return Console(file=text, force_terminal=terminal, width=width, color_system=None, _environ={}), text
 
 
 def test_metrics_file_holds_one_object_a_line_with_the_step_first(tmp_path: Path) -> None:
@@ -95,6 +97,36 @@ def test_the_progress_bar_shows_figures_and_leaves_evaluations_above_it() -> Non
     assert "step 2/4  loss 1.5000  val_loss 1.2500" in shown
     last_bar = shown.rpartition("step")[2]
     assert " 2/4 " in last_bar and "loss 1.5000" in last_bar and "val_loss" not in last_bar
+
+
+@pytest.mark.parametrize(("width", "kept"), [(50, 4), (60, 4), (80, 5), (120, 6)])
+def test_a_narrow_terminal_keeps_step_loss_rate_and_time_left(width: int, kept: int) -> None:
+    console, text = _console(terminal=True, width=width)
+    logger = console_logger(console)
+    logger.start(0, 100_000)
+    logger.step_done(50_000)
+    logger.log(50_000, {"loss": 10.5, "tokens_per_second": 123_400.0, "peak_memory_bytes": 3 * 2**30})
+    logger.close()
+    line = text.getvalue().rpartition("\r")[2].replace("\x1b[2K", "").splitlines()[0]
+    shown = ["50000/100000", "loss 10.5000", "123.4k tok", "eta ", "3.00 GiB", "━"]
+    assert [part in line for part in shown] == [number < kept for number in range(6)]
+    assert len(line) <= width
+
+
+def test_files_get_lines_of_any_length_and_terminals_lines_broken_at_words() -> None:
+    sentence = "with tp, blocks under recompute='full' are not compiled: torch.compile does not look into them"
+    for terminal, lines in ((False, 1), (True, 2)):
+        console, text = _console(terminal, width=60)
+        handler = ConsoleHandler(console)
+        handler.emit(logging.makeLogRecord({"msg": sentence, "levelno": logging.INFO}))
+        assert len(text.getvalue().splitlines()) == lines and text.getvalue().split() == sentence.split()
+        handler.emit(logging.makeLogRecord({"msg": sentence, "levelno": logging.INFO, **AS_IT_IS}))
+        assert text.getvalue().splitlines()[lines:] == [sentence]
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    assert isinstance(console_logger(console), PlainLogger)
 
 
 def test_what_is_no_terminal_gets_plain_lines() -> None:

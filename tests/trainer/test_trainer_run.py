@@ -2,10 +2,12 @@
 
 import json
 import os
+import shlex
 import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset
 
 from rank_pool import RankError, RankPool
-from tensorshard import Plan, parallelize
+from tensorshard import Plan, cli, parallelize
+from tensorshard.commands import train
 from tensorshard.config import ConfigError, load_config
 from tensorshard.data import write_token_file
 from tensorshard.engine.engine import Engine
@@ -164,10 +167,34 @@ def test_ctrl_c_on_one_rank_saves_and_the_resumed_run_is_the_undisturbed_one(
     assert (output / "checkpoints" / f"step-{len(stopped)}").is_dir()
     said = (output / "rank0.log").read_text()
     assert f"stopped early, after step {len(stopped)} of 10" in said
-    assert f"tensorshard train {output / 'config.yaml'} --resume" in said
+    assert f"tensorshard train {config} data.train.interrupt_index=43 --output {output} --resume" in said
     ranks(2, _run, output / "config.yaml", output=output, resume="latest")
     assert _losses(output) == pytest.approx(_losses(tmp_path / "whole"), rel=1e-6)
     assert len(read_metrics(output / "metrics.jsonl")) == 10
+
+
+def _paste(command: str) -> None:
+    """Runs a command line in this process, which is a rank."""
+    with (
+        mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1"}),
+        mock.patch.object(train, "run_worker", lambda worker, call, report: worker(*call)),
+    ):
+        assert cli.main(shlex.split(command)[1:]) == 0
+
+
+def test_the_command_that_continues_a_run_can_be_pasted(ranks: RankPool, config: Path, tmp_path: Path) -> None:
+    config = config.rename(tmp_path / "a small one.py")
+    output = tmp_path / "a run"
+    asked = ["optimizer.betas=[0.5, 0.95]", "train.steps=10", "train.name=it's", "data.train.interrupt_index=43"]
+    ranks(1, _run, config, *asked, output=output)
+    said = (output / "rank0.log").read_text().splitlines()
+    command = said[next(i for i, line in enumerate(said) if line.endswith("continue with:")) + 1]
+    stopped = len(_losses(output))
+    assert 1 <= stopped < 10 and command.startswith("tensorshard train ")
+    ranks(1, _paste, command.replace("=43", "=-1"))
+    assert list(_losses(output)) == list(range(1, 11))
+    continued = load_config(next(output.glob("config-from-step-*.yaml")), allow=[__name__])
+    assert (continued.optimizer.betas, continued.train.name) == ([0.5, 0.95], "it's")
 
 
 def test_a_nan_loss_stops_the_run_and_names_the_last_good_checkpoint(

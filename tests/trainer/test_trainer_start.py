@@ -8,6 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from tensorshard.config import ConfigError, load_config
+from tensorshard.trainer.report import resume_command
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.settings import TrainSettings
 from tensorshard.trainer.start import Start, check_not_ahead, find_start, write_config
@@ -76,6 +77,12 @@ def test_a_resumed_run_with_another_config_writes_it_beside_the_first() -> None:
     assert load_config(directory.config).train.steps != 900
 
 
+def test_the_schedule_of_a_repeated_run_follows_its_number_of_steps() -> None:
+    directory = _past_run("runs/quickstart-1", 5)
+    for overrides, steps in (([], 500), (["train.steps=40"], 40)):
+        assert load_config(directory.config, overrides).scheduler.total_steps == steps
+
+
 def test_resume_takes_the_newest_whole_checkpoint() -> None:
     directory = _past_run("runs/quickstart-1", 9, 10, 100)
     (directory.path / "checkpoints" / ".deleting-step-200").mkdir()
@@ -111,6 +118,13 @@ def test_resume_without_anything_to_resume_from_says_so() -> None:
     Path("stray").mkdir()
     with pytest.raises(ConfigError, match=r"in no run's checkpoints directory.*--output"):
         _find(config, resume="stray")
+
+
+def test_a_run_that_was_made_in_python_is_continued_by_its_own_config() -> None:
+    directory = _past_run("runs/my run", 5)
+    config = OmegaConf.create({"model": {"_target_": "mine.nets.Net"}, "loss": {"_target_": "torch.nn.MSELoss"}})
+    words = "'runs/my run/config.yaml' --allow mine --output 'runs/my run' --resume"
+    assert resume_command(config, directory) == f"tensorshard train {words}"
 
 
 def test_later_checkpoints_are_not_overwritten() -> None:

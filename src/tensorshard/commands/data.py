@@ -2,9 +2,15 @@
 
 import argparse
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tensorshard.commands.help_format import HelpFormat
 from tensorshard.config import ConfigError
+
+if TYPE_CHECKING:
+    from tensorshard.data.text_codec import TextCodec
 
 _EPILOG = """\
 examples:
@@ -26,7 +32,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Writes DIR/train.tokens and DIR/validation.tokens from text files.",
         usage="tensorshard data tokenize TEXT... [options]",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormat,
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="tokenize TEXT", help="text files in UTF-8")
@@ -63,36 +69,63 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"there is no file {missing[0]}" if missing else "tokenize takes at least one text file")
     if not 0 <= args.validation < 1:
         raise ConfigError(f"--validation {args.validation}: it is the share of a text, from 0 to below 1")
-    import numpy as np
-
-    from tensorshard.data import TokenFile, write_token_file
     from tensorshard.data.text_codec import find_codec
 
     folder = Path(args.output)
     try:
         codec = find_codec(args.tokenizer)
         folder.mkdir(parents=True, exist_ok=True)
-        parts = {"train": (0.0, 1 - args.validation), "validation": (1 - args.validation, 1.0)}
-        files = {name: folder / f"{name}.tokens" for name, (start, end) in parts.items() if end > start}
+        names = ("train", "validation") if args.validation else ("train",)
+        files = {name: folder / f"{name}.tokens" for name in names}
         there = [str(file) for file in files.values() if file.exists() and not args.overwrite]
         if there:
             raise ConfigError(f"{there[0]} is there already; give another --output, or --overwrite")
-        for name, file in files.items():
-            pieces = (piece for text in texts for piece in _pieces(text, *parts[name]))
-            chunks = (np.asarray(codec.encode(piece), dtype=np.int64) for piece in pieces)
-            write_token_file(file, chunks, vocab_size=codec.vocab_size, overwrite=args.overwrite)
+        counts = _write(texts, codec, files, args.validation)
     except (OSError, ImportError, ValueError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
-    for file in files.values():
-        print(f"{file}: {len(TokenFile(file)):,} tokens of a vocabulary of {codec.vocab_size:,}")
+    for name, file in files.items():
+        print(f"{file}: {counts[name]:,} tokens of a vocabulary of {codec.vocab_size:,}")
     return 0
 
 
-def _pieces(text: Path, start: float, end: float) -> Iterator[str]:
-    """The part of a text between two shares of it, in pieces that end with a line where they can."""
-    content = text.read_text(encoding="utf-8")
-    content = content[round(start * len(content)) : round(end * len(content))]
-    while content:
-        cut = len(content) if len(content) <= _PIECE else content.rfind("\n", 0, _PIECE) + 1 or _PIECE
-        yield content[:cut]
-        content = content[cut:]
+def _write(texts: list[Path], codec: "TextCodec", files: dict[str, Path], share: float) -> dict[str, int]:
+    """Writes the token files, reading each text once; all of them or none. Returns their numbers of tokens.
+
+    Raises:
+        ConfigError: a file would be empty; a text is not UTF-8.
+    """
+    import numpy as np
+
+    from tensorshard.data import token_file_writer
+
+    with ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(token_file_writer(file, vocab_size=codec.vocab_size, overwrite=True))
+            for name, file in files.items()
+        }
+        for text in texts:
+            content = _read(text)
+            end = round((1 - share) * len(content))
+            for name, part in {"train": (0, end), "validation": (end, len(content))}.items():
+                for piece in _pieces(content, *part):
+                    writers[name].write(np.asarray(codec.encode(piece), dtype=np.int64))
+        counts = {name: writer.num_tokens for name, writer in writers.items()}
+        for name, count in counts.items():
+            if not count:
+                raise ConfigError(f"{files[name]} would be empty: the texts are too short for --validation {share:g}")
+    return counts
+
+
+def _read(text: Path) -> str:
+    try:
+        return text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{text} is no text in UTF-8: {error}") from error
+
+
+def _pieces(content: str, start: int, end: int) -> Iterator[str]:
+    """``content[start:end]`` in pieces that end with a line where they can."""
+    while start < end:
+        cut = end if end - start <= _PIECE else content.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+        yield content[start:cut]
+        start = cut

@@ -3,7 +3,11 @@
 import argparse
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
+
+from tensorshard.commands.help_format import HelpFormat
+from tensorshard.terminal import fit, terminal_width
 
 _PACKAGES = (
     "torch", "numpy", "omegaconf", "hydra-core", "safetensors", "torchmetrics",
@@ -27,6 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "env",
         help="print versions, devices, backends and links",
         description="Prints versions, devices, backends, links between GPUs, and environment variables that matter.",
+        formatter_class=HelpFormat,
         allow_abbrev=False,
     )
     parser.set_defaults(command=run, parser=parser, words=[])
@@ -46,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
     }
     lines |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     width = max(map(len, lines))
+    columns = terminal_width(sys.stdout)
     for name, value in lines.items():
-        print(f"{name:<{width}}  {value}")
+        print(fit(f"{name:<{width}}  {value}", columns))
     return 0
 
 

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from tensorshard.commands.help_format import HelpFormat
 from tensorshard.config import ConfigError
 
 _EPILOG = """\
@@ -24,14 +25,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "and holds a tensor at a time.",
         usage="tensorshard export CHECKPOINT DIR [options]",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormat,
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="CHECKPOINT DIR", help="what to read, and where to write")
     parser.add_argument("--to", choices=("hf", "torch"), default="hf", help="whose files to write (default: hf)")
     parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors (default: the masters', fp32)")
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="bytes in a file of safetensors (default: 5GB)"
+        "--max-shard-size", metavar="SIZE", help="bytes in a file of safetensors, such as 500MB (default: 5GB)"
     )
     parser.set_defaults(command=run, parser=parser)
 
@@ -48,12 +49,14 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from tensorshard.checkpoint.export import export_checkpoint
+    from tensorshard.pretrained.export import MAX_SHARD_SIZE
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     source, target = map(Path, args.words)
     dtype = dtypes.get(args.dtype)
+    size = MAX_SHARD_SIZE if args.max_shard_size is None else args.max_shard_size
     try:
-        export_checkpoint(source, target, to=args.to, dtype=dtype, max_shard_size=args.max_shard_size)
+        export_checkpoint(source, target, to=args.to, dtype=dtype, max_shard_size=size)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(str(error)) from error
     files = sorted(target.iterdir())

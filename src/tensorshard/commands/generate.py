@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from tensorshard.commands.allow import add_allow
+from tensorshard.commands.help_format import HelpFormat
 from tensorshard.config import ConfigError
 
 _EPILOG = """\
@@ -26,7 +27,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Continues PROMPT with MODEL: a run, one of its checkpoints, or a directory of Hugging Face's.",
         usage="tensorshard generate MODEL PROMPT [options]",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormat,
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="MODEL PROMPT", help="whose weights, and the text to continue")

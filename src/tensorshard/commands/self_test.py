@@ -3,6 +3,8 @@
 import argparse
 import time
 
+from tensorshard.commands.help_format import HelpFormat
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds ``test`` to the command line."""
@@ -11,6 +13,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="train a few steps under several plans on this machine and compare them with one process",
         description="Is the installation right? Trains a small model for a few steps under several plans, on all "
         "visible GPUs or two CPU processes, and compares each with one process. Takes under a minute.",
+        formatter_class=HelpFormat,
         allow_abbrev=False,
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="processes (default: one a visible GPU, or 2 on CPUs)")

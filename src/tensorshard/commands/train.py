@@ -5,18 +5,24 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from tensorshard.commands.allow import add_allow
+from tensorshard.commands.help_format import HelpFormat
 from tensorshard.config import ConfigError, load_config, to_yaml
+from tensorshard.config.files import ASKED
 from tensorshard.launch.launch_errors import LaunchError
 from tensorshard.launch.worker import run_worker
+from tensorshard.terminal import fit, terminal_width
 
 if TYPE_CHECKING:
     from tensorshard.launch.launcher import World
 
 RESUME_NEWEST = "latest"
 """What the trainer is given for ``--resume`` without a path."""
+
+_PROCESSES = ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "log_dir")
+"""The arguments that are about starting processes."""
 
 _EPILOG = """\
 examples:
@@ -43,7 +49,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Trains a model as CONFIG says. Options and overrides may come in any order.",
         usage="tensorshard train [CONFIG] [KEY=VALUE ...] [options]",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormat,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -110,8 +116,11 @@ def run(args: argparse.Namespace) -> int:
     _check_paths(args)
     _check_timeout(args.timeout)
     config = load_config(source, overrides, allow=args.allow)
+    if options := _options(args):
+        with open_dict(config):
+            config[ASKED]["options"] = options
     if args.print_config:
-        print(to_yaml(config), end="")
+        print(fit(to_yaml(config), terminal_width(sys.stdout)), end="")
         return 0
     _check(config, world_size)
     call = (config, args.resume, args.output, args.timeout)
@@ -143,15 +152,28 @@ def _config_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:
     return (configs[0] if configs else "quickstart"), overrides
 
 
+def _options(args: argparse.Namespace) -> list[str]:
+    """The options that were given and that hold for a continued run too, as words."""
+    words = [word for module in args.allow for word in ("--allow", module)]
+    for name in (*_PROCESSES, "timeout"):
+        value = getattr(args, name)
+        if value is not None:
+            words += [_option(name), f"{value:g}" if isinstance(value, float) else str(value)]
+    return words
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _is_worker(args: argparse.Namespace) -> bool:
     """Whether a launcher, such as torchrun, has started this process as one rank of a world."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
-    for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "log_dir"):
+    for name in _PROCESSES:
         if getattr(args, name) is not None:
-            option = f"--{name.replace('_', '-')}"
             raise LaunchError(
-                f"{option} is for starting processes, but a launcher has started this one already (RANK and "
+                f"{_option(name)} is for starting processes, but a launcher has started this one already (RANK and "
                 f"WORLD_SIZE are set); leave it out"
             )
     return True

@@ -3,6 +3,7 @@
 import __future__
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,9 @@ from tensorshard.config.overrides import apply_overrides
 
 ASKED = "asked"
 """The key at which :func:`load_config` records what was asked for."""
+
+# To another key; a colon would make it a call of a resolver.
+_REFERENCE = re.compile(r"\$\{[^${}:]+\}")
 
 _SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 
@@ -103,14 +107,43 @@ def load_config(source: str | Path, overrides: Iterable[str] = (), *, allow: Ite
 
 
 def to_yaml(config: DictConfig) -> str:
-    """`config` as YAML with every reference resolved, without the record of what was asked for.
+    """`config` as YAML, without the record of what was asked for.
 
-    References to environment variables stay references: their values may be secrets, and belong to this machine.
+    References to other keys stay references, so that overrides of the YAML reach what refers to them: a schedule over
+    ``${train.steps}`` follows another number of steps. References to environment variables stay too, as their values
+    may be secrets, and belong to this machine. Of other resolvers the values are written.
     """
-    keys: list[Any] = [key for key in config if key != ASKED]
-    chosen = OmegaConf.masked_copy(config, keys)
+    as_written = OmegaConf.to_container(_without_asked(config), resolve=False)
+    return OmegaConf.to_yaml(OmegaConf.create(_with_references(as_written, values_of(config))))
+
+
+def values_of(config: DictConfig) -> dict[str, Any]:
+    """`config` as plain dictionaries and lists, without the record of what was asked for.
+
+    References are resolved, except for those to environment variables, whose values may be secrets.
+    """
     with _environment_unresolved():
-        return OmegaConf.to_yaml(chosen, resolve=True)
+        values: Any = OmegaConf.to_container(_without_asked(config), resolve=True)
+    return values
+
+
+def _without_asked(config: DictConfig) -> DictConfig:
+    keys: list[Any] = [key for key in config if key != ASKED]
+    return OmegaConf.masked_copy(config, keys)
+
+
+def _with_references(as_written: Any, values: Any) -> Any:
+    """`values`, and in their places what of `as_written` refers to other keys alone."""
+    if isinstance(as_written, dict):
+        return {key: _with_references(item, values[key]) for key, item in as_written.items()}
+    if isinstance(as_written, list):
+        return [_with_references(*pair) for pair in zip(as_written, values, strict=True)]
+    if not isinstance(as_written, str) or _REFERENCE.search(as_written) is None:
+        return values
+    rest, count = as_written, 1
+    while count:
+        rest, count = _REFERENCE.subn("", rest)  # the innermost first
+    return values if "${" in rest else as_written
 
 
 @contextmanager
@@ -128,7 +161,7 @@ def _environment_unresolved() -> Iterator[None]:
 
 
 def save_config(config: DictConfig, path: str | Path) -> None:
-    """Writes the resolved `config` to `path`, which :func:`load_config` reads back to an equal one.
+    """Writes `config` to `path` (see :func:`to_yaml`), which :func:`load_config` reads back to an equal one.
 
     What the user asked for, where the config came from :func:`load_config`, goes to ``asked.yaml`` beside
     it. Each file is whole or absent: it is written under another name, then renamed.

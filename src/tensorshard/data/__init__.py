@@ -5,7 +5,7 @@ from tensorshard.data.masked import MaskedTokens
 from tensorshard.data.sampler import ShardedBatchSampler
 from tensorshard.data.stdlib_text import StdlibText
 from tensorshard.data.token_dataset import TokenDataset
-from tensorshard.data.token_file import TokenFile, write_token_file
+from tensorshard.data.token_file import TokenFile, TokenFileWriter, token_file_writer, write_token_file
 
 __all__ = [
     "GeneratedImages",
@@ -14,5 +14,7 @@ __all__ = [
     "StdlibText",
     "TokenDataset",
     "TokenFile",
+    "TokenFileWriter",
+    "token_file_writer",
     "write_token_file",
 ]

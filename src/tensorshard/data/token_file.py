@@ -64,23 +64,64 @@ def write_token_file(
         FileExistsError: ``path`` exists and ``overwrite`` is False.
         ValueError: tokens outside the vocabulary, an array that is not one, no tokens at all.
     """
+    with token_file_writer(path, vocab_size=vocab_size, overwrite=overwrite) as writer:
+        for chunk in chunks:
+            writer.write(chunk)
+
+
+@contextmanager
+def token_file_writer(
+    path: str | os.PathLike[str], *, vocab_size: int, overwrite: bool = False
+) -> Iterator["TokenFileWriter"]:
+    """What :func:`write_token_file` does, for chunks that come one by one, or for several files at once.
+
+    The file is there when the block ends; after an exception in it, nothing is.
+    """
     path = Path(path)
-    dtype = token_dtype(vocab_size)
+    token_dtype(vocab_size)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} is already there; give another name, or overwrite=True to replace it.")
     with _renamed_when_complete(path) as file:
-        file.write(bytes(_HEADER.size))
-        crc32 = num_tokens = 0
-        for number, chunk in enumerate(chunks):
-            _check_chunk(chunk, number, vocab_size)
-            payload = chunk.astype(dtype).tobytes()
-            crc32 = zlib.crc32(payload, crc32)
-            num_tokens += chunk.size
-            file.write(payload)
-        if num_tokens == 0:
+        writer = TokenFileWriter(file, vocab_size)
+        yield writer
+        if not writer.num_tokens:
             raise ValueError(f"There are no tokens to write to {path}: the chunks are empty or there are none.")
-        file.seek(0)
-        file.write(_Header(dtype.itemsize, crc32, num_tokens, vocab_size).pack())
+        writer.write_header()
+
+
+class TokenFileWriter:
+    """Takes the chunks of a token file; made by :func:`token_file_writer`.
+
+    Attributes:
+        num_tokens: written so far.
+    """
+
+    def __init__(self, file: BinaryIO, vocab_size: int) -> None:
+        self._file = file
+        self._vocab_size = vocab_size
+        self._dtype = token_dtype(vocab_size)
+        self._crc32 = 0
+        self._chunks = 0
+        self.num_tokens = 0
+        file.write(bytes(_HEADER.size))
+
+    def write(self, chunk: np.ndarray) -> None:
+        """Adds the tokens of a one-dimensional integer array.
+
+        Raises:
+            ValueError: tokens outside the vocabulary, or something else than such an array.
+        """
+        _check_chunk(chunk, self._chunks, self._vocab_size)
+        payload = chunk.astype(self._dtype).tobytes()
+        self._crc32 = zlib.crc32(payload, self._crc32)
+        self._file.write(payload)
+        self._chunks += 1
+        self.num_tokens += chunk.size
+
+    def write_header(self) -> None:
+        """Says at the beginning of the file what it holds; the last call."""
+        self._file.seek(0)
+        self._file.write(_Header(self._dtype.itemsize, self._crc32, self.num_tokens, self._vocab_size).pack())
 
 
 class TokenFile:

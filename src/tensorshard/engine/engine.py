@@ -30,7 +30,9 @@ from tensorshard.modules.buffer_values import BufferValues, Place
 from tensorshard.modules.generation_cache import GenerationCache
 from tensorshard.modules.surrounded import surround_forwards
 from tensorshard.plan import Plan
+from tensorshard.pretrained.export import MAX_SHARD_SIZE
 from tensorshard.sharded_model import ShardedModel
+from tensorshard.transforms.compile_log import CompileLog
 
 __all__ = ["Engine", "LossFunction", "NonFiniteLossError"]
 
@@ -90,9 +92,12 @@ class Engine(LoopMethods):
         self.loader_states: dict[str, dict[str, int]] = {}  # loaded, of loaders that are yet to be made
         self._cache = cache
         self._check_samples = debug  # before the first step
+        self._compile_log = CompileLog() if plan.compile and mesh.rank == 0 else None
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
             surround_forwards(sharded.model, random.installed)
             surround_forwards(sharded.model, partial(cache.off_in_training, sharded.model))
+            if self._compile_log is not None:
+                surround_forwards(sharded.model, self._compile_log.watched)
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         self.optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
@@ -260,7 +265,8 @@ class Engine(LoopMethods):
     @contextmanager
     def _call(self, name: str) -> Iterator[None]:
         """What surrounds a call of the Engine that runs the model."""
-        with explained(f"engine.{name}"), self.random.installed(), self._own_loop.engines_own():
+        compiling = nullcontext() if self._compile_log is None else self._compile_log.watched()
+        with explained(f"engine.{name}"), self.random.installed(), self._own_loop.engines_own(), compiling:
             yield
 
     @contextmanager
@@ -310,7 +316,7 @@ class Engine(LoopMethods):
             return load(self, path)
 
     def save_pretrained(
-        self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
+        self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
     ) -> None:
         """Writes the weights to the directory `path` as Hugging Face does, for other programs and `from_pretrained`.
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorshard.terminal import fit, terminal_width
+
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that Ctrl-C ended, by the shell's convention."""
 
@@ -77,7 +79,7 @@ def hand_on_mistake(message: str) -> None:
 def print_mistake(message: str) -> None:
     """Prints a mistake in what was asked for; as all ranks of a machine find it alike, one of them does."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"tensorshard: error: {message}", file=sys.stderr)
+        print(fit(f"tensorshard: error: {message}", terminal_width(sys.stderr)), file=sys.stderr)
 
 
 def main(call_path: str) -> None:

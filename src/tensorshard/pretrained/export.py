@@ -16,6 +16,8 @@ from tensorshard.pretrained.stored_names import StoredNames
 from tensorshard.pretrained.stored_weights import is_of_transformers
 
 MAX_SHARD_SIZE = "5GB"
+"""How large a file of weights may be where nothing is said: as Hugging Face has it."""
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

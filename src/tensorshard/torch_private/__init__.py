@@ -5,6 +5,7 @@ way that would replace it. ``tests/test_torch_private.py`` holds the rest of the
 anything else of tensorshard, and each topic is imported by itself, so that nobody waits for what he does not use.
 
     autograd           asking whether backward is running, and steering it
+    compilation        when torch.compile compiles
     ddp                what ``DistributedDataParallel`` averages and leaves alone
     dispatch           modes and classes that see every operation
     dtensor            a DTensor's own shard, its subclasses and its operators

@@ -8,6 +8,7 @@ from tensorshard.trainer.hooks import (
     LoggingHook,
     MemoryHook,
     OptimizerOptionsHook,
+    ProfileHook,
     ScheduleHook,
     TimerHook,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "MetricEvaluator",
     "OptimizerOptionsHook",
     "PeakMemory",
+    "ProfileHook",
     "RunDirectory",
     "ScheduleHook",
     "StopRequest",

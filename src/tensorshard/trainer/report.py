@@ -4,11 +4,14 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from tensorshard.config.allowed_targets import modules_to_allow
+from tensorshard.config.files import ASKED
 from tensorshard.engine.engine import Engine
-from tensorshard.trainer.loggers.console import format_count
+from tensorshard.trainer.loggers.console import format_count, print_lines
 from tensorshard.trainer.memory import format_bytes
 from tensorshard.trainer.run_directory import RunDirectory
 
@@ -30,7 +33,7 @@ def print_opening(console: Console, engine: Engine, held_parameters: Sequence[in
     }
     for title, text in sections.items():
         console.rule(title, align="left", characters="-")
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
+        print_lines(console, text)
 
 
 def print_summary(
@@ -51,6 +54,8 @@ def print_summary(
         directory: of the run.
     """
     table = Table(show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
     table.add_row("steps", str(steps))
     for name, value in figures.items():
         if name == "loss" or name.startswith("val_"):
@@ -75,14 +80,21 @@ def print_summary(
             console.print(f"{name:<11} {place}", soft_wrap=True, highlight=False, markup=False)
 
 
-def resume_command(config: Path, allow: Sequence[str] = ()) -> str:
-    """The command line that continues the run of this ``config.yaml``.
+def resume_command(config: DictConfig, directory: RunDirectory) -> str:
+    """The command line that continues a run in `directory`, quoted for a shell.
 
-    Args:
-        allow: modules that it calls and that have to be allowed.
+    It has the config, the overrides and the options that the run was started with; where the config was made in Python,
+    the ``config.yaml`` of the run in place of them.
     """
-    options = "".join(f" --allow {shlex.quote(module)}" for module in allow)
-    return f"tensorshard train {shlex.quote(str(config))} --resume{options}"
+    if ASKED in config:
+        asked = config[ASKED]
+        words = [asked.config, *asked.overrides, *asked.get("options", [])]
+    else:
+        words = [directory.config]
+        for module in modules_to_allow(config):
+            words += ["--allow", module]
+    # --resume stands last: it would take a word after it for a checkpoint.
+    return shlex.join(["tensorshard", "train", *map(str, words), "--output", str(directory.path), "--resume"])
 
 
 def _by_rank(sizes: Sequence[int], spell: Callable[[int], str]) -> str:

@@ -19,7 +19,7 @@ from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world
 from tensorshard.config import ConfigError, instantiate
-from tensorshard.config.allowed_targets import modules_to_allow
+from tensorshard.config.files import values_of
 from tensorshard.engine.engine import Engine
 from tensorshard.parallelize import parallelize
 from tensorshard.trainer import loggers
@@ -27,9 +27,11 @@ from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvalu
 from tensorshard.trainer.hooks import (
     CheckpointHook,
     EvaluationHook,
+    Hook,
     LoggingHook,
     MemoryHook,
     OptimizerOptionsHook,
+    ProfileHook,
     ScheduleHook,
     TimerHook,
 )
@@ -146,9 +148,10 @@ def _prepare(
     # The order matters: measure, write down, move the learning rate on, save.
     hooks = [
         timer,
+        *_profile(settings, start.directory, console),
         MemoryHook(memory),
         evaluation,
-        LoggingHook(_loggers(start.directory, console), settings.log_every),
+        LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
         schedule,
         options,
         CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints),
@@ -193,7 +196,7 @@ def _report(parts: _Run, config: DictConfig, directory: RunDirectory, console: C
     )
     if trainer.interrupted:
         logger.info("stopped early, after step %d of %d", trainer.step, trainer.max_steps)
-        logger.info("continue with: %s", resume_command(directory.config, modules_to_allow(config)))
+        logger.info("continue with:\n%s", resume_command(config, directory), extra=loggers.AS_IT_IS)
 
 
 def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> list[Evaluator]:
@@ -215,17 +218,23 @@ def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> 
     return evaluators
 
 
-def _loggers(directory: RunDirectory, console: Console) -> list[loggers.Logger]:
-    """On rank 0 the terminal, ``metrics.jsonl`` and TensorBoard where it is installed; elsewhere none."""
+def _profile(settings: TrainSettings, directory: RunDirectory, console: Console) -> list[Hook]:
+    """The hook that profiles, where the config asks for it."""
+    return [] if settings.profile is None else [ProfileHook(settings.profile, directory.profile, console)]
+
+
+def _loggers(
+    config: DictConfig, settings: TrainSettings, directory: RunDirectory, console: Console
+) -> list[loggers.Logger]:
+    """On rank 0 the terminal, ``metrics.jsonl`` and what the config asks for; elsewhere none."""
     if dist.get_rank() != 0:
         return []
-    chosen: list[loggers.Logger] = [
+    values = values_of(config)
+    return [
         loggers.console_logger(console),
         loggers.JsonLinesLogger(directory.metrics),
+        *(loggers.service_logger(name, directory.path, values) for name in settings.loggers),
     ]
-    if loggers.tensorboard_is_installed():
-        chosen.append(loggers.TensorBoardLogger(directory.tensorboard))
-    return chosen
 
 
 def _gather(value: Any) -> list[Any]:

@@ -16,10 +16,12 @@ class RunDirectory:
 
     ::
 
-        config.yaml        the resolved config; `tensorshard train <this file>` repeats the run
+        config.yaml        the config, overridden; `tensorshard train <this file>` repeats the run
         metrics.jsonl      measurements, one JSON object a line
         rank0.log, ...     one log file a rank
-        tensorboard/       event files, where TensorBoard is installed
+        tensorboard/       event files, where TensorBoard is installed or asked for
+        wandb/, wandb.id, mlflow.id    where train.loggers asks for them
+        profile/           traces of the steps that train.profile names
         checkpoints/       step-100, step-200, ...; each whole, or not there
 
     Attributes:
@@ -51,6 +53,10 @@ class RunDirectory:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint after `step` steps is or will be."""

@@ -1,6 +1,6 @@
 """The ``train`` section of a config, checked."""
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from omegaconf import DictConfig
@@ -8,6 +8,8 @@ from omegaconf import DictConfig
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.config_error import suggest
 from tensorshard.plan import Plan
+from tensorshard.trainer.hooks.profile_hook import profiled_steps
+from tensorshard.trainer.loggers import chosen_services
 
 SECTIONS = ("model", "train", "optimizer", "scheduler", "loss", "data")
 """What the config of a run must have at its top level. ``metrics`` and anything else may be there."""
@@ -30,6 +32,8 @@ class TrainSettings:
         keep_checkpoints: how many checkpoints to keep, the newest ones; 0 for all.
         log_every: steps between log lines.
         num_workers: processes that load data, for each rank; 0 loads in the rank itself.
+        loggers: programs that measurements are written for beside the terminal and ``metrics.jsonl``.
+        profile: steps that are traced, see :class:`ProfileHook`; None for none.
         debug: whether the first step also finds out if the loss couples samples, see :func:`tensorshard.parallelize`.
 
     Raises:
@@ -48,6 +52,8 @@ class TrainSettings:
     keep_checkpoints: int
     log_every: int
     num_workers: int
+    loggers: list[str] = field(default_factory=list)
+    profile: range | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -60,6 +66,10 @@ class TrainSettings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < bound:
                 raise ConfigError(f"train.{name} is {value!r}; expected an integer of at least {bound}")
+        if self.profile is not None and self.profile[-1] > self.steps:
+            raise ConfigError(
+                f"train.profile names step {self.profile[-1]}, and train.steps={self.steps} ends before it"
+            )
         if not isinstance(self.debug, bool):
             raise ConfigError(f"train.debug is {self.debug!r}; expected true or false")
         if not isinstance(self.plan, Plan):
@@ -80,16 +90,23 @@ class TrainSettings:
                 f"the config has no {' and no '.join(missing)}; one that can be run has the sections "
                 f"{', '.join(SECTIONS)} (see the shipped config quickstart.py)"
             )
-        known = [field.name for field in fields(cls)]
+        required = {entry.name: entry.default is entry.default_factory is MISSING for entry in fields(cls)}
+        known = list(required)
         for key in config.train:
             if key not in known:
                 raise ConfigError(f"train has no setting {key!r}; {suggest(str(key), known, 'its settings')}")
         values: dict[str, Any] = instantiate(config.train)
         for name in known:
-            if name not in values and name != "debug":
+            if name not in values and required[name]:
                 raise ConfigError(
                     f"train.{name} is missing; start from get_config('common/train.py').train, which has it"
                 )
+        values["loggers"] = chosen_services(values.get("loggers"))
+        if values.get("profile") is not None:
+            try:
+                values["profile"] = profiled_steps(values["profile"])
+            except ValueError as error:
+                raise ConfigError(f"train.profile: {error}") from error
         return cls(**values)
 
     def check_batch(self, dp_size: int) -> None:

@@ -36,6 +36,11 @@ train = {
     "log_every": 10,
     # Processes that load data, for each rank; 0 loads in the rank itself.
     "num_workers": 0,
+    # Programs to write measurements for, beside metrics.jsonl: a list of "tensorboard", "wandb" and "mlflow"; None for
+    # TensorBoard where it is installed.
+    "loggers": None,
+    # Steps to write a trace of, such as "10-12" or {"first": 10, "steps": 3}; None for none.
+    "profile": None,
     # Whether the first step also finds out if the loss couples samples, and so depends on the number of ranks.
     "debug": False,
 }

@@ -6,6 +6,7 @@ from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.hooks.logging_hook import LoggingHook
 from tensorshard.trainer.hooks.memory_hook import MemoryHook
 from tensorshard.trainer.hooks.optimizer_options_hook import OptimizerOptionsHook
+from tensorshard.trainer.hooks.profile_hook import ProfileHook
 from tensorshard.trainer.hooks.schedule_hook import ScheduleHook
 from tensorshard.trainer.hooks.timer_hook import TimerHook
 
@@ -16,6 +17,7 @@ __all__ = [
     "LoggingHook",
     "MemoryHook",
     "OptimizerOptionsHook",
+    "ProfileHook",
     "ScheduleHook",
     "TimerHook",
 ]

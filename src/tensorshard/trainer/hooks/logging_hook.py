@@ -48,6 +48,10 @@ class LoggingHook(Hook):
             for logger in self.loggers:
                 logger.log(record.step, metrics)
 
+    def on_error(self, trainer: "Trainer", error: Exception) -> None:
+        for logger in self.loggers:
+            logger.failed(error)
+
     def close(self) -> None:
         for logger in self.loggers:
             logger.close()

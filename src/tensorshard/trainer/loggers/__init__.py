@@ -1,20 +1,27 @@
-"""Where measurements are written: a terminal, ``metrics.jsonl``, TensorBoard, a log file a rank."""
+"""Where measurements are written: a terminal, ``metrics.jsonl``, TensorBoard, wandb, MLflow, a log file a rank."""
 
-from tensorshard.trainer.loggers.console import ConsoleHandler, PlainLogger, ProgressBarLogger, console_logger
+from tensorshard.trainer.loggers.console import AS_IT_IS, ConsoleHandler, PlainLogger, ProgressBarLogger, console_logger
 from tensorshard.trainer.loggers.jsonl import JsonLinesLogger, read_metrics
 from tensorshard.trainer.loggers.logger import Logger
+from tensorshard.trainer.loggers.mlflow import MlflowLogger
 from tensorshard.trainer.loggers.rank_log import RankLog
-from tensorshard.trainer.loggers.tensorboard import TensorBoardLogger, tensorboard_is_installed
+from tensorshard.trainer.loggers.services import chosen_services, service_logger
+from tensorshard.trainer.loggers.tensorboard import TensorBoardLogger
+from tensorshard.trainer.loggers.wandb import WandbLogger
 
 __all__ = [
+    "AS_IT_IS",
     "ConsoleHandler",
     "JsonLinesLogger",
     "Logger",
+    "MlflowLogger",
     "PlainLogger",
     "ProgressBarLogger",
     "RankLog",
     "TensorBoardLogger",
+    "WandbLogger",
+    "chosen_services",
     "console_logger",
     "read_metrics",
-    "tensorboard_is_installed",
+    "service_logger",
 ]

@@ -4,20 +4,39 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import Progress, ProgressColumn, Task
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
+from tensorshard.terminal import fit
 from tensorshard.trainer.loggers.logger import Logger
 from tensorshard.trainer.memory import format_bytes
 
+AS_IT_IS = {"as_it_is": True}
+"""The ``extra`` of a log record whose lines are not to be broken: a command to be copied."""
+
+_GAP = "  "
+_LEAST_BAR = 10
+
 
 def console_logger(console: Console) -> Logger:
-    """The progress bar if `console` is a terminal, else plain lines."""
-    return ProgressBarLogger(console) if console.is_terminal else PlainLogger(console)
+    """The progress bar if `console` is a terminal that can move its cursor, else plain lines."""
+    moves = console.is_terminal and not console.is_dumb_terminal
+    return ProgressBarLogger(console) if moves else PlainLogger(console)
+
+
+def print_lines(console: Console, text: str, style: str | None = None) -> None:
+    """Prints `text`, its lines broken at words to the width of a terminal; files get them as they are."""
+    width = console.width if console.is_terminal else None
+    console.print(fit(text, width), style=style, soft_wrap=True, highlight=False, markup=False)
 
 
 class ProgressBarLogger(Logger):
-    """A bar with the loss, the speed, the peak memory and the time left. Evaluations stay above it as lines.
+    """A bar with the loss, the speed, the time left and the peak memory. Evaluations stay above it as lines.
+
+    A narrow terminal loses the bar first, then the memory.
 
     Args:
         console: a terminal; what else is printed there while the bar is shown must go through it.
@@ -25,20 +44,11 @@ class ProgressBarLogger(Logger):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
-            console=console,
-            expand=True,
-        )
+        self._progress = Progress(_TrainingLine(console), console=console, expand=True)
 
     def start(self, step: int, max_steps: int) -> None:
         self._max_steps = max_steps
-        self._task = self._progress.add_task("train", total=max_steps, completed=step, figures="")
+        self._task = self._progress.add_task("train", total=max_steps, completed=step, metrics={})
         self._progress.start()
 
     def step_done(self, step: int) -> None:
@@ -46,12 +56,41 @@ class ProgressBarLogger(Logger):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         bar = {name: value for name, value in metrics.items() if not name.startswith("val_")}
-        self._progress.update(self._task, figures=format_figures(bar))
+        self._progress.update(self._task, metrics=bar)
         if len(bar) < len(metrics):
-            self._console.print(f"step {step}/{self._max_steps}  {format_figures(metrics)}", highlight=False)
+            print_lines(self._console, f"step {step}/{self._max_steps}{_GAP}{format_figures(metrics)}")
 
     def close(self) -> None:
         self._progress.stop()
+
+
+class _TrainingLine(ProgressColumn):
+    """All of the line that is drawn anew."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def render(self, task: Task) -> RenderableType:
+        total = int(task.total or 0)
+        metrics = task.fields["metrics"]
+        figures = {name: value for name, value in metrics.items() if name != "peak_memory_bytes"}
+        left = "-:--" if task.time_remaining is None else format_seconds(task.time_remaining)
+        step = f"{int(task.completed):>{len(str(total))}}/{total}"
+        parts = [f"step {step}", *_figures(figures), f"eta {left}"]
+        width = self._console.width
+        if len(_GAP.join(parts)) > width:
+            parts = [step, *(part.replace(" tokens/s", " tok/s") for part in parts[1:])]
+        if "peak_memory_bytes" in metrics:
+            with_memory = [*parts[:-1], format_bytes(metrics["peak_memory_bytes"]), parts[-1]]
+            parts = with_memory if len(_GAP.join(with_memory)) <= width else parts
+        room = width - len(_GAP.join(parts)) - len(_GAP)
+        if room < _LEAST_BAR:
+            return Text(_GAP.join(parts), no_wrap=True)
+        line = Table.grid(padding=(0, len(_GAP), 0, 0))
+        bar = ProgressBar(total=task.total, completed=task.completed, width=room)
+        line.add_row(Text(parts[0], no_wrap=True), bar, Text(_GAP.join(parts[1:]), no_wrap=True))
+        return line
 
 
 class PlainLogger(Logger):
@@ -98,11 +137,18 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         style = "yellow" if record.levelno >= logging.WARNING else None
-        self._console.print(self.format(record), style=style, soft_wrap=True, highlight=False, markup=False)
+        if getattr(record, "as_it_is", False):
+            self._console.print(self.format(record), style=style, soft_wrap=True, highlight=False, markup=False)
+        else:
+            print_lines(self._console, self.format(record), style)
 
 
 def format_figures(metrics: Mapping[str, float]) -> str:
     """What a person follows: losses and scores, speed, peak memory. The rest is in the files."""
+    return _GAP.join(_figures(metrics))
+
+
+def _figures(metrics: Mapping[str, float]) -> list[str]:
     parts = [f"{name} {value:.4f}" for name, value in metrics.items() if name == "loss" or name.startswith("val_")]
     if "tokens_per_second" in metrics:
         parts.append(f"{format_count(metrics['tokens_per_second'])} tokens/s")
@@ -110,7 +156,7 @@ def format_figures(metrics: Mapping[str, float]) -> str:
         parts.append(f"{format_count(metrics['samples_per_second'])} samples/s")
     if "peak_memory_bytes" in metrics:
         parts.append(format_bytes(metrics["peak_memory_bytes"]))
-    return "  ".join(parts)
+    return parts
 
 
 def format_count(number: float) -> str:

@@ -15,5 +15,8 @@ class Logger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the measurements of step `step`, by name."""
 
+    def failed(self, error: Exception) -> None:
+        """Training ended with `error`; :meth:`close` comes next."""
+
     def close(self) -> None:
         """Nothing more will come."""

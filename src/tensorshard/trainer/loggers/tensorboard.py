@@ -1,15 +1,9 @@
 """TensorBoard event files, where the package is installed."""
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
 from tensorshard.trainer.loggers.logger import Logger
-
-
-def tensorboard_is_installed() -> bool:
-    """Whether :class:`TensorBoardLogger` can be made; costs no import."""
-    return importlib.util.find_spec("tensorboard") is not None
 
 
 class TensorBoardLogger(Logger):

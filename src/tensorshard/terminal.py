@@ -1,0 +1,38 @@
+"""Text for a terminal of any width: long lines are broken at words, and go on under where their text begins."""
+
+import re
+import shutil
+import textwrap
+from typing import TextIO
+
+# A name, a gap of two spaces or more, then what is said of it.
+_NAMED = re.compile(r"\s*\S+( \S+)*?\s{2,}(?=\S)")
+_LONGEST_NAME = 32
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Columns of the terminal that `stream` writes to; None if it is a file or a pipe, for lines of any length."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def fit(text: str, width: int | None) -> str:
+    """`text`, its lines broken at words to at most `width` columns. Longer words, such as paths, stay whole.
+
+    What is broken off stands under the text of a line that begins with a name and a gap of two spaces or more
+    (``optimizer      AdamW``), and two columns further in than the beginning of any other line.
+    """
+    if width is None:
+        return text
+    return "\n".join(_fit_line(line, width) for line in text.split("\n"))
+
+
+def _fit_line(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    named = _NAMED.match(line)
+    indent = len(line) - len(line.lstrip()) + 2
+    if named is not None and named.end() <= min(_LONGEST_NAME, width // 2):
+        indent = named.end()
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, tabsize=4
+    )

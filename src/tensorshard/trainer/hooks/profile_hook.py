@@ -1,0 +1,139 @@
+"""A trace of some training steps, by torch's profiler."""
+
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tensorshard.trainer.hooks.hook import Hook
+from tensorshard.trainer.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from tensorshard.trainer.trainer import Trainer
+
+logger = logging.getLogger("tensorshard")
+
+_OPERATORS_SHOWN = 8
+_SPAN = re.compile(r"(\d+)-(\d+)")
+
+
+class ProfileHook(Hook):
+    """Writes a trace of `steps` on each rank, and prints on which operators rank 0 spent the most time.
+
+    Each trace is a Chrome trace, ``rank<r>-steps-<first>-<last>.json``, for https://ui.perfetto.dev or
+    ``chrome://tracing``. Times include what the profiler costs. Put it after the hook that times steps.
+
+    Args:
+        steps: as :func:`profiled_steps` gives them.
+        directory: for the traces.
+        console: where to print; rank 0's.
+    """
+
+    def __init__(self, steps: range, directory: Path, console: Console) -> None:
+        self.steps = steps
+        self.directory = directory
+        self._console = console
+        self._profiler: profile | None = None
+        self._step: record_function | None = None
+
+    def before_train(self, trainer: "Trainer") -> None:
+        if trainer.step >= self.steps[-1]:
+            logger.info(
+                "train.profile names steps that were taken before step %d; nothing is profiled", trainer.step + 1
+            )
+
+    def before_step(self, trainer: "Trainer") -> None:
+        number = trainer.step + 1
+        if number not in self.steps:
+            return
+        if self._profiler is None:
+            self._first = number
+            activities = [ProfilerActivity.CPU]
+            if trainer.engine.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = profile(activities=activities)
+            self._profiler.start()
+        self._step = record_function(f"step {number}")
+        self._step.__enter__()
+
+    def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
+        if self._step is None:
+            return
+        if trainer.engine.device.type == "cuda":
+            torch.cuda.synchronize(trainer.engine.device)  # what was launched belongs to this step
+        self._end_step()
+        if record.step == self.steps[-1]:
+            self._write(trainer)
+
+    def after_train(self, trainer: "Trainer") -> None:
+        if self._profiler is not None:  # training was stopped early
+            self._write(trainer)
+
+    def close(self) -> None:
+        self._end_step()
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+    def _write(self, trainer: "Trainer") -> None:
+        assert self._profiler is not None
+        done, self._profiler = self._profiler, None
+        done.stop()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        file = self.directory / f"rank{trainer.engine.mesh.rank}-steps-{self._first}-{trainer.step}.json"
+        done.export_chrome_trace(str(file))
+        logger.info("profile of steps %d to %d: %s", self._first, trainer.step, file)
+        if trainer.engine.mesh.rank == 0:
+            self._console.print(_largest_operators(done, trainer.engine.device.type))
+
+
+def profiled_steps(value: Any) -> range:
+    """The steps that ``train.profile`` names: ``10``, ``"10-12"`` or ``{"first": 10, "steps": 3}``.
+
+    Raises:
+        ValueError: it names none.
+    """
+    steps = range(0)
+    if _is_number(value):
+        steps = range(value, value + 1)
+    elif isinstance(value, str) and (found := _SPAN.fullmatch(value.strip())):
+        steps = range(int(found[1]), int(found[2]) + 1)
+    elif isinstance(value, dict) and value.keys() == {"first", "steps"} and all(map(_is_number, value.values())):
+        steps = range(value["first"], value["first"] + value["steps"])
+    if not steps or steps[0] < 1:
+        raise ValueError(
+            f"it is {value!r}; expected the steps to profile, counted from 1, such as 10-12 or {{first: 10, steps: 3}}"
+        )
+    return steps
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _largest_operators(profiler: profile, device_type: str) -> Table:
+    """Operators by the time that they themselves took, without those that they called."""
+    on_gpu = device_type == "cuda"
+    times: dict[str, tuple[int, float]] = {}
+    for event in profiler.key_averages():
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if not event.key.startswith("step "):
+            times[event.key] = event.count, microseconds / 1000
+    total = sum(milliseconds for _, milliseconds in times.values()) or 1.0
+    table = Table("operator", title="largest operators of rank 0", title_justify="left", box=None)
+    for heading in ("calls", "GPU ms" if on_gpu else "CPU ms", "share"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.columns[0].overflow = "fold"
+    for name, (calls, milliseconds) in sorted(times.items(), key=lambda item: -item[1][1])[:_OPERATORS_SHOWN]:
+        table.add_row(name, f"{calls:,}", f"{milliseconds:,.1f}", f"{milliseconds / total:.0%}")
+    return table
