@@ -170,6 +170,18 @@ class Interleaved(nn.Module):
         return x + self.out(_attend(q, k, v).cumsum(-1))
 
 
+class ReadsLayers(nn.Module):
+    """Attention that multiplies by its layers' weights itself (Swin, BEiT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = F.linear(x, self.qkv.weight, self.qkv.bias).view(*x.shape[:2], 3, HEADS, HEAD).permute(2, 0, 3, 1, 4)
+        return x + F.linear(_attend(*qkv), self.out.weight, self.out.bias)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -200,6 +212,7 @@ BLOCKS: dict[str, type[nn.Module]] = {
     "biased": BiasedAttention,
     "indexed-bias": IndexedBias,
     "interleaved": Interleaved,
+    "reads-layers": ReadsLayers,
     "recurrent": Recurrent,
     "parameters": Own,
 }

@@ -11,6 +11,7 @@ from torch import nn
 import parity
 import tensorshard as ts
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
+from tensorshard.tensor_parallel.search.check_table import check_tensor_plan
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.table import TensorPlan
 from toys import plain_loop
@@ -51,6 +52,7 @@ TABLES: dict[str, dict[str, str]] = {
     "indexed-bias": {"blocks.*.q": "colwise_gather", "blocks.0.bias.0": "colwise", "blocks.0.bias.2": "rowwise"},
     "biased": {"blocks.0": "divide(features, input.bias.1)", "blocks.*.q": "colwise", "blocks.*.out": "rowwise"},
     "interleaved": {"blocks.*.qkv": "colwise_gather", "blocks.*.out": "colwise_gather"},
+    "reads-layers": {"blocks.*.qkv.weight": "gather(0, 1)", "blocks.*.out.weight": "gather(0, 1)"},
     "recurrent": {"blocks.*.rnn.weight_ih_l0": "gather(0)", "blocks.*.rnn.weight_hh_l0": "gather(0)"},
     "parameters": {"blocks.*.qkv": "gather(1)", "blocks.*.out": "colwise_gather"},
 }
@@ -119,6 +121,16 @@ def _run_fused() -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize(
+    ("style", "said"),
+    [("gather(0)", "read outside of the forward in which it is put together"), ("gather(0, 3)", "further out")],
+)
+def test_weights_that_are_not_there_when_they_are_read_are_refused(style, said):
+    with pytest.raises(ValueError, match=said):
+        plan = TensorPlan.from_dict({"blocks.*.qkv.weight": style})
+        check_tensor_plan(build("reads-layers"), plan, 2, inputs=batch(0)[0])
 
 
 def test_a_forward_that_needs_its_whole_weight_keeps_it():

@@ -156,7 +156,7 @@ def test_masks_that_tell_what_to_ignore(device):
     assert find(model, inputs=torch.zeros(2, 5, 16))["blocks.1"] == "heads"
 
 
-def test_layers_whose_weights_other_code_reads_stay_whole():
+def test_layers_whose_weights_other_code_reads_are_kept_in_slices():
     class Reader(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -166,8 +166,9 @@ def test_layers_whose_weights_other_code_reads_stay_whole():
             return nn.functional.linear(self.down(torch.relu(self.up(x))), self.out.weight)
 
     found = find_tensor_plan(nn.Sequential(Reader(), Reader()), 2, inputs=torch.zeros(2, 3, 8))
-    assert found.plan.to_dict() == {"*.up": "colwise", "*.down": "rowwise"}
-    assert found.whole == {"*.out": "it is not called as a module"}
+    kept = {"*.out.weight": "gather(0, 1)"}
+    assert found.plan.to_dict() == {"*.up": "colwise", "*.down": "rowwise", **kept}
+    assert not found.whole
 
 
 def test_a_plain_sequential():

@@ -42,7 +42,7 @@ def test_a_style_reads_as_it_is_written(text):
         ("divide(a.b)", "needs the names of attributes"),
         ("replicate(twice)", "takes sum_grad or divided or nothing"),
         ("rowwise(divided)", "takes sum_grad or nothing"),
-        ("gather(0, 1)", "takes one dimension"),
+        ("gather(0, 1, 2)", "takes one dimension"),
         ("col wise", "is no style"),
     ],
 )

@@ -83,6 +83,7 @@ def apply_tensor_parallel(
     styles = {name: style for name, style in styles.items() if name not in elsewhere}
     keep_layers_called(model, {name for name, layout in layouts.items() if layout.dim is not None})
     blocks = tuple(f"{name}." for name in find_blocks(whole or model)) if COLWISE_GATHER in styles.values() else ()
+    gathered: dict[str, dict[str, int]] = {}  # by the module in whose forward they are read
     for name, module in model.named_modules():
         style = styles.get(name)
         if style is not None:  # what a block hands on to itself is no model's output
@@ -92,10 +93,13 @@ def apply_tensor_parallel(
             divided = [key for key, own_style in own.items() if own_style == DIVIDED]
             around = partial(forward_summing, module, list(own), divided, process_group)
             wrap_forward(module, Role.SUMMED_GRADIENTS, around)
-        said = {key: styles.get(_join(name, key), style) for key in own_parameters(module)}
-        gathered = {key: style.sizes[0] for key, style in said.items() if style is not None and style.kind == "gather"}
-        if gathered:
-            gather_parameters(module, gathered, process_group)
+        for key in own_parameters(module):
+            said = styles.get(_join(name, key), style)
+            if said is not None and said.kind == "gather":
+                reader = gathered_in(_join(name, key), said)
+                gathered.setdefault(reader, {})[_join(name, key).removeprefix(f"{reader}.")] = said.sizes[0]
+    for reader, dims in gathered.items():
+        gather_parameters(model.get_submodule(reader), dims, process_group)
     guard_rows(model, styles)
     for names in shared_inputs:
         layers = [
@@ -105,6 +109,19 @@ def apply_tensor_parallel(
         for index, layer in enumerate(layers):
             replace_forward(layer, Role.SHARED_INPUT, partial(shared.forward, index))
     return layouts
+
+
+def gathered_in(parameter: str, style: Style) -> str:
+    """The name of the module in whose forward a parameter of the style ``gather`` is put together.
+
+    Raises:
+        ValueError: there is no such module.
+    """
+    further_out = style.sizes[1] if len(style.sizes) > 1 else 0
+    path = parameter.split(".")[:-1]
+    if further_out > len(path):
+        raise ValueError(f"{parameter} has {len(path)} modules around it, and {style} asks for one further out")
+    return ".".join(path[: len(path) - further_out])
 
 
 def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, Layout]:
@@ -226,7 +243,11 @@ def _parameter_layout(name: str, parameter: torch.Tensor, style: Style) -> Layou
         raise ValueError(
             f"{name} is a parameter, which can be 'slice(dim)', 'gather(dim)' or 'replicate', not {style.kind!r}"
         )
-    dim, parts = (*style.sizes, 1)[:2]
+    dim, parts = style.sizes[0], 1
+    if style.kind == "gather":
+        gathered_in(name, style)
+    elif len(style.sizes) > 1:
+        parts = style.sizes[1]
     if dim >= parameter.ndim:
         raise ValueError(f"{name} has {parameter.ndim} dimensions, and {style} asks for dimension {dim}")
     if parameter.shape[dim] % parts:

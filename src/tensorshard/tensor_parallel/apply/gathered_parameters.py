@@ -22,9 +22,9 @@ def gather_parameters(module: nn.Module, dims: Mapping[str, int], group: dist.Pr
     """Has the forward of `module` run on full parameters.
 
     Args:
-        dims: its own parameters that are kept in slices, by name, and the dimension. They are still whole.
+        dims: parameters in it that are kept in slices, by name, and the dimension. They are still full.
     """
-    sizes = {name: (dim, own_parameters(module)[name].shape[dim]) for name, dim in dims.items()}
+    sizes = {name: (dim, module.get_parameter(name).shape[dim]) for name, dim in dims.items()}
     wrap_forward(module, Role.GATHERED_PARAMETERS, partial(_forward, module, sizes, group))
 
 
@@ -37,14 +37,17 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    own = own_parameters(module)
-    held = {name: own[name] for name in sizes}
+    held = []
+    for name, (dim, size) in sizes.items():
+        path, _, key = name.rpartition(".")
+        owner = module.get_submodule(path)
+        held.append((owner, key, own_parameters(owner)[key], dim, size))
     try:
-        for name, (dim, size) in sizes.items():
-            set_parameter(module, name, collectives.gather(to_local(held[name]), dim, group, size=size))
+        for owner, key, parameter, dim, size in held:
+            set_parameter(owner, key, collectives.gather(to_local(parameter), dim, group, size=size))
         refresh_recurrent_weights(module)
         return forward(*args, **kwargs)
     finally:
-        for name, parameter in held.items():
-            set_parameter(module, name, parameter)
+        for owner, key, parameter, _, _ in held:
+            set_parameter(owner, key, parameter)
         refresh_recurrent_weights(module)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tensorshard.modules.model_errors import raised_by_model
-from tensorshard.tensor_parallel.apply.apply_table import find_layouts
+from tensorshard.tensor_parallel.apply.apply_table import find_layouts, gathered_in
 from tensorshard.tensor_parallel.search.dataflow import follow
 from tensorshard.tensor_parallel.search.head_counts import undivided_heads
 from tensorshard.tensor_parallel.search.sequence_search import SplitBlocks, find_sequence_splits, link_splits
@@ -84,11 +84,15 @@ def check_tensor_plan(
 def _check_outer_layers(model: nn.Module, plan: TensorPlan, run: ModelRun, size: int) -> None:
     single = OuterLayersCheck(model, run.inputs, size)
     for name, style in plan.resolve(model).items():
-        past = {key for key in run.capture.used_past_owner if style.kind == "gather" and _is_inside(key, name)}
+        past = {
+            key
+            for key, reader in run.capture.readers.items()
+            if style.kind == "gather" and _is_inside(key, name) and not _is_there(reader, gathered_in(key, style))
+        }
         if past:
             raise WrongTensorPlanError(
                 f"the tensor-parallel table is wrong for {', '.join(sorted(past))}, which cannot be {str(style)!r}: it "
-                f"is read outside of the forward of the module that holds it; leave it out"
+                f"is read outside of the forward in which it is put together; leave it out"
             )
         if style.kind in ("vocab", "colwise_gather") and not any(_is_inside(name, unit) for unit in run.calls):
             refusal = single.refusal(name, style)
@@ -268,6 +272,11 @@ def _listed(styles: Mapping[str, Style]) -> str:
 
 def _is_inside(name: str, unit: str) -> bool:
     return name == unit or name.startswith(f"{unit}.")
+
+
+def _is_there(reader: str, gathering: str) -> bool:
+    """Whether what the module `gathering` puts together is there in the forward of `reader`."""
+    return not gathering or _is_inside(reader, gathering)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -122,10 +122,11 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
     styles.update(outer)
     leftover, leftover_whole = split_leftovers(model, size, used_outside, styles, single)
     styles.update(leftover)
-    kept = keep_in_slices(model, size, run.capture.used_past_owner, styles)
+    kept = keep_in_slices(model, size, run.capture.readers, styles)
     styles.update(kept)
     reasons_by_name = {**leftover_whole, **outer_whole, **whole}
-    reasons = {starred(name): reason for name, reason in reasons_by_name.items() if name not in styles}
+    unsplit = {name: why for name, why in reasons_by_name.items() if not styles.keys() & {name, _join(name, "weight")}}
+    reasons = {starred(name): reason for name, reason in unsplit.items()}
     alone = {starred(name): reasons_by_name[name] for name in leftover if name in reasons_by_name}
     if not styles:
         listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())

@@ -1,12 +1,13 @@
 """Parameters that nothing else splits: each rank keeps a slice, and they are put together when their module is called.
 
 That is right wherever a parameter is read in its own module's forward alone, be it a recurrent layer, a table of
-positions, or code that nobody has seen. It splits their memory (and their gradients' and the optimizer's), and no
+positions, or code that nobody has seen; or in that of one module around its own (attention that multiplies by its
+layers' weights itself: Swin, BEiT). It splits their memory (and their gradients' and the optimizer's), and no
 computing, so that it comes last.
 """
 
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -21,12 +22,13 @@ _WORTHWHILE_SHARE = 0.01
 
 
 def keep_in_slices(
-    model: nn.Module, size: int, used_past_owner: Container[str], found: Mapping[str, Style]
+    model: nn.Module, size: int, readers: Mapping[str, str], found: Mapping[str, Style]
 ) -> dict[str, Style]:
     """Styles of the parameters of `model` that are whole although they need not be.
 
     Args:
-        used_past_owner: parameters that are read outside of the forward of the module that holds them.
+        readers: of parameters that are read outside of the forward of the module that holds them, the module around
+            that in whose forward they are; "" for none.
         found: the styles so far.
     """
     parameters = dict(model.named_parameters())
@@ -41,11 +43,14 @@ def keep_in_slices(
         layer = as_splittable(model.get_submodule(owner))
         if name in found or (owner in found and found[owner].kind != "divide"):
             continue
-        if names[id(parameter)] > 1 or name in used_past_owner or (layer is not None and not layer.own_forward):
+        reader = readers.get(name, owner)
+        called_as_layer = name not in readers and layer is not None and not layer.own_forward
+        if names[id(parameter)] > 1 or (name in readers and not reader) or called_as_layer:
             continue
         if parameter.ndim < 2 or alike[starred(name)] < _WORTHWHILE_SHARE * total:
             continue
         dim = max(range(parameter.ndim), key=lambda dim, shape=parameter.shape: shape[dim])  # type: ignore[misc]
         if 0 not in shard_sizes(parameter.shape[dim], size):
-            styles[name] = Style("gather", (dim,))
+            further_out = owner.count(".") - reader.count(".")
+            styles[name] = Style("gather", (dim, further_out) if further_out else (dim,))
     return styles

@@ -30,7 +30,8 @@ STYLES = {
     "slice": "slice(dim): a parameter, or a module's parameters, cut along a dimension; for what works element by "
     "element on split features; slice(dim, parts) where there are several equal parts along it, each to be cut",
     "gather": "gather(dim): a parameter, or a module's parameters, of which each rank keeps a slice along a dimension; "
-    "it is put together whenever its module is called, so that memory is split and computation is not",
+    "it is put together whenever its module is called, so that memory is split and computation is not; "
+    "gather(dim, 1) for one that is read in the forward of the module around its own, 2 for the one around that",
     "sum": "a module whose parameters are sliced so that each rank computes its part of a sum, as of stacked experts: "
     "its output is summed over the ranks, and so are the gradients of its inputs",
     "heads": "an nn.MultiheadAttention's heads are split, and with them its packed weights; its out_proj is rowwise",
@@ -52,8 +53,8 @@ class Style:
         kind: a key of :data:`STYLES`.
         sizes: of ``packed_colwise``: the number of equal parts, or the parts' sizes; of ``colwise_shared``: the number
             of key-value heads, then the sizes of queries, keys and values where they are fused; of ``slice``: the
-            dimension, and the number of parts along it if there are several; of ``gather``: the dimension; of
-            ``channels``: the number of parts.
+            dimension, and the number of parts along it if there are several; of ``gather``: the dimension, and how
+            many modules further out it is read; of ``channels``: the number of parts.
         names: of ``divide``: the attributes; of ``replicate``, ``rowwise`` and ``colwise_gather``: ("sum_grad",) or
             nothing; of ``replicate`` also ("divided",).
     """
@@ -140,8 +141,10 @@ def parse_style(text: str) -> Style:
             raise ValueError(f"{text!r}: {kind} needs numbers, {STYLES[kind]}")
         if kind == "slice" and (len(options) > 2 or options[1:] == ["0"]):
             raise ValueError(f"{text!r}: slice takes one dimension, as in slice(0), and a number of parts if not 1")
-        if kind == "gather" and len(options) > 1:
-            raise ValueError(f"{text!r}: gather takes one dimension, as in gather(0)")
+        if kind == "gather" and len(options) > 2:
+            raise ValueError(
+                f"{text!r}: gather takes one dimension, as in gather(0), and how many modules further out it is read"
+            )
         if kind == "colwise_shared" and len(options) not in (1, 4):
             raise ValueError(
                 f"{text!r}: colwise_shared takes the number of key-value heads, as in colwise_shared(2), and for a "

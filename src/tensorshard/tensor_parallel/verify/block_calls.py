@@ -49,7 +49,8 @@ class Capture:
         calls: first calls of blocks, by name, in the order of the run.
         used_outside: parameters that an operation read outside of the forward of a splittable layer that
             holds them.
-        used_past_owner: parameters that an operation read outside of the forward of the module that holds them.
+        readers: of parameters that an operation read outside of the forward of the module that holds them, in that of
+            which module around it they were always read; "" for none but the model.
         read_outside: outputs of blocks that something else than the call of a block reads: code between the blocks, or
             the caller of the model.
         repeated: blocks that were called more than once.
@@ -59,7 +60,7 @@ class Capture:
     used_outside: set[str]
     read_outside: set[Output] = field(default_factory=set)
     repeated: set[str] = field(default_factory=set)
-    used_past_owner: set[str] = field(default_factory=set)
+    readers: dict[str, str] = field(default_factory=dict)
 
 
 def as_call(inputs: Any) -> BlockCall:
@@ -106,7 +107,10 @@ class BlockOutputs(Provenance[Output]):
             block = model.get_submodule(name)
             block.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
             block.register_forward_hook(partial(self._end, name))
-        for module in model.modules():
+        self._modules: list[str] = []  # those that are running
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name))
+            module.register_forward_hook(self._module_ended)
             own = {storage_key(p) for p in own_parameters(module).values()}
             if own:
                 splittable = as_splittable(module) is not None
@@ -127,13 +131,19 @@ class BlockOutputs(Provenance[Output]):
                 if not any(holders):
                     self.capture.used_outside.add(name)
                 if not holders:
-                    self.capture.used_past_owner.add(name)
+                    self._note_reader(name)
         if not self._running:  # whoever reads the shape alone counts, too: that of a part of a sequence is another
             self.capture.read_outside |= self.of(operation.inputs)
         if self._digests:
             described = _described(operation)
             for digest in self._digests.values():
                 digest.update(described)
+
+    def _note_reader(self, parameter: str) -> None:
+        around = [name for name in self._modules if name and parameter.startswith(f"{name}.")]
+        innermost = max(around, key=len, default="")
+        known = self.capture.readers.get(parameter, innermost)
+        self.capture.readers[parameter] = min(known, innermost, key=len)  # of a module and one in it, the outer
 
     def _begin(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(name)
@@ -156,6 +166,9 @@ class BlockOutputs(Provenance[Output]):
 
     def _layer_ended(self, *_: Any) -> None:
         self._own.pop()
+
+    def _module_ended(self, *_: Any) -> None:
+        self._modules.pop()
 
 
 def _described(operation: Operation) -> bytes:
