@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tensorshard.torch_private import messages
 from tensorshard.torch_private.compilation import watch_compilation
 
 logger = logging.getLogger("tensorshard")
@@ -29,7 +30,8 @@ class CompileLog:
         self._depth += 1
         stop = watch_compilation(self._begun, self._ended) if self._depth == 1 else None
         try:
-            yield
+            with messages.compiling():
+                yield
         finally:
             self._depth -= 1
             if stop is not None:
