@@ -20,7 +20,7 @@ def _broken(line: str, width: int) -> str:
     if len(line) <= width:
         return line
     if _COMMAND.match(line):
-        return " \\\n".join(_lines(line, width - 2, f"{own}    "))
+        return " \\\n".join(_lines(line, width - 2, f"{own}  "))
     return "\n".join(_lines(line, width, own))
 
 

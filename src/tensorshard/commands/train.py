@@ -91,7 +91,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="how long a process waits for the others in a collective, before it names it and ends (default: 300)",
+        help="how long a process waits for the others in a collective; then it says which one and ends (default: 300)",
     )
     processes.add_argument(
         "--log-dir", metavar="DIR", help="directory for the output of ranks other than 0 (default: a temporary one)"
