@@ -41,7 +41,7 @@ class CompileLog:
     def _begun(self) -> None:
         self._began = self._clock()
         if self._seconds is None:
-            logger.info("torch.compile is compiling the model's blocks, which may take minutes; it does so once")
+            logger.info("torch.compile is compiling the model's blocks, which may take minutes")
             self._seconds = 0.0
 
     def _ended(self) -> None:
