@@ -16,6 +16,7 @@ def test_what_is_broken_off_stands_under_the_text() -> None:
         "zero           3 (parameters are sharded",
         "               over dp_shard)",
     ]
+    assert fit("memory  rank 0: 3 GiB  rank 1: 4 GiB", 30) == "memory  rank 0: 3 GiB\n        rank 1: 4 GiB"
     assert fit("  some words that are long", 16) == "  some words\n    that are\n    long"
 
 

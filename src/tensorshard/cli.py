@@ -14,7 +14,12 @@ from tensorshard.launch.worker import INTERRUPTED, USAGE_ERROR, hand_on_mistake,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (without the program's name) and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="tensorshard", description=tensorshard.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="tensorshard",
+        description=tensorshard.__doc__,
+        epilog="tensorshard COMMAND --help shows a command's options and examples.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"tensorshard {tensorshard.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in (train, generate, export, data, self_test, env):
@@ -27,8 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for word in rest:
         if word.startswith("-"):
             args.parser.error(_unknown_option(args.parser, word))
-    # argparse stops collecting words that are no options at the first option; the others are left over.
-    args.words = [*args.words, *rest]
+    if args.words is None:  # a command that takes options alone
+        if rest:
+            args.parser.error(f"unexpected {rest[0]!r}; this command takes no arguments")
+    else:
+        # argparse stops collecting words that are no options at the first option; the others are left over.
+        args.words = [*args.words, *rest]
     return _run(args)
 
 

@@ -8,6 +8,9 @@ from typing import TextIO
 # A name, a gap of two spaces or more, then what is said of it.
 _NAMED = re.compile(r"\s*\S+( \S+)*?\s{2,}(?=\S)")
 _LONGEST_NAME = 32
+_GAP = re.compile(r"\s{2,}")
+_SINGLE = re.compile(r"(?<=\S) (?=\S)")
+_STAND_IN = "\0"  # for a space at which a line is not to be broken
 
 
 def terminal_width(stream: TextIO) -> int | None:
@@ -19,7 +22,8 @@ def fit(text: str, width: int | None) -> str:
     """`text`, its lines broken at words to at most `width` columns. Longer words, such as paths, stay whole.
 
     What is broken off stands under the text of a line that begins with a name and a gap of two spaces or more
-    (``optimizer      AdamW``), and two columns further in than the beginning of any other line.
+    (``optimizer      AdamW``), and two columns further in than the beginning of any other line. Where there are further
+    gaps (``rank 0: 3 GiB  rank 1: 4 GiB``), lines are broken at these, if what is between them is short enough.
     """
     if width is None:
         return text
@@ -33,6 +37,10 @@ def _fit_line(line: str, width: int) -> str:
     indent = len(line) - len(line.lstrip()) + 2
     if named is not None and named.end() <= min(_LONGEST_NAME, width // 2):
         indent = named.end()
-    return textwrap.fill(
+    parts = _GAP.split(line[indent:].strip())
+    if len(parts) > 1 and max(map(len, parts)) <= width - indent:
+        line = line[:indent] + _SINGLE.sub(_STAND_IN, line[indent:])
+    filled = textwrap.fill(
         line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, tabsize=4
     )
+    return filled.replace(_STAND_IN, " ")

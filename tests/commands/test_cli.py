@@ -176,6 +176,8 @@ def test_print_config_starts_nothing(started: Started, config: str, capsys: pyte
     ("words", "message"),
     [
         (["no_such_config"], "there is no config 'no_such_config'"),
+        (["gpt", "data.train.source=x"], "data.validation.source has no value, which tensorshard.data.token_dataset."),
+        (["gpt"], "give it one: data.train.source=VALUE; `tensorshard data tokenize TEXT...` makes token files"),
         (["mine.py", "other.py"], "one config at a time, not mine.py and other.py"),
         (["mine.py", "train.stpes=3"], "did you mean 'steps'?"),
         (["mine.py", "train.plan.dp_shrad=3"], "did you mean 'dp_shard'?"),
@@ -209,6 +211,8 @@ def test_a_mistake_costs_one_sentence(
         (["train", "--zzz"], "unknown option --zzz\n"),
         (["train", "--nproc", "two"], "invalid int value: 'two'"),
         (["trian"], "invalid choice: 'trian'"),
+        (["env", "all"], "unexpected 'all'; this command takes no arguments"),
+        (["test", "--nproc", "2", "tp"], "unexpected 'tp'"),
     ],
 )
 def test_unknown_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,12 @@ def test_texts_are_read_once_and_all_files_are_written_or_none(
         assert cli.main(["data", "tokenize", str(tmp_path / text), "--output", str(tmp_path / "out")]) == 2
         assert said in capsys.readouterr().err
         assert not list((tmp_path / "out").iterdir())
+    for words, said in {
+        (str(tmp_path),): "is a directory; name text files, such as",
+        (str(tmp_path / "long.txt"), "--output", str(tmp_path / "short.txt")): "that is a file",
+    }.items():
+        assert cli.main(["data", "tokenize", *words]) == 2
+        assert said in capsys.readouterr().err
     read.clear()
     assert cli.main(["data", "tokenize", str(tmp_path / "long.txt"), "--output", str(tmp_path / "out")]) == 0
     assert read == ["long.txt"]

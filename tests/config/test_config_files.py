@@ -241,7 +241,7 @@ def test_a_directory_is_pointed_to_its_config(tmp_path: Path) -> None:
             "top level of a module",
         ),
         ("x = '${y}'\n", r"x has no value: Interpolation key 'y' not found"),
-        ("x = '???'\n", r"x has no value: Missing mandatory value: x"),
+        ("x = '???'\n", r"x has no value; give it one: x=VALUE"),
         ("asked = 1\n", "the key 'asked' is kept"),
         (
             "from tensorshard.config import get_config\ntrain = get_config('common/train.py').train\ntrain.stpes = 3\n",

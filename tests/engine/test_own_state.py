@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import parity
 from engines import assert_same_state, engine_of, own_shard
+from log_lines import logged
 from toys import Regular, data
 
 
@@ -115,6 +116,30 @@ def _optimizers_by_hand() -> list[str]:
             found.append(f"{type(error).__name__}: {error}")
     engine.step(*own_shard(engine, *data(0)))
     return found
+
+
+def _schedulers_by_hand() -> list[list[str]]:
+    """What the first step logs, and the second."""
+    constant = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0)
+    model, another = nn.Linear(6, 3), nn.Linear(6, 3)
+    kept = [constant(torch.optim.SGD(of.parameters(), lr=0.1)) for of in (model, another)]
+    engine = engine_of(model, optimizer=partial(torch.optim.SGD, lr=0.1))
+    kept.append(constant(engine.optimizer))
+    kept.append(torch.optim.lr_scheduler.StepLR(torch.optim.Adam(engine.model.parameters(), lr=0.1), 1))
+    found = []
+    for _ in range(2):
+        with logged() as messages:
+            engine.step(*own_shard(engine, *data(0)))
+        found.append(sorted(messages))
+    return found
+
+
+def test_schedulers_of_other_optimizers_are_named_at_the_first_step(ranks):
+    rates = "sets the learning rates of an {} that does not train the model: build it on engine.optimizer"
+    expected = [f"a {name} {rates.format(optimizer)}" for name, optimizer in (("LambdaLR", "SGD"), ("StepLR", "Adam"))]
+    first, *others = ranks(2, _schedulers_by_hand)
+    assert first == [expected, []]
+    assert others == [[[], []]]  # one rank speaks
 
 
 def test_other_optimizers_are_told(ranks):

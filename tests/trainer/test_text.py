@@ -54,7 +54,7 @@ def test_a_directory_of_transformers_has_its_own_tokenizer(tmp_path):
 
 
 def test_what_cannot_be_asked_is_told(tmp_path):
-    with pytest.raises(ConfigError, match="where a run with a checkpoint, one of its checkpoints, or a directory"):
+    with pytest.raises(ConfigError, match="has no model; expected the directory of a run with a checkpoint, one of"):
         find_model(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"there is no tokenizer .*; give a tokenizer.json, its directory, or"):
         find_codec(str(tmp_path / "none.json"))

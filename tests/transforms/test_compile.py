@@ -39,6 +39,29 @@ def test_what_lies_between_split_layers_is_compiled(ranks):
     _check(ranks, "gpt", 2, dict(tp=2, sequence_parallel=True), "eager", 2)
 
 
+def test_layers_that_run_as_they_are_are_not_compiled_again_and_again(caplog):
+    """Torch warns after 8 compilations of one function's code, and users can do nothing about ours."""
+
+    def split(forward: Any, x: torch.Tensor) -> torch.Tensor:
+        return forward(x)
+
+    torch.compiler.reset()
+    blocks = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(6)]
+    for block in blocks:
+        for layer in block:
+            wrap_forward(layer, Role.SUMMED_OUTPUT, split)
+    original = torch.compile
+    with unittest.mock.patch.object(torch, "compile", lambda forward: original(forward, backend="eager")):
+        compile_blocks(blocks, "none")
+        x = expected = torch.ones(1, 2)
+        for block in blocks:
+            x = block(x)
+            expected = nn.functional.linear(expected, block[0].weight, block[0].bias)
+            expected = nn.functional.linear(expected, block[1].weight, block[1].bias)
+    torch.testing.assert_close(x, expected)
+    assert not [record for record in caplog.records if "recompile_limit" in record.getMessage()]
+
+
 def test_what_is_not_compiled_is_said():
     def block(role: Role) -> nn.Module:
         module = nn.Sequential(nn.Linear(2, 2))

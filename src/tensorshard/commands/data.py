@@ -42,15 +42,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="FILE",
         help="a tokenizer.json, or its directory (default: bytes, a vocabulary of 256)",
     )
-    parser.add_argument("--output", default=".", metavar="DIR", help="where to write (default: here)")
+    parser.add_argument("--output", default=".", metavar="DIR", help="where to write (default: the current directory)")
     parser.add_argument(
         "--validation",
         type=float,
         default=0.05,
         metavar="SHARE",
-        help="the share of each text, its end, that goes to validation.tokens (default: 0.05)",
+        help="the share of each text, from its end, that goes to validation.tokens (default: 0.05)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace token files that are there")
+    parser.add_argument("--overwrite", action="store_true", help="replace token files that exist")
     parser.set_defaults(command=run, parser=parser)
 
 
@@ -64,14 +64,20 @@ def run(args: argparse.Namespace) -> int:
         given = " ".join(args.words) or "nothing"
         raise ConfigError(f"data was given {given}; it takes: tokenize TEXT...")
     texts = [Path(word) for word in args.words[1:]]
-    missing = [str(text) for text in texts if not text.is_file()]
-    if not texts or missing:
-        raise ConfigError(f"there is no file {missing[0]}" if missing else "tokenize takes at least one text file")
+    if not texts:
+        raise ConfigError("tokenize takes at least one text file")
+    for text in texts:
+        if text.is_dir():
+            raise ConfigError(f"{text} is a directory; name text files, such as {text / '*.txt'}")
+        if not text.is_file():
+            raise ConfigError(f"there is no file {text}")
     if not 0 <= args.validation < 1:
-        raise ConfigError(f"--validation {args.validation}: it is the share of a text, from 0 to below 1")
+        raise ConfigError(f"--validation {args.validation:g}: it is the share of a text, at least 0 and below 1")
     from tensorshard.data.text_codec import find_codec
 
     folder = Path(args.output)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output {folder}: that is a file; token files are written to a directory")
     try:
         codec = find_codec(args.tokenizer)
         folder.mkdir(parents=True, exist_ok=True)

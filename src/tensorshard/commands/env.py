@@ -34,7 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=HelpFormat,
         allow_abbrev=False,
     )
-    parser.set_defaults(command=run, parser=parser, words=[])
+    parser.set_defaults(command=run, parser=parser, words=None)
 
 
 def run(args: argparse.Namespace) -> int:

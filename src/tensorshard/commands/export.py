@@ -28,11 +28,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=HelpFormat,
         allow_abbrev=False,
     )
-    parser.add_argument("words", nargs="*", metavar="CHECKPOINT DIR", help="what to read, and where to write")
-    parser.add_argument("--to", choices=("hf", "torch"), default="hf", help="whose files to write (default: hf)")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors (default: the masters', fp32)")
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", help="bytes in a file of safetensors, such as 500MB (default: 5GB)"
+        "words", nargs="*", metavar="CHECKPOINT DIR", help="the checkpoint to read, and the directory to write"
+    )
+    parser.add_argument(
+        "--to",
+        choices=("hf", "torch"),
+        default="hf",
+        help="hf for safetensors as Hugging Face writes them, torch for one file of torch.save (default: hf)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="dtype of floating-point tensors in the files (default: that of the master weights, fp32)",
+    )
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help="the most bytes in a file of safetensors, such as 500MB (default: 5GB)"
     )
     parser.set_defaults(command=run, parser=parser)
 

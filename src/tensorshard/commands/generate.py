@@ -30,13 +30,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=HelpFormat,
         allow_abbrev=False,
     )
-    parser.add_argument("words", nargs="*", metavar="MODEL PROMPT", help="whose weights, and the text to continue")
+    parser.add_argument("words", nargs="*", metavar="MODEL PROMPT", help="the model, and the text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="tokens to add (default: 100)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest token each time (default: 0.8)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 takes the likeliest token each time (default: 0.8)",
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens alone")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens only (default: all)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random draws (default: 0)")
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",

@@ -16,8 +16,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=HelpFormat,
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes (default: one a visible GPU, or 2 on CPUs)")
-    parser.set_defaults(command=run, parser=parser, words=[])
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="processes (default: one for each visible GPU, or 2 on a machine without)",
+    )
+    parser.set_defaults(command=run, parser=parser, words=None)
 
 
 def run(args: argparse.Namespace) -> int:

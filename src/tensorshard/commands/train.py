@@ -10,6 +10,7 @@ from omegaconf import DictConfig, open_dict
 from tensorshard.commands.allow import add_allow
 from tensorshard.commands.help_format import HelpFormat
 from tensorshard.config import ConfigError, load_config, to_yaml
+from tensorshard.config.config_error import MissingValueError
 from tensorshard.config.files import ASKED
 from tensorshard.launch.launch_errors import LaunchError
 from tensorshard.launch.worker import run_worker
@@ -59,13 +60,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="the config: a .py file, the config.yaml of an earlier run, or the name of one that is shipped "
         "(default: quickstart); and overrides of its values, as YAML",
     )
-    parser.add_argument("--output", metavar="DIR", help="the run's directory (default: what the config says)")
+    parser.add_argument("--output", metavar="DIR", help="the run's directory (default: a new one, runs/CONFIG-N)")
     parser.add_argument(
         "--resume",
         nargs="?",
         const=RESUME_NEWEST,
         metavar="CHECKPOINT",
-        help="continue from this checkpoint, or without one from the newest of the run",
+        help="continue from this checkpoint, or from the run's newest if none is named",
     )
     add_allow(parser)
     parser.add_argument("--print-config", action="store_true", help="print the config, overridden; start nothing")
@@ -74,14 +75,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--nproc",
         type=int,
         metavar="N",
-        help="processes on this machine (default: one a visible GPU, or 2 on CPUs)",
+        help="processes on this machine (default: one for each visible GPU, or 2 on a machine without)",
     )
     processes.add_argument("--nnodes", type=int, metavar="N", help="machines (default: 1)")
     processes.add_argument(
         "--node-rank",
         type=int,
         metavar="I",
-        help="number of this machine, from 0 (default: they sort it out)",
+        help="number of this machine, counted from 0 (default: given out when they meet)",
     )
     processes.add_argument(
         "--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: a free port on one of them"
@@ -90,10 +91,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="how long a process waits for the others in a collective before it says which and ends (default: 300)",
+        help="how long a process waits for the others in a collective; then it says which one and ends (default: 300)",
     )
     processes.add_argument(
-        "--log-dir", metavar="DIR", help="for what ranks other than 0 print (default: a temporary directory)"
+        "--log-dir", metavar="DIR", help="directory for the output of ranks other than 0 (default: a temporary one)"
     )
     parser.set_defaults(command=run, parser=parser)
 
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     world_size = int(os.environ["WORLD_SIZE"]) if world is None else world.size
     _check_paths(args)
     _check_timeout(args.timeout)
-    config = load_config(source, overrides, allow=args.allow)
+    config = _load(source, overrides, args.allow)
     if options := _options(args):
         with open_dict(config):
             config[ASKED]["options"] = options
@@ -129,6 +130,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         launch(train_worker, call, world, log_dir=args.log_dir)
     return 0
+
+
+def _load(source: str, overrides: list[str], allow: list[str]) -> DictConfig:
+    try:
+        return load_config(source, overrides, allow=allow)
+    except MissingValueError as error:
+        if error.target != "tensorshard.data.token_dataset.TokenDataset":
+            raise
+        raise ConfigError(f"{error}; `tensorshard data tokenize TEXT...` makes token files from text") from error
 
 
 def train_worker(config: DictConfig, resume: str | None, output: str | None, timeout: float | None = None) -> None:

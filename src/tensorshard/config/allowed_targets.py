@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from tensorshard.config.config_error import ConfigError
+from tensorshard.config.config_error import ConfigError, MissingValueError
 from tensorshard.config.lazy import calls, find_target
 
 ALLOWED = ("tensorshard", "torch.nn", "torch.optim", "torchmetrics", "transformers")
@@ -62,6 +62,10 @@ def resolved(config: DictConfig, source: str, *, throw_on_missing: bool = False)
     """
     try:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=throw_on_missing)
+    except MissingMandatoryValue as error:
+        group = error.parent_node
+        target = group.get("_target_") if isinstance(group, DictConfig) else None
+        raise MissingValueError(source, str(error.full_key), target) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}") from error
 

@@ -8,6 +8,19 @@ class ConfigError(ValueError):
     """A config, or an override of one, that cannot be honoured; the message is one sentence."""
 
 
+class MissingValueError(ConfigError):
+    """A required value (``"???"``) that was not given.
+
+    Attributes:
+        target: what the recorded call that it is an argument of calls; None where it is none's.
+    """
+
+    def __init__(self, source: str, key: str, target: str | None) -> None:
+        needed = "" if target is None else f", which {target} needs"
+        super().__init__(f"{source}: {key} has no value{needed}; give it one: {key}=VALUE")
+        self.target = target
+
+
 def suggest(word: str, known: Iterable[str], what: str) -> str:
     """The end of a sentence about an unknown `word`: the nearest of the `known` ones, and all of them.
 

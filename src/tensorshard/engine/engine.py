@@ -18,7 +18,7 @@ from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
-from tensorshard.engine.other_optimizers import mark_trained
+from tensorshard.engine.other_optimizers import mark_trained, warn_of_schedulers
 from tensorshard.engine.own_loop import OwnLoop
 from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.engine.state_dicts import GuardedStateDicts
@@ -92,6 +92,7 @@ class Engine(LoopMethods):
         self.loader_states: dict[str, dict[str, int]] = {}  # loaded, of loaders that are yet to be made
         self._cache = cache
         self._check_samples = debug  # before the first step
+        self._looked_for_schedulers = False
         self._compile_log = CompileLog() if plan.compile and mesh.rank == 0 else None
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
             surround_forwards(sharded.model, random.installed)
@@ -187,6 +188,10 @@ class Engine(LoopMethods):
 
     def _count_step(self) -> None:
         self.step_count += 1
+        if not self._looked_for_schedulers:
+            self._looked_for_schedulers = True
+            if self.mesh.rank == 0:
+                warn_of_schedulers()
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

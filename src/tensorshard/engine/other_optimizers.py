@@ -1,12 +1,17 @@
 """Telling optimizers that would train nothing, or past the Engine: those built on a model's parameters by hand."""
 
+import gc
+import logging
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+logger = logging.getLogger("tensorshard")
 
 _PARAMETER = "_tensorshard_trained_by"
 _OPTIMIZER = "_tensorshard_engine"
@@ -39,13 +44,35 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     Raises:
         RuntimeError: it is not an Engine's, and holds parameters of a model that was laid out.
     """
+    found = _trained_by(optimizer)
+    if found is not None:
+        raise RuntimeError(_sentence(type(optimizer).__name__, found))
+
+
+def warn_of_schedulers() -> None:
+    """Says which learning-rate schedulers move rates that nothing is trained with.
+
+    Their optimizer, built on the parameters of a model that was laid out, may never step, and so never be told. Torch
+    calls nobody when a scheduler is made or steps: they are looked for among all objects, once for an Engine.
+    """
+    for found in gc.get_objects():
+        if not issubclass(type(found), LRScheduler) or not hasattr(found, "optimizer"):
+            continue
+        if _trained_by(found.optimizer) is not None:
+            logger.warning(
+                "a %s sets the learning rates of an %s that does not train the model: build it on engine.optimizer",
+                type(found).__name__,
+                type(found.optimizer).__name__,
+            )
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> str | None:
+    """Who trains the parameters of `optimizer` in its place; None if it is an Engine's, or of models of no Engine's."""
     if _OPTIMIZER in vars(optimizer):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            found = vars(parameter).get(_PARAMETER)
-            if found is not None:
-                raise RuntimeError(_sentence(type(optimizer).__name__, found))
+        return None
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    marks = (vars(parameter).get(_PARAMETER) for parameter in parameters)
+    return next((mark for mark in marks if mark is not None), None)
 
 
 def _sentence(name: str, found: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tensorshard.modules.tensors import is_dataclass_instance, set_fields
-from tensorshard.torch_private.pytree import TreeSpec, tree_flatten, tree_unflatten
+from tensorshard.torch_private.pytree import TreeSpec, spec_as_tuples, spec_from_tuples, tree_flatten, tree_unflatten
 
 _PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, torch.layout, enum.Enum)
 
@@ -100,6 +100,9 @@ class Structure:
     spec: TreeSpec
     leaves: tuple[Any, ...]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (spec_as_tuples(self.spec), self.leaves)
+
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The object, with `tensors` in place of its own."""
         return tree_unflatten([_built(leaf, tensors) for leaf in self.leaves], self.spec)
@@ -113,6 +116,10 @@ class Structure:
             elif isinstance(leaf, _Fields):
                 kinds += leaf.structure.opaque()
         return kinds
+
+
+def _received(spec: Any, leaves: tuple[Any, ...]) -> Structure:
+    return Structure(spec_from_tuples(spec), leaves)
 
 
 @dataclass(frozen=True)

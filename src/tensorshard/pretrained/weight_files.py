@@ -5,7 +5,6 @@ Tensors are views of memory-mapped files, so that what is read of them is what i
 
 import json
 import pickle
-import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tensorshard.pretrained.safe_reader import SafeReader, read_metadata
+from tensorshard.torch_private.messages import reading_in_one_process
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -111,8 +111,7 @@ class _Checkpoint(WeightFile):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         room = torch.empty_like(self._layouts[name], device="cpu")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+        with reading_in_one_process():
             dcp.load({self._keys[name]: room}, storage_reader=SafeReader(self._directory), no_dist=True)
         return room
 

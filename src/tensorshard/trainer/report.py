@@ -70,6 +70,7 @@ def print_summary(
         "metrics": directory.metrics,
         "config": directory.config,
         "tensorboard": directory.tensorboard if directory.tensorboard.is_dir() else None,
+        "profile": directory.profile if directory.profile.is_dir() else None,
         "logs": directory.path / "rank*.log",
     }
     console.rule("summary", align="left", characters="-")
@@ -77,7 +78,7 @@ def print_summary(
     for name, place in places.items():
         # Outside of the table, which would break long paths.
         if place is not None:
-            console.print(f"{name:<11} {place}", soft_wrap=True, highlight=False, markup=False)
+            console.print(f"{name:<12} {place}", soft_wrap=True, highlight=False, markup=False)
 
 
 def resume_command(config: DictConfig, directory: RunDirectory) -> str:

@@ -121,9 +121,10 @@ def find_model(source: Path, allow: Sequence[str] = ()) -> tuple[Callable[[], nn
         return from_pretrained(checkpoint, build), tokenizer
     if (source / "config.json").is_file():
         return from_pretrained(source), str(source) if (source / "tokenizer.json").is_file() else BYTES
+    what = "has no model" if source.exists() else "does not exist"
     raise ConfigError(
-        f"{source} was given, where a run with a checkpoint, one of its checkpoints, or a directory with a config.json "
-        f"of Hugging Face's was expected"
+        f"{source} {what}; expected the directory of a run with a checkpoint, one of its checkpoints, or a directory "
+        f"with a config.json of Hugging Face's"
     )
 
 

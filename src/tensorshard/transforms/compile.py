@@ -58,7 +58,7 @@ def _compile_further_in(module: nn.Module) -> None:
     composite = any(True for _ in module.children())
     if composite and not replaces_forward(module) and roles_of(module).isdisjoint(_RESHAPING):
         convert_forward(module, Role.INNER_COMPILATION, torch.compile)
-    convert_forward(module, Role.UNCOMPILED, never_compiled)
+    convert_forward(module, Role.UNCOMPILED, torch.compiler.disable)
 
 
 def never_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

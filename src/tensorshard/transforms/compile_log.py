@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tensorshard.torch_private import messages
 from tensorshard.torch_private.compilation import watch_compilation
 
 logger = logging.getLogger("tensorshard")
@@ -29,7 +30,8 @@ class CompileLog:
         self._depth += 1
         stop = watch_compilation(self._begun, self._ended) if self._depth == 1 else None
         try:
-            yield
+            with messages.compiling():
+                yield
         finally:
             self._depth -= 1
             if stop is not None:
@@ -39,7 +41,7 @@ class CompileLog:
     def _begun(self) -> None:
         self._began = self._clock()
         if self._seconds is None:
-            logger.info("torch.compile is compiling the model's blocks, which may take minutes; it does so once")
+            logger.info("torch.compile is compiling the model's blocks, which may take minutes")
             self._seconds = 0.0
 
     def _ended(self) -> None:

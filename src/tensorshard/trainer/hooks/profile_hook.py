@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tensorshard.torch_private.messages import silence_profiler_marks
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.step_record import StepRecord
 
@@ -56,6 +57,8 @@ class ProfileHook(Hook):
             activities = [ProfilerActivity.CPU]
             if trainer.engine.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
+            else:
+                silence_profiler_marks()
             self._profiler = profile(activities=activities)
             self._profiler.start()
         self._step = record_function(f"step {number}")
