@@ -19,6 +19,7 @@ from tensorshard.comm.marks import (
 from tensorshard.comm.sharded_tensors import gather_full, own_shard
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
+from tensorshard.distributed.optimizer_state import complete_states
 from tensorshard.heads.update.row_states import MOMENTUM_SCALES
 from tensorshard.layers.parallel_module import layout_of
 
@@ -82,7 +83,9 @@ def collect_state_dict(
     Args:
         model: a module, or an optimizer of its parameters. A ``ZeroRedundancyOptimizer`` is consolidated, on the
             first rank of its group if `rank0_only`.
-        state_dict: ``model.state_dict()``, which is taken if None.
+        state_dict: ``model.state_dict()``, which is taken if None. Where a module's is given, as in TorchShard's
+            scripts, ``optimizer.state_dict()`` of its optimizers is whole, too, on the first rank of each group, until
+            their next step.
         prefix: put before every name in the result.
         rank0_only: return the state on the first rank of each model-parallel group alone, and {} on the
             others, which then never hold more than one whole tensor.
@@ -92,6 +95,8 @@ def collect_state_dict(
         A dict of the structure of `state_dict`, of plain tensors; tensors that were tied still are.
     """
     keep = not rank0_only or _is_first_rank()
+    if isinstance(model, nn.Module) and state_dict is not None:
+        complete_states(model)
     consolidated = state_dict is None and hasattr(model, "consolidate_state_dict")  # torch's ZeroRedundancyOptimizer
     if consolidated:
         keep = not rank0_only or model.rank == 0  # type: ignore[assignment, union-attr]

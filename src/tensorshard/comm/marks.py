@@ -6,8 +6,8 @@ and ``order_type``. An operation's result carries no mark, even where the operat
 with :func:`register_parallel_dim` or :class:`tensorshard.nn.RegisterParallelDim`.
 
 A parameter's ``parallel_dim`` is the `dim` of its layer, in the order of ``nn.Linear``'s arguments: input features,
-then output features. A linear layer with ``dim=1`` splits its output features, so its weight [out_features, in_features]
-along 0.
+then output features. A linear layer with ``dim=1`` splits its output features, so its weight [out_features,
+in_features] along 0.
 """
 
 from collections import OrderedDict

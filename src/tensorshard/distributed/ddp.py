@@ -22,9 +22,9 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
     (Wrapping calls it itself where it was forgotten, for parameters split over the model-parallel group.)
 
     What a parallel layer holds in full on every rank, as the bias of a layer that splits its input features, is
-    averaged like any other parameter. Where model-parallel groups are smaller than the world, other groups hold the same shards
-    and see other samples: then the shards of the first group are copied to them now, and gradients of split parameters
-    are averaged over the groups at the end of every backward.
+    averaged like any other parameter. Where model-parallel groups are smaller than the world, other groups hold the
+    same shards and see other samples: then the shards of the first group are copied to them now, and gradients of split
+    parameters are averaged over the groups at the end of every backward.
 
     Returns:
         Their names.

@@ -28,7 +28,7 @@ def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
     """
     # Imported when needed: torch's optimizers for distributed training take a while to import.
     from tensorshard.distributed.ddp import leaving_split_parameters_alone
-    from tensorshard.distributed.optimizer_state import note_whose_states, taking_own_shards
+    from tensorshard.distributed.optimizer_state import forget_optimizers, note_whose_states, taking_own_shards
     from tensorshard.distributed.zero_redundancy import ZeroRedundancyOptimizer, with_split_parameters
 
     with ExitStack() as undo:
@@ -42,6 +42,7 @@ def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
         replace(DistributedDataParallel, "__init__", leaving_split_parameters_alone)
         replace(Optimizer, "load_state_dict", taking_own_shards)
         undo.callback(register_optimizer_step_post_hook(note_whose_states).remove)
+        undo.callback(forget_optimizers)
         replace(ZeroRedundancyOptimizer, "__init__", with_split_parameters)
         replace(GradScaler, UNSCALE_GRADIENTS, agreeing_on_overflows)
         # clip_grad_norm_ looks this up when it is called, so that it does not matter when a script imported that.

@@ -105,12 +105,13 @@ class ParallelModule(ConvertibleModule):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         mark = None if param is None else get_layout(param)
-        if mark is not None and (mark.dim is None or mark.size is not None):
-            assert param is not None  # it has a mark
+        if param is not None and mark is not None:
             shape = list(param.shape)
-            if mark.dim is not None:
-                shape[mark.dim] = mark.size  # type: ignore[call-overload]  # known, as was just asked
-            self._layouts[name] = _Layout(mark.dim, tuple(shape))
+            if mark.dim is None:
+                self._layouts[name] = _Layout(None, tuple(shape))
+            elif mark.size is not None:
+                shape[mark.dim] = mark.size
+                self._layouts[name] = _Layout(mark.dim, tuple(shape))
         self._mark(name)
 
     def after_conversion(self) -> None:
@@ -167,16 +168,16 @@ def _take_own_shards(module: ParallelModule, state_dict: dict[str, Any], prefix:
     """Before a state dict is loaded, gives a parameter that is split this rank's shard of what is there in full."""
     for name, layout in module._layouts.items():
         value, parameter = state_dict.get(prefix + name), own_parameters(module).get(name)
-        if not isinstance(value, torch.Tensor) or layout.dim is None or isinstance(parameter, DTensor):
+        if not isinstance(value, torch.Tensor) or isinstance(parameter, DTensor):
             continue
-        refuse_foreign_shard(value, module.group, prefix + name)
-        if tuple(value.shape) == layout.shape:  # a tensor of another shape is left for torch to report
-            if not isinstance(value, DTensor):
+        if isinstance(value, DTensor):
+            split = tuple(value.placements) == (Shard(layout.dim),) if layout.dim is not None else False
+            value = value.to_local() if split and value.device_mesh == module.mesh else value.full_tensor()
+            state_dict[prefix + name] = value
+        if layout.dim is not None:
+            refuse_foreign_shard(value, module.group, prefix + name)
+            if tuple(value.shape) == layout.shape:  # a tensor of another shape is left for torch to report
                 state_dict[prefix + name] = own_shard(value, module.layout_of(name))
-            elif value.device_mesh == module.mesh and tuple(value.placements) == (Shard(layout.dim),):
-                state_dict[prefix + name] = value.to_local()
-            else:
-                state_dict[prefix + name] = own_shard(value.full_tensor(), module.layout_of(name))
 
 
 def _say_whose_shards(module: ParallelModule, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

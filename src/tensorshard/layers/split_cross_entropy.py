@@ -184,7 +184,8 @@ def parallel_cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = nn.CrossEntropyLoss(size_average=size_average, reduce=reduce).reduction  # as torch reads them
     mark = get_mark(input)
-    class_dim = min(1, input.ndim - 1) if mark is None else normalize_dim(mark.dim, input.ndim)
+    named = None if mark is None else mark.dim
+    class_dim = min(1, input.ndim - 1) if named is None else normalize_dim(named, input.ndim)
     options = CrossEntropySpec(
         input.size(class_dim),
         ignore_index,
