@@ -48,7 +48,8 @@ def note_whose_states(optimizer: Optimizer, *_: Any) -> None:
 def complete_states(model: nn.Module) -> None:
     """Has ``state_dict()`` of the optimizers of `model` return full states on the first rank of each group.
 
-    They do so until their next step. Every rank calls this. A ``ZeroRedundancyOptimizer`` is consolidated on the first rank of its group.
+    They do so until their next step. Every rank calls this. A ``ZeroRedundancyOptimizer`` is consolidated on the first
+    rank of its group.
     """
     own = {id(parameter) for parameter in model.parameters()}
     _stepped[:] = [known for known in _stepped if known() is not None]

@@ -1,6 +1,9 @@
 """What a model must be like for a plan to be honoured, asked before any of it is allocated."""
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,12 +18,13 @@ from tensorshard.torch_private.tensors import count_gradient_hooks
 from tensorshard.transforms.precision import master_dtype
 
 
-def check_model(model: nn.Module, plan: Plan) -> None:
+def check_model(model: nn.Module, plan: Plan, ranks: Sequence[int] = ()) -> None:
     """Refuses what would fail, or be ignored, once training has begun.
 
     Args:
         model: built, or on the meta device.
         plan: a resolved plan.
+        ranks: of the plan, for layers that are split over other ranks; without them, no layer may be split.
 
     Raises:
         ValueError: a module that is laid out already, a parameter that cannot be trained or laid out, or that has
@@ -30,7 +34,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     """
     check_not_laid_out(model)
     check_heads(model)
-    _check_not_split(model, plan)
+    _check_not_split(model, plan, ranks)
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
         _check_parameter_hooks(name, parameter)
@@ -55,14 +59,18 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         select_modules(model, plan.shard_units)
 
 
-def _check_not_split(model: nn.Module, plan: Plan) -> None:
+def _check_not_split(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, ParallelModule) and module.dim is not None:
-            raise ValueError(
-                f"module {name!r} is a {type(module).__name__} that is split over {module.mesh.size()} ranks already, "
-                f"but a plan makes its own groups (here tp={plan.tp}) and splits layers by itself: give the "
-                f"model with plain layers, or train this one without a Plan"
-            )
+        if not isinstance(module, ParallelModule) or module.dim is None:
+            continue
+        if ranks and set(dist.get_process_group_ranks(module.group)).intersection(ranks) == {dist.get_rank()}:
+            continue  # all ranks of the plan hold the same part
+        raise ValueError(
+            f"module {name!r} is a {type(module).__name__} that is split over {module.mesh.size()} ranks already, "
+            f"but a plan makes its own groups (here tp={plan.tp}) and splits layers by itself: give the "
+            f"model with plain layers, or train this one without a Plan; group_sharded_parallel takes it with "
+            f"group=tensorshard.distributed.get_data_parallel_group()"
+        )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
