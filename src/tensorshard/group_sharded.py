@@ -94,7 +94,7 @@ def group_sharded_parallel(
     size = world_size() if group is None else dist.get_world_size(group)
     plan = Plan(zero=level, shard_units=segment_size).resolve(size)
     ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else []
-    check_model(model, plan, ranks)
+    check_model(model, plan, split="outside", ranks=ranks)
     refuse_updates(model)
     split = _split_parameters(model)
     device = default_device()

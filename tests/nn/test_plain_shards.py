@@ -17,11 +17,12 @@ DIMS = (0, 1, -1)
 
 def _layers() -> list[tuple[nn.Module, nn.Module, int]]:
     """Of sizes that do not divide: the layer that is not parallel, the one that is, and the weight's own dimension."""
-    made = []
+    torch.manual_seed(1)
+    made: list[tuple[nn.Module, nn.Module, int]] = []
     for dim in DIMS:
-        torch.manual_seed(1)
-        made.append((nn.Linear(5, 7), ts.nn.ParallelLinear(5, 7, dim=dim), 1 if dim == 0 else 0))
-        made.append((nn.Embedding(7, 5), ts.nn.ParallelEmbedding(7, 5, dim=dim), dim))
+        linear, embedding = nn.Linear(5, 7), nn.Embedding(7, 5)
+        made.append((linear, ts.nn.ParallelLinear.from_linear(linear, dim), 1 if dim == 0 else 0))
+        made.append((embedding, ts.nn.ParallelEmbedding.from_embedding(embedding, dim), dim))
     return made
 
 
