@@ -77,7 +77,7 @@ def _bad(fields: dict, callable_too: bool = False) -> None:
     [
         (2, {"dp_shard": 2}, False, "split over 2 ranks already, but a plan makes its own groups"),
         (4, {"tp": 4}, False, r"split over the ranks \[0, 1\] already, .* are \[0, 1, 2, 3\]: use tp=2"),
-        (4, {"tp": 2, "pp": 2}, False, "split by hand, and this plan has pp=2"),
+        (4, {"tp": 2, "pp": 2, "micro_batches": 2}, False, "split by hand, and this plan has pp=2"),
         (2, {"tp": 2}, True, "build it before parallelize, with tp=2"),
     ],
 )

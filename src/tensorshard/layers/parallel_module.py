@@ -104,7 +104,7 @@ class ParallelModule(ConvertibleModule):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        mark = None if param is None else get_layout(param)
+        mark = None if param is None or self._mesh is None else get_layout(param)
         if param is not None and mark is not None:
             shape = list(param.shape)
             if mark.dim is None:
