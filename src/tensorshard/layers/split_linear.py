@@ -74,12 +74,16 @@ def split_linear(
 
 def _check_whole(input: torch.Tensor, what: str) -> None:
     mark = get_mark(input)
-    if mark is not None and normalize_dim(mark.dim, input.ndim) == input.ndim - 1 and _is_split(mark):
+    if mark is not None and _is_of_features(mark, input) and _is_split(mark):
         raise ValueError(
             f"a tensor {list(input.shape)} marked as split along its last dimension was given to {what}, "
             "which needs it whole: put it together with tensorshard.distributed.gather(x, dim=-1), or use "
             "a layer with dim=0"
         )
+
+
+def _is_of_features(mark: ParallelMark, input: torch.Tensor) -> bool:
+    return mark.dim is not None and normalize_dim(mark.dim, input.ndim) == input.ndim - 1
 
 
 def _is_split(mark: ParallelMark) -> bool:
@@ -90,7 +94,7 @@ def _as_row_input(input: torch.Tensor, part: int, whole: int | None, group: dist
     """This rank's part of the input of a row layer, which has `part` of `whole` input features here."""
     mark = get_mark(input)
     width = input.size(-1)
-    is_part = mark is not None and normalize_dim(mark.dim, input.ndim) == input.ndim - 1
+    is_part = mark is not None and _is_of_features(mark, input)
     if is_part and width == part:
         return input
     if not is_part:
