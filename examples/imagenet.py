@@ -162,8 +162,9 @@ def evaluate(val_set, model, device, args) -> None:
 
 def save(path, epoch, model, optimizer, scaler) -> None:
     """Writes whole tensors, as a model that is not parallel has them. Every rank helps; the first one writes."""
-    state = {"epoch": epoch, "model": ts.collect_state_dict(model.module)}
-    state |= {"optimizer": ts.collect_state_dict(optimizer), "scaler": scaler.state_dict()}
+    model_state = ts.collect_state_dict(model.module, rank0_only=True, device="cpu")
+    optimizer_state = ts.collect_state_dict(optimizer, rank0_only=True, device="cpu")
+    state = {"epoch": epoch, "model": model_state, "optimizer": optimizer_state, "scaler": scaler.state_dict()}
     if dist.get_rank() == 0:
         torch.save(state, f"{path}.tmp")
         os.replace(f"{path}.tmp", path)  # so that a crash leaves the previous one
@@ -181,13 +182,14 @@ def load(path, model, optimizer, scaler) -> int:
 
 
 def report_what_is_held(model, args) -> None:
-    whole = sum(p.numel() for p in model.parameters() if ts.get_parallel_dim(p) is None)
-    split = [p for p in model.parameters() if ts.get_parallel_dim(p) is not None]
-    own = torch.tensor([sum(p.to_local().numel() for p in split)])
+    fc, dim = model.module.fc, args.model_parallel_dim
+    split = {None: [], 0: [fc.weight]}.get(dim, [fc.weight, fc.bias])
+    whole = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in split)
+    own = torch.tensor([sum(p.numel() for p in split)])
     if torch.cuda.is_available():
         own = own.cuda()
     parts = ts.distributed.gather(own, dim=0).tolist()
-    total = whole + sum(p.numel() for p in split)
+    total = whole + sum(parts)
     say(f"{args.arch}, {args.classes} classes: {total:,} parameters, of which every rank holds {whole:,}")
     if split:
         say(f"the last layer is split along {args.model_parallel_dim}: {', '.join(f'{n:,}' for n in parts)} by rank")

@@ -113,7 +113,7 @@ def sample(args: argparse.Namespace, generator: torch.Generator) -> tuple[torch.
 
 def report(head: ts.nn.ParallelLinearCrossEntropy) -> None:
     """Prints what a class takes, as measured here, and how many would fit on some well-known machines."""
-    local = head.weight.to_local()
+    local = head.weight.detach()
     held = local.numel() * local.element_size() + head.optimizer.state_bytes()
     per_class = held / len(local)
     say(f"{head.num_classes:,} classes of {head.in_features} features, {per_class:,.0f} bytes each.")

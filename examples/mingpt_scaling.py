@@ -101,7 +101,7 @@ def measure(layers: int, width: int, args: argparse.Namespace) -> list[str]:
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(args.seed)  # the same on every rank: parallel layers keep their part of what it gives
     model = MinGPT(layers, width, args.heads, args.context).to(device)
-    ts.register_ddp_parameters_to_ignore(model)
+    split = ts.register_ddp_parameters_to_ignore(model)
     ddp = DistributedDataParallel(model)
     criterion = ts.nn.ParallelCrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
@@ -128,19 +128,15 @@ def measure(layers: int, width: int, args: argparse.Namespace) -> list[str]:
         value = mean.item() / ts.distributed.get_data_parallel_size()  # and waits for the device
         seconds.append(time.perf_counter() - start)
 
-    whole = sum(p.numel() for p in model.parameters())
-    own = sum(held(p) for p in model.parameters())
+    own = sum(p.numel() for p in model.parameters())
+    own_split = sum(p.numel() for name, p in model.named_parameters() if name in split)
+    whole = own - own_split + ts.distributed.reduce(torch.tensor(own_split, device=device)).item()
     return [
         f"{layers:>6} {width:>6} {whole:>14,} {own:>14,}",
         # Parameters, gradients and Adam's two averages; on a GPU the most that was ever allocated.
         f"{16 * own if device.type == 'cpu' else torch.cuda.max_memory_allocated():>14,}",
         f"{statistics.median(seconds[1:] or seconds):>8.3f} {value:>8.4f}",
     ]
-
-
-def held(parameter: torch.Tensor) -> int:
-    """How many elements of a parameter this rank holds."""
-    return parameter.numel() if type(parameter) is nn.Parameter else parameter.to_local().numel()
 
 
 def say(line: str) -> None:

@@ -249,3 +249,42 @@ def test_a_model_is_sharded_once_and_by_members_of_the_group(ranks):
     outside = ranks(2, _twice_and_outside)[1]
     assert "it can be sharded once" in outside[0]
     assert "this process is not in the group" in outside[1]
+
+
+def _parallel_mlp(split: bool) -> nn.Module:
+    torch.manual_seed(0)
+    if not split:
+        return nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Identity(), nn.Linear(10, 6), nn.LayerNorm(6))
+    up, down = ts.nn.ParallelLinear(6, 10, dim=1), ts.nn.ParallelLinear(10, 6, dim=0)
+    return nn.Sequential(up, nn.GELU(), ts.nn.RegisterParallelDim(-1), down, nn.LayerNorm(6))
+
+
+def _train_mlp(model: nn.Module, optimizer: torch.optim.Optimizer, index: int, parts: int) -> None:
+    for step in range(2):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        model(x.chunk(parts)[index]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _sharded_beside_parallel_layers(level: str, output: str) -> None:
+    ts.init_process_group(2)
+    model = _parallel_mlp(split=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    ts.group_sharded_parallel(model, optimizer, level, group=ts.distributed.get_data_parallel_group())
+    _train_mlp(model, optimizer, ts.distributed.get_data_parallel_rank(), 2)
+    ts.save_group_sharded_model(model, output, optimizer)
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_beside_parallel_layers(ranks, tmp_path, level):
+    """Each rank shards its own parts over the ranks that hold the same ones; what is saved is whole."""
+    ranks(4, _sharded_beside_parallel_layers, level, str(tmp_path / "saved"))
+    whole = _parallel_mlp(split=False)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-3)
+    _train_mlp(whole, optimizer, 0, 1)
+    saved = torch.load(tmp_path / "saved" / "model.pt", weights_only=True)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-6)
+    states = torch.load(tmp_path / "saved" / "optimizer.pt", weights_only=True)["state"]
+    assert states["0.weight"]["exp_avg"].shape == (10, 6) and states["3.bias"]["exp_avg"].shape == (6,)

@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tensorshard.distributed as tsd
 import tensorshard.state as state_module
 from rank_pool import RankError
-from tensorshard.comm.marks import get_parallel_dim, register_parallel_dim
+from tensorshard.comm.marks import ParallelMark, get_parallel_dim, register_parallel_dim
 from tensorshard.nn import ParallelEmbedding, ParallelLinear, ParallelModule
-from tensorshard.state import collect_state_dict, relocate_state_dict, slice
+from tensorshard.state import collect_state_dict, relocate_state_dict, sharded_state_dict, slice
 
 
 class _Net(nn.Module):
@@ -57,8 +57,8 @@ def _save(group_size: int, path: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     _train(model, optimizer, 3)
     state = {
-        "model": collect_state_dict(model, model.state_dict()),
-        "optimizer": collect_state_dict(optimizer),
+        "model": collect_state_dict(model, model.state_dict(), rank0_only=True),
+        "optimizer": collect_state_dict(optimizer, rank0_only=True),
     }
     assert bool(state["model"]) == bool(state["optimizer"]) == (tsd.get_rank() == 0)
     if dist.get_rank() == 0:
@@ -82,7 +82,7 @@ def _load_and_train(group_size: int, path: str, how: str) -> dict:
         model.load_state_dict(relocate_state_dict(model, saved["model"]))
     optimizer.load_state_dict(relocate_state_dict(optimizer, saved["optimizer"]))
     _train(model, optimizer, 2, start=3)
-    return collect_state_dict(model)
+    return collect_state_dict(model, rank0_only=True)
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +116,13 @@ def test_save_and_resume_on_other_groups(ranks, tmp_path, reference, save, load,
 def _save_with_dcp(path: str) -> None:
     tsd.init_process_group(2)
     torch.manual_seed(3)
-    dcp.save(_Net().state_dict(), checkpoint_id=path)
+    dcp.save(sharded_state_dict(_Net()), checkpoint_id=path)
 
 
 def _load_with_dcp(path: str) -> dict:
     tsd.init_process_group(4)
     model = _Net()
-    state = model.state_dict()
+    state = sharded_state_dict(model)
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state)
     return collect_state_dict(model)
@@ -139,10 +139,11 @@ class _Scale(ParallelModule):
 
     def __init__(self, features: int) -> None:
         super().__init__(dim=0)
+        self.features = features
         self.weight = self.split(torch.arange(float(features)), 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return tsd.gather(tsd.scatter(x) * self.weight.to_local(), size=self.weight.numel())
+        return tsd.gather(tsd.scatter(x) * self.weight, size=self.features)
 
 
 def _own_layers() -> None:
@@ -154,7 +155,7 @@ def _own_layers() -> None:
     # TorchShard's way: a plain parameter that is marked.
     marked = nn.Linear(4, 3, bias=False)
     marked.weight = nn.Parameter(tsd.scatter(torch.arange(20.0).view(5, 4), 0).clone())
-    register_parallel_dim(marked.weight, 0)
+    register_parallel_dim(marked.weight, 1)  # its layer splits the output features
     whole = collect_state_dict(marked, rank0_only=False)
     assert whole["weight"].shape == (5, 4)
     assert torch.equal(relocate_state_dict(marked, whole)["weight"], marked.weight)
@@ -175,7 +176,7 @@ def _ties() -> None:
     ParallelLinear.convert_parallel_linear(model, dim=1)
     state = collect_state_dict(model, rank0_only=False)
     assert state["a.weight"] is state["b.weight"] and state["a.bias"] is not state["b.bias"]
-    assert bool(collect_state_dict(model)) == (dist.get_rank() == 0)
+    assert bool(collect_state_dict(model, rank0_only=True)) == (dist.get_rank() == 0)
 
 
 def test_ties_survive(ranks):
@@ -189,18 +190,18 @@ def _most_whole_tensors() -> int:
     seen, most = [], 0
     gather = state_module.gather_full
 
-    def watched(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    def watched(tensor: torch.Tensor, layout: ParallelMark | None) -> torch.Tensor:
         nonlocal most
         deadline = time.monotonic() + (1.0 if tsd.get_rank() else 0.0)
         while any(not storage.expired() for storage in seen) and time.monotonic() < deadline:
             time.sleep(0.01)  # a thread of Gloo may let go of what it sent a little later
-        whole = gather(tensor, parameter)
+        whole = gather(tensor, layout)
         seen.append(StorageWeakRef(whole.untyped_storage()))
         most = max(most, sum(not storage.expired() for storage in seen))
         return whole
 
     with mock.patch.object(state_module, "gather_full", watched):
-        collected = collect_state_dict(model)
+        collected = collect_state_dict(model, rank0_only=True)
     assert len(collected) == (8 if tsd.get_rank() == 0 else 0)
     return most
 

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.heads import LEARNING_RATE, MOMENTUM, Head, HeadWork, with_sgd
-from tensorshard.comm.sharding import to_local
 from tensorshard.nn import ParallelLinearCrossEntropy
 
 
@@ -30,7 +29,7 @@ def build(
     head = ParallelLinearCrossEntropy(work.features, work.classes, device="meta", **options).to_empty(
         device=work.device
     )
-    local = to_local(head.weight.detach())
+    local = head.weight.detach()
     work.fill(local, rank, world_size)
     optimizer = head.optimizer
     if optimizer is None:
@@ -44,6 +43,6 @@ def build(
         return loss.detach()
 
     def states() -> list[Tensor]:
-        return [local, *(to_local(value) for value in optimizer.state[head.weight].values())]
+        return [local, *optimizer.state[head.weight].values()]
 
     return Head(step, local, states)

@@ -9,7 +9,7 @@ from tensorshard.plan import Plan
 
 if TYPE_CHECKING:
     from tensorshard import distributed, nn, utils
-    from tensorshard.comm.marks import get_parallel_dim, register_parallel_dim
+    from tensorshard.comm.marks import get_parallel_dim, register_parallel_attribute, register_parallel_dim
     from tensorshard.distributed import init_process_group
     from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
     from tensorshard.engine.engine import Engine
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tensorshard.mesh import Mesh
     from tensorshard.parallelize import parallelize
     from tensorshard.pretrained import from_pretrained
-    from tensorshard.state import collect_state_dict, relocate_state_dict, slice
+    from tensorshard.state import collect_state_dict, relocate_state_dict, sharded_state_dict, slice
 
 __version__ = "0.1.0"
 
@@ -34,9 +34,11 @@ __all__ = [
     "nn",
     "parallelize",
     "register_ddp_parameters_to_ignore",
+    "register_parallel_attribute",
     "register_parallel_dim",
     "relocate_state_dict",
     "save_group_sharded_model",
+    "sharded_state_dict",
     "slice",
     "utils",
 ]
@@ -52,9 +54,12 @@ _MODULES = {
     "init_process_group": "distributed",
     "parallelize": "parallelize",
     "register_ddp_parameters_to_ignore": "distributed.ddp",
+    "_PARALLEL_DIM": "comm.marks",
+    "register_parallel_attribute": "comm.marks",
     "register_parallel_dim": "comm.marks",
     "relocate_state_dict": "state",
     "save_group_sharded_model": "group_sharded",
+    "sharded_state_dict": "state",
     "slice": "state",
 }
 _SUBMODULES = ("distributed", "nn", "utils")

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import decide_once
+from tensorshard.comm.marks import ParallelMark, get_mark
+from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world, world_size
 from tensorshard.heads.under_plan.head_checks import refuse_updates
@@ -35,10 +37,15 @@ _ATTRIBUTE = "_tensorshard_layout"
 
 @dataclass(frozen=True)
 class _Layout:
-    """What a model of group_sharded_parallel carries along."""
+    """What a model of group_sharded_parallel carries along.
+
+    Args:
+        split: how parameters of parallel layers are split over ranks outside of the mesh, by name.
+    """
 
     sharded: ShardedModel
     mesh: Mesh
+    split: dict[str, ParallelMark]
 
 
 def group_sharded_parallel(
@@ -53,7 +60,8 @@ def group_sharded_parallel(
     """Shards a model and its optimizer over `group`, in place.
 
     Args:
-        model: a built module; the weights of the group's first rank become everybody's.
+        model: a built module; the weights of the group's first rank become everybody's. Parallel layers may be split
+            over other ranks than those of `group`, as with ``group=tensorshard.distributed.get_data_parallel_group()``.
         optimizer: of that model's parameters, before its first step. It keeps its groups and their options, and
             updates sharded parameters from now on.
         level: "os" (optimizer states), "os_g" (and gradients) or "p_g_os" (and parameters): ZeRO 1, 2 and 3.
@@ -85,8 +93,10 @@ def group_sharded_parallel(
     names = _check_optimizer(model, optimizer)
     size = world_size() if group is None else dist.get_world_size(group)
     plan = Plan(zero=level, shard_units=segment_size).resolve(size)
-    check_model(model, plan)
+    ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else []
+    check_model(model, plan, split="outside", ranks=ranks)
     refuse_updates(model)
+    split = _split_parameters(model)
     device = default_device()
     join_world(device)
     mesh = Mesh(plan, device.type, group)
@@ -96,14 +106,14 @@ def group_sharded_parallel(
         users.keep(model)
         sharded = apply_plan(from_module(model), plan, mesh, device, broadcast=mesh.world_size > 1)
     mark_laid_out([model], "tensorshard.group_sharded_parallel")
-    object.__setattr__(model, _ATTRIBUTE, _Layout(sharded, mesh))
+    object.__setattr__(model, _ATTRIBUTE, _Layout(sharded, mesh, split))
     masters = sharded.masters()
     for group_options in optimizer.param_groups:
         group_options["params"] = [masters[names[p]] for p in group_options["params"]]
     optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
     optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters())
     if scaler is not None:
-        set_unscaling(scaler, _unscaler(mesh))
+        set_unscaling(scaler, _unscaler([mesh.world_group, *_groups_of(split)]))
     return model, optimizer, scaler
 
 
@@ -131,14 +141,19 @@ def save_group_sharded_model(
             f"{' and '.join(existing)} would be overwritten; nothing was written: give another output folder"
         )
     state = layout.sharded.full_state_dict(keep=writes)
-    states = [state] if optimizer is None else [state, _whole_optimizer_state(layout.sharded, optimizer)]
+    states = [state] if optimizer is None else [state, _whole_optimizer_state(layout.sharded, optimizer, layout.split)]
+    if writes:
+        # The first ranks of all groups hold every part of what parallel layers split. The first of them writes.
+        state.update({name: _whole(state[name], mark).cpu() for name, mark in layout.split.items() if name in state})
+        writes = all(group.rank() == 0 for group in _groups_of(layout.split))
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         for file, content in zip(files, states, strict=True):
             temporary = file.with_name(f".{file.name}.saving")
             torch.save(content, temporary)
             temporary.rename(file)
-    dist.barrier(layout.mesh.world_group)
+    for process_group in (*_groups_of(layout.split), layout.mesh.world_group):
+        dist.barrier(process_group)
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
@@ -160,12 +175,15 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return names
 
 
-def _whole_optimizer_state(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _whole_optimizer_state(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, split: dict[str, ParallelMark]
+) -> dict[str, Any]:
     names: dict[torch.Tensor, str] = {master: name for name, master in sharded.masters().items()}
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         state[names[parameter]] = {
-            key: _whole(value).cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()
+            key: _whole(value, split.get(names[parameter])).cpu() if isinstance(value, torch.Tensor) else value
+            for key, value in values.items()
         }
     groups = [
         {**{k: v for k, v in options.items() if k != "params"}, "params": [names[p] for p in options["params"]]}
@@ -174,11 +192,21 @@ def _whole_optimizer_state(sharded: ShardedModel, optimizer: torch.optim.Optimiz
     return {"state": state, "param_groups": groups}
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _whole(tensor: torch.Tensor, mark: ParallelMark | None) -> torch.Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full if mark is None or full.ndim == 0 else gather_full(full.to(default_device()), mark)
 
 
-def _unscaler(mesh: Mesh) -> Any:
+def _split_parameters(model: nn.Module) -> dict[str, ParallelMark]:
+    marks = {name: get_mark(parameter) for name, parameter in model.named_parameters()}
+    return {name: mark for name, mark in marks.items() if mark is not None}
+
+
+def _groups_of(split: dict[str, ParallelMark]) -> list[dist.ProcessGroup]:
+    return list(dict.fromkeys(mark.group for mark in split.values() if mark.group is not None))
+
+
+def _unscaler(groups: list[dist.ProcessGroup]) -> Any:
     """GradScaler's own works on whole tensors of one process; this one on shards, and agrees on overflows."""
 
     def unscale(
@@ -189,7 +217,8 @@ def _unscaler(mesh: Mesh) -> Any:
         ]
         if gradients:
             unscale_(gradients, found, inverse)
-        all_reduce_(found, mesh.world_group, dist.ReduceOp.MAX)
+        for group in groups:
+            all_reduce_(found, group, dist.ReduceOp.MAX)
         return {found.device: found}
 
     return unscale

@@ -86,17 +86,20 @@ def parallelize(
     plan = plan.resolve(world_size())
     check_supported(plan.precision, device)
     patience = as_timedelta(timeout)
+    # The parts of parallel layers that were built by hand are known where they have values.
+    built = isinstance(model, nn.Module) and not any(parameter.is_meta for parameter in model.parameters())
+    split = "tp" if built else "refused"
     users_parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
     with UsersModules() as users, kept_random_state(device):
         if isinstance(model, nn.Module):
             users.keep(model)
-            check_model(model, plan)
+            check_model(model, plan, split=split)
             _check_updates(model, find_updates(model), optimizer)
         join_world(device, timeout=patience)
         source, agreed, updates = _weights_of(model, seed, users)
         if isinstance(model, PretrainedModel):
             source = model.source(source, world_group())
-        check_model(source.module, plan)
+        check_model(source.module, plan, split=split)
         if not isinstance(model, nn.Module):
             _check_updates(source.module, updates, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)

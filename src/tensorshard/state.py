@@ -7,21 +7,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tensorshard.comm import groups, primitives
-from tensorshard.comm.marks import get_mark, get_parallel_dim, register_parallel_dim
+from tensorshard.comm.marks import (
+    ParallelMark,
+    get_parallel_dim,
+    register_parallel_attribute,
+    register_parallel_dim,
+)
 from tensorshard.comm.sharded_tensors import gather_full, own_shard
-from tensorshard.comm.sharding import distribute_like, normalize_dim, shard_sizes
+from tensorshard.comm.sharding import normalize_dim, shard_sizes
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
+from tensorshard.distributed.optimizer_state import complete_states
 from tensorshard.heads.update.row_states import MOMENTUM_SCALES
+from tensorshard.layers.parallel_module import layout_of
 
 __all__ = [
     "collect_state_dict",
     "get_parallel_dim",
     "register_ddp_parameters_to_ignore",
+    "register_parallel_attribute",
     "register_parallel_dim",
     "relocate_state_dict",
+    "sharded_state_dict",
     "slice",
 ]
 
@@ -63,40 +72,47 @@ def collect_state_dict(
     state_dict: dict[str, Any] | None = None,
     prefix: str = "",
     *,
-    rank0_only: bool = True,
-    device: torch.device | str = "cpu",
+    rank0_only: bool = False,
+    device: torch.device | str | None = None,
 ) -> dict[str, Any]:
     """The state with every split tensor whole, as the model that is not parallel would give it.
 
     Every rank calls this. Tensors are put together one at a time: no rank holds more than one whole tensor
-    besides those it is to return.
+    besides those it is to return. Of a large model ``rank0_only=True, device="cpu"`` is what fits.
 
     Args:
         model: a module, or an optimizer of its parameters. A ``ZeroRedundancyOptimizer`` is consolidated, on the
             first rank of its group if `rank0_only`.
-        state_dict: ``model.state_dict()``, which is taken if None.
+        state_dict: ``model.state_dict()``, which is taken if None. Where a module's is given, as in TorchShard's
+            scripts, ``optimizer.state_dict()`` of its optimizers is whole, too, on the first rank of each group, until
+            their next step.
         prefix: put before every name in the result.
         rank0_only: return the state on the first rank of each model-parallel group alone, and {} on the
-            others.
-        device: where the result is to be.
+            others, which then never hold more than one whole tensor.
+        device: where the result is to be; None: where the tensors are.
 
     Returns:
         A dict of the structure of `state_dict`, of plain tensors; tensors that were tied still are.
     """
     keep = not rank0_only or _is_first_rank()
-    if state_dict is None and hasattr(model, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer
+    if isinstance(model, nn.Module) and state_dict is not None:
+        complete_states(model)
+    consolidated = state_dict is None and hasattr(model, "consolidate_state_dict")  # torch's ZeroRedundancyOptimizer
+    if consolidated:
         keep = not rank0_only or model.rank == 0  # type: ignore[assignment, union-attr]
         state_dict = _consolidate(model, keep)
     state_dict = model.state_dict() if state_dict is None else state_dict
-    marked = _marked_tensors(model)
+    layouts, held = ({}, {}) if consolidated else (_layouts(model), _tensors_held(model))
     originals = _original_names(model)
     done: dict[_Path, torch.Tensor | None] = {}
 
     def collect(path: _Path, tensor: torch.Tensor) -> torch.Tensor | None:
         original = (originals.get(path[0], path[0]), *path[1:])
         if original not in done:
-            whole = gather_full(tensor, marked.get(path[0], tensor))
-            done[original] = whole.detach().to(device) if keep else None
+            key = path if isinstance(model, nn.Module) else path[:-1]
+            cut = len(path) == 1 or path[-1] == MOMENTUM_SCALES or (key in held and tensor.shape == held[key].shape)
+            whole = gather_full(tensor, layouts.get(key) if cut else None).detach()
+            done[original] = whole.to(whole.device if device is None else device) if keep else None
         return done[original]
 
     collected = _map_tensors(state_dict, collect)
@@ -116,8 +132,8 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
         prefix: put before every name in the result.
 
     Returns:
-        A dict of the structure of `state_dict`, in which split tensors are DTensors. The input is left as it
-        is.
+        A dict of the structure of `state_dict`, in which split tensors are this rank's shards. The input is left as
+        it is.
 
     Raises:
         ValueError: a tensor is not of the shape that the model has, or no rank passed a state.
@@ -133,26 +149,61 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
     if not all(holders):
         state_dict, fetch = _announce_state(state_dict, group, device)
     assert state_dict is not None  # every rank has at least the descriptions by now
-    references = _reference_tensors(model)
-    marked = _marked_tensors(model)
+    layouts, held = _layouts(model), _tensors_held(model)
 
     def relocate(path: _Path, tensor: Any) -> torch.Tensor:
         whole = fetch(tensor)
-        if path[0] in marked:
-            return own_shard(whole, marked[path[0]])
-        reference = references.get(path if path in references else path[:-1])
+        key = path if isinstance(model, nn.Module) else path[:-1]
+        layout, like = layouts.get(key), held.get(key)
+        if like is None or (layout is None and not isinstance(like, DTensor)):
+            return whole
         # What is not like the parameter: a step count, or the scales of 8-bit rows, which their optimizer cuts itself.
-        other = len(path) > 1 and (whole.numel() == 1 or path[-1] == MOMENTUM_SCALES)
-        if reference is None or isinstance(whole, DTensor) or (other and whole.shape != reference.shape):
+        if len(path) > 1 and (whole.ndim != like.ndim or path[-1] == MOMENTUM_SCALES):
             return whole
         try:
-            return distribute_like(whole, reference)
+            return own_shard(whole, layout, like)
         except ValueError as error:
             name = path[0] if len(path) == 1 else f"{path[-1]} of parameter {path[1]}"
             raise ValueError(f"{name}: {error}") from error
 
     relocated = _map_tensors(state_dict, relocate)
     return {prefix + name: value for name, value in relocated.items()}
+
+
+def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict, in which split tensors are DTensors that share the memory of the model's shards.
+
+    It is what ``torch.distributed.checkpoint`` saves, and loads in place, on any number of ranks. The model's
+    ``load_state_dict`` takes it, too.
+
+    Raises:
+        ValueError: a parameter of a parallel layer is a DTensor already, as under FSDP2.
+    """
+    state_dict, layouts = model.state_dict(), _layouts(model)
+    for path, layout in layouts.items():
+        (name,) = path
+        shard = state_dict.get(name)
+        if not isinstance(shard, torch.Tensor):
+            continue
+        if isinstance(shard, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor {tuple(shard.placements)} already: collect_state_dict puts it together"
+            )
+        mesh = groups.resolve_mesh(layout.group)
+        if layout.dim is None:
+            state_dict[name] = DTensor.from_local(shard, mesh, [Replicate()], run_check=False)
+            continue
+        shape = list(shard.shape)
+        shape[layout.dim] = (
+            layout.size
+            if layout.size is not None
+            else sum(primitives.exchange_sizes(shape[layout.dim], mesh.get_group(), shard.device))
+        )
+        stride = torch.empty(shape, device="meta").stride()
+        state_dict[name] = DTensor.from_local(
+            shard, mesh, [Shard(layout.dim)], run_check=False, shape=torch.Size(shape), stride=stride
+        )
+    return state_dict
 
 
 def _consolidate(optimizer: Any, keep: bool) -> dict[str, Any]:
@@ -214,20 +265,23 @@ def _announce_state(
     return first, fetch
 
 
-def _reference_tensors(model: Stateful) -> dict[_Path, DTensor]:
-    """The DTensors as which loaded tensors are cut: by name; for an optimizer, by place of the parameter."""
+def _layouts(model: Stateful) -> dict[_Path, ParallelMark]:
+    """How tensors are split: by name; for an optimizer, by the place of the parameter whose states are."""
     if isinstance(model, nn.Module):
-        return {(name,): value for name, value in model.state_dict().items() if isinstance(value, DTensor)}
+        tensors = {(n,): t for n, t in model.named_parameters(remove_duplicate=False)}
+        tensors |= {(n,): t for n, t in model.named_buffers(remove_duplicate=False)}
+    else:
+        tensors = _tensors_held(model)
+    found = {place: layout_of(tensor) for place, tensor in tensors.items()}
+    return {place: layout for place, layout in found.items() if layout is not None}
+
+
+def _tensors_held(model: Stateful) -> dict[_Path, torch.Tensor]:
+    """The tensors like which loaded ones are cut: by name; for an optimizer, by the place of the parameter."""
+    if isinstance(model, nn.Module):
+        return {(name,): value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     parameters = [parameter for group in model.param_groups for parameter in group["params"]]
-    return {("state", i): parameter for i, parameter in enumerate(parameters) if isinstance(parameter, DTensor)}
-
-
-def _marked_tensors(model: Stateful) -> dict[str, torch.Tensor]:
-    """Plain parameters and buffers that a layer of somebody's own has marked as split."""
-    if not isinstance(model, nn.Module):
-        return {}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: t for name, t in tensors if not isinstance(t, DTensor) and get_mark(t) is not None}
+    return {("state", index): parameter for index, parameter in enumerate(parameters)}
 
 
 def _original_names(model: Stateful) -> dict[str, str]:

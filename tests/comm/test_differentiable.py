@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import gradcheck, gradgradcheck
+from torch.distributed.tensor import Shard
 
 import tensorshard as ts
 import tensorshard.distributed as tsd
 from rank_pool import RankError
-from tensorshard.nn import ParallelLinear
+from tensorshard.comm.sharding import distribute
 
 WORLDS = [
     pytest.param(2, 2, id="2 ranks"),
@@ -187,9 +188,9 @@ def _call(name: str, *args: object) -> None:
     getattr(tsd, name)(torch.ones(2, 3), *args)
 
 
-def _call_with_a_parameter(name: str, *args: object) -> None:
+def _call_with_a_dtensor(name: str, *args: object) -> None:
     _start(2)
-    getattr(tsd, name)(ParallelLinear(2, 4, dim=1).weight, *args)
+    getattr(tsd, name)(distribute(torch.ones(4, 2), tsd.get_mesh()["tp"], [Shard(0)]), *args)
 
 
 def _gather_a_number() -> None:
@@ -226,13 +227,13 @@ def test_bad_input(ranks):
         ranks(2, _gather_a_number)
     for name, args in {"reduce_scatter": (0,), "gather_for_sum": (0,), "all_to_all": (0, 1)}.items():
         with pytest.raises(RankError, match=rf"{name} was given a DTensor \[4, 2\]"):
-            ranks(2, _call_with_a_parameter, name, *args)
+            ranks(2, _call_with_a_dtensor, name, *args)
 
 
 def _gather_what_does_not_fit(what: str) -> None:
     ts.init_process_group(2)
     rank = dist.get_rank()
-    weight = ts.nn.ParallelLinear(4, 6, dim=0).weight
+    weight = distribute(torch.ones(6, 4), tsd.get_mesh()["tp"], [Shard(1)])
     tensors = {
         "shapes": torch.ones(3, 4 + rank),
         "dimensions": torch.ones(3) if rank else torch.ones(3, 1),

@@ -22,6 +22,7 @@ from article import (
     converted_net,
     train_article,
 )
+from shards import full
 
 
 def _reference(world: int, *, clip: float | None = None) -> dict[str, torch.Tensor]:
@@ -42,7 +43,10 @@ def _as_printed(group_size: int, dim: int | None, zero: bool, clip: float | None
     ts.distributed.init_process_group(group_size=group_size)
     model = converted_net(dim)
     if register:
-        assert ts.register_ddp_parameters_to_ignore(model) == ([] if dim is None else ["fc.weight", "fc.bias"])
+        assert (
+            ts.register_ddp_parameters_to_ignore(model)
+            == ({None: [], 0: ["fc.weight"], 1: ["fc.weight", "fc.bias"]}[dim])
+        )
     model = DistributedDataParallel(model)
     optimizer = article_optimizer(model.parameters(), zero, **SGD)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
@@ -101,15 +105,15 @@ def _overflow(zero: bool) -> None:
     optimizer = article_optimizer([*plain.parameters(), *layer.parameters()], zero, lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for overflows in (False, True, False):
-        loss = (plain(torch.ones(2)).sum() + (layer.weight.to_local() * 2).sum()) + layer.scale.to_local().sum()
+        loss = (plain(torch.ones(2)).sum() + (layer.weight * 2).sum()) + layer.scale.sum()
         scaler.scale(loss).backward()
         if overflows and dist.get_rank() == 1:
-            layer.weight.grad.to_local()[0] = torch.inf
-        before = layer.weight.to_local().clone()
+            layer.weight.grad[0] = torch.inf
+        before = layer.weight.detach().clone()
         scaler.step(optimizer)
         scaler.update()
         expected = before if overflows else before - 2  # unscaled: 16 / 8
-        torch.testing.assert_close(layer.weight.to_local(), expected, rtol=0, atol=0)
+        torch.testing.assert_close(layer.weight.detach(), expected, rtol=0, atol=0)
         optimizer.zero_grad()
     assert scaler.get_scale() == 4.0
 
@@ -134,9 +138,9 @@ def _norms() -> None:
             found = nn.utils.clip_grad_norm_(split.parameters(), 5.0, norm_type, foreach=foreach)
             assert type(found) is torch.Tensor
             torch.testing.assert_close(found, expected)
-            torch.testing.assert_close(split[1].weight.grad.full_tensor(), whole[1].weight.grad)
+            torch.testing.assert_close(full(split[1].weight.grad, split[1].weight), whole[1].weight.grad)
             torch.testing.assert_close(split[0].weight.grad, whole[0].weight.grad)
-    split[1].bias.grad.to_local().fill_(torch.nan)
+    split[1].bias.grad.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(split.parameters(), 5.0, error_if_nonfinite=True)
 

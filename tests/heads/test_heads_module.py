@@ -8,18 +8,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_heads_functional import WORLDS, reference
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import tensorshard.distributed as tsd
 from rank_pool import RankError
+from shards import full
 from tensorshard.heads.module import initial_rows as rows
 from tensorshard.heads.tiles import tiles
 from tensorshard.nn import ArcFace, CosFace, ParallelLinearCrossEntropy
 from tensorshard.state import collect_state_dict, relocate_state_dict
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _train(group_size: int) -> None:
@@ -31,7 +27,7 @@ def _train(group_size: int) -> None:
         head = ParallelLinearCrossEntropy(5, classes, bias)
         torch.manual_seed(tsd.get_data_parallel_rank())
         for name, value in linear.named_parameters():
-            assert torch.equal(_whole(getattr(head, name)), value)
+            assert torch.equal(full(getattr(head, name)), value)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (linear, head)]
         for _ in range(3):
             inputs = [x := torch.randn(6, 5, requires_grad=True), x.detach().clone().requires_grad_()]
@@ -44,7 +40,7 @@ def _train(group_size: int) -> None:
             torch.testing.assert_close(losses[1], losses[0])
             torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
         for name, value in linear.named_parameters():
-            torch.testing.assert_close(_whole(getattr(head, name)), value)
+            torch.testing.assert_close(full(getattr(head, name)), value)
 
 
 @pytest.mark.parametrize(("world_size", "group_size"), WORLDS)
@@ -73,11 +69,11 @@ def _largest(group_size: int) -> None:
         torch.manual_seed(0)
         head = ParallelLinearCrossEntropy(5, 37, **options)
         x, targets = torch.randn(2, 4, 5), torch.randint(37, (2, 4))
-        weight = _whole(head.weight).detach()
+        weight = full(head.weight).detach()
         if head.normalize:
             expected = F.linear(F.normalize(x, dim=-1), F.normalize(weight, dim=-1)) * 3.0
         else:
-            expected = F.linear(x, weight, _whole(head.bias).detach())
+            expected = F.linear(x, weight, full(head.bias).detach())
         part = head.logits(x)
         logits = tsd.gather(part, -1, size=37)
         torch.testing.assert_close(logits, expected)
@@ -131,7 +127,7 @@ def _gathered(case: str) -> None:
     loss.backward()
     torch.testing.assert_close(loss, expected)
     for name, value in linear.named_parameters():
-        torch.testing.assert_close(_whole(getattr(head, name).grad), value.grad)
+        torch.testing.assert_close(full(getattr(head, name).grad, getattr(head, name)), value.grad)
     for got, want in zip(own.parameters(), backbone.parameters(), strict=True):
         total = got.grad.clone()
         dist.all_reduce(total)
@@ -156,8 +152,8 @@ def _states() -> None:
     for state in (whole, head.state_dict(), relocate_state_dict(head, whole)):
         other = ParallelLinearCrossEntropy(5, 11, True)
         other.load_state_dict(state)
-        assert torch.equal(_whole(other.weight), whole["weight"]) and torch.equal(_whole(other.bias), whole["bias"])
-    local = head.weight.to_local()
+        assert torch.equal(full(other.weight), whole["weight"]) and torch.equal(full(other.bias), whole["bias"])
+    local = head.weight
     assert local.untyped_storage().nbytes() == local.numel() * 4
 
 
@@ -180,7 +176,7 @@ def _margins(group_size: int) -> None:
         loss.backward()
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
-        torch.testing.assert_close(_whole(head.weight.grad), linear.weight.grad)
+        torch.testing.assert_close(full(head.weight.grad, head.weight), linear.weight.grad)
 
 
 @pytest.mark.parametrize(("world_size", "group_size"), WORLDS[:3])
@@ -192,11 +188,11 @@ def _sample(rate: float) -> list[int]:
     tsd.init_process_group(2)
     torch.manual_seed(0)
     head = ParallelLinearCrossEntropy(5, 200, sample_rate=rate)
-    weight = _whole(head.weight).detach()
+    weight = full(head.weight).detach()
     x, targets = torch.randn(6, 5, requires_grad=True), torch.randint(200, (6,))
     loss = head(x, targets)
     loss.backward()
-    trained = _whole(head.weight.grad).abs().sum(1) > 0
+    trained = full(head.weight.grad, head.weight).abs().sum(1) > 0
     assert trained[targets].all()
     # It is the loss of a layer that has the sampled classes alone.
     chosen = trained.nonzero()[:, 0]
@@ -206,7 +202,7 @@ def _sample(rate: float) -> list[int]:
     expected.backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(x.grad, again.grad)
-    torch.testing.assert_close(_whole(head.weight.grad)[chosen], part.grad)
+    torch.testing.assert_close(full(head.weight.grad, head.weight)[chosen], part.grad)
     torch.testing.assert_close(head.eval()(x, targets), F.cross_entropy(F.linear(x, weight), targets))
     return chosen.tolist()
 

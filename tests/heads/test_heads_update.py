@@ -10,19 +10,15 @@ import torch.nn.functional as F
 from benchmarks.harness import memory
 from test_heads_functional import WORLDS, reference
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import tensorshard.distributed as tsd
+from shards import full
 from tensorshard.heads.tiles import tiles
 from tensorshard.nn import ArcFace, ParallelLinearCrossEntropy
 from tensorshard.state import collect_state_dict, relocate_state_dict
 
 SGD = dict(lr=0.3, momentum=0.9, weight_decay=0.05)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _pair(classes: int = 37, bias: bool = True, dtype: Any = torch.float64, **options: Any) -> Any:
@@ -36,9 +32,9 @@ def _pair(classes: int = 37, bias: bool = True, dtype: Any = torch.float64, **op
 def _assert_equal(linear: nn.Linear, optimizer: torch.optim.Optimizer, head: ParallelLinearCrossEntropy) -> None:
     for name, value in linear.named_parameters():
         parameter = getattr(head, name)
-        torch.testing.assert_close(_whole(parameter), value.detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(full(parameter), value.detach(), rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(
-            _whole(head.optimizer.state[parameter]["momentum_buffer"]),
+            full(head.optimizer.state[parameter]["momentum_buffer"], parameter),
             optimizer.state[value]["momentum_buffer"],
             rtol=1e-10,
             atol=1e-12,
@@ -183,7 +179,7 @@ def _step_after_states() -> None:
         if index == 1:  # a new head from whole and from sharded states
             head.to(torch.float64)
             assert head.optimizer.holds(head.weight)
-    assert not torch.equal(_whole(fake_copy.weight), _whole(head.weight))
+    assert not torch.equal(full(fake_copy.weight), full(head.weight))
 
 
 def test_states_are_those_of_sgd(ranks):
@@ -243,7 +239,7 @@ def _refuse() -> None:
     head.optimizer.step()
     with pytest.raises(RuntimeError, match=r"logits\(\) was called for a gradient"):
         head.logits(x.requires_grad_())
-    head.weight = nn.Parameter(_whole(head.weight))
+    head.weight = nn.Parameter(full(head.weight))
     with pytest.raises(RuntimeError, match="its optimizer still has the old one"):
         head(x, targets)
 

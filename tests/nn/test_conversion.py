@@ -9,6 +9,7 @@ from torch import nn
 
 import tensorshard.distributed as tsd
 from rank_pool import RankError
+from shards import full
 from tensorshard.nn import ParallelLinear
 
 
@@ -30,7 +31,7 @@ def _convert() -> None:
     assert (block.up.dim, block.down.dim) == (1, 0)
     assert type(block.attention.out_proj) is type(before.attention.out_proj)
     assert not block.down.weight.requires_grad and not block.up.training
-    torch.testing.assert_close(block.up.weight.full_tensor(), before.up.weight)
+    torch.testing.assert_close(full(block.up.weight), before.up.weight)
     x = torch.randn(3, 4)
     torch.testing.assert_close(block.down(block.up(x)), before.down(before.up(x)))
     alone = ParallelLinear.convert_parallel_linear(nn.Linear(4, 8), dim=-1)

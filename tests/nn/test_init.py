@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorshard as ts
+from shards import full
 
 
 def _initial_values(group_size: int) -> None:
@@ -19,9 +20,9 @@ def _initial_values(group_size: int) -> None:
         first = torch.Generator().manual_seed(5 + dist.get_rank() // group_size * group_size)
         weight = nn.init.normal_(torch.empty(8, 6), std=0.5, generator=first)
         bias = nn.init.uniform_(torch.empty(8), generator=first)
-        assert torch.equal(layer.weight.full_tensor(), weight)
-        assert torch.equal(layer.bias.full_tensor(), bias)
-        assert dim == 1 or torch.equal(layer.bias.to_local(), bias)
+        assert torch.equal(full(layer.weight), weight)
+        assert torch.equal(full(layer.bias), bias)
+        assert dim == 1 or torch.equal(layer.bias, bias)
 
 
 def test_initial_values_are_the_first_ranks(ranks):

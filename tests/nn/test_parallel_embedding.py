@@ -7,6 +7,7 @@ from torch import nn
 
 import tensorshard.distributed as tsd
 from rank_pool import RankError
+from shards import full
 from tensorshard.nn import ParallelEmbedding
 from tensorshard.nn.functional import parallel_embedding
 
@@ -38,14 +39,14 @@ def _compare(group_size: int) -> None:
                 layer = ParallelEmbedding(vocabulary, features, dtype=torch.float64, dim=dim, **options)
                 torch.manual_seed(tsd.get_data_parallel_rank())
                 indices = torch.randint(vocabulary - 1, (3, 4))  # one row is never looked up
-                torch.testing.assert_close(layer.weight.full_tensor(), whole.weight)
+                torch.testing.assert_close(full(layer.weight), whole.weight)
                 expected, output = whole(indices), layer(indices)
                 torch.testing.assert_close(output, expected)
-                torch.testing.assert_close(layer.weight.full_tensor(), whole.weight)  # with max_norm, rescaled
+                torch.testing.assert_close(full(layer.weight), whole.weight)  # with max_norm, rescaled
                 seed = torch.randn_like(expected)
                 expected.backward(seed)
                 output.backward(seed)
-                torch.testing.assert_close(layer.weight.grad.full_tensor(), whole.weight.grad)
+                torch.testing.assert_close(full(layer.weight.grad, layer.weight), whole.weight.grad)
 
 
 @pytest.mark.parametrize(("world_size", "group_size"), WORLDS)

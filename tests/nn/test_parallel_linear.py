@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import tensorshard.distributed as tsd
 from rank_pool import RankError
+from shards import full
 from tensorshard.comm.marks import get_parallel_dim, register_parallel_dim
 from tensorshard.nn import ParallelLinear, RegisterParallelDim, init
 from tensorshard.nn.functional import parallel_linear
@@ -23,8 +23,8 @@ WORLDS = [
 ]
 
 
-def _assert_same(parallel: torch.Tensor, whole: torch.Tensor) -> None:
-    torch.testing.assert_close(parallel.full_tensor(), whole, rtol=1e-12, atol=1e-13)
+def _assert_same(parallel: torch.Tensor, whole: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
+    torch.testing.assert_close(full(parallel, parameter), whole, rtol=1e-12, atol=1e-13)
 
 
 def _compare(group_size: int) -> None:
@@ -49,10 +49,10 @@ def _compare(group_size: int) -> None:
                 expected.square().sum().backward()
                 output.square().sum().backward()
                 torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-12, atol=1e-13)
-                _assert_same(layer.weight.grad, whole.weight.grad)
+                _assert_same(layer.weight.grad, whole.weight.grad, layer.weight)
                 if bias:
                     _assert_same(layer.bias, whole.bias)
-                    _assert_same(layer.bias.grad, whole.bias.grad)
+                    _assert_same(layer.bias.grad, whole.bias.grad, layer.bias)
                 else:
                     assert layer.bias is None
 
@@ -87,7 +87,7 @@ def _train_mlp(marked: bool) -> None:
             network(x).square().mean().backward()
             optimizer.step()
     for parallel, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(parallel.full_tensor(), whole, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(full(parallel), whole, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -99,28 +99,26 @@ def _parameters() -> None:
     tsd.init_process_group(2)
     column, row = ParallelLinear(6, 10, dim=1), ParallelLinear(6, 10, dim=0)
     for parameter in (column.weight, column.bias, row.weight, row.bias):
-        assert isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor)
-        assert parameter.device_mesh.mesh_dim_names == ("tp",)
-    assert column.weight.placements == (Shard(0),) and column.bias.placements == (Shard(0),)
-    assert row.weight.placements == (Shard(1),) and row.bias.placements == (Replicate(),)
-    assert (get_parallel_dim(column.weight), get_parallel_dim(row.weight), get_parallel_dim(row.bias)) == (
-        0,
-        1,
-        None,
-    )
-    local = row.weight.to_local()
-    assert local.untyped_storage().nbytes() == local.numel() * 4  # the whole weight is not kept alive
+        assert type(parameter) is nn.Parameter
+    assert [tuple(p.shape) for p in (column.weight, column.bias, row.weight, row.bias)] == [
+        (5, 6),
+        (5,),
+        (10, 3),
+        (10,),
+    ]
+    assert [get_parallel_dim(p) for p in (column.weight, column.bias, row.weight, row.bias)] == [1, 1, 0, 0]
+    assert row.weight.untyped_storage().nbytes() == row.weight.numel() * 4  # the whole weight is not kept alive
     duplicate = copy.deepcopy(nn.Sequential(column))
     torch.testing.assert_close(duplicate(torch.ones(1, 6)), column(torch.ones(1, 6)))
     assert "in_features=6, out_features=10, bias=True, dim=1" in repr(column)
     torch.manual_seed(dist.get_rank())  # ranks that forgot to agree on a seed still hold one bias
     bias = ParallelLinear(6, 10, dim=0).bias
     others = [torch.empty(10) for _ in range(2)]
-    dist.all_gather(others, bias.to_local().detach())
+    dist.all_gather(others, bias.detach())
     assert torch.equal(*others)
 
 
-def test_parameters_are_dtensors(ranks):
+def test_parameters_are_plain_shards(ranks):
     ranks(2, _parameters)
 
 
@@ -247,7 +245,7 @@ def _initialise_as_one_device_would() -> None:
         init.shard_init_helper_(nn.init.xavier_normal_, parameter, gain=2.0)
         torch.manual_seed(5)
         expected = nn.init.xavier_normal_(torch.empty(9, 6), gain=2.0)
-        torch.testing.assert_close(layer.weight.full_tensor(), expected)
+        torch.testing.assert_close(full(layer.weight), expected)
     plain = torch.empty(3)
     assert init.shard_init_helper_(nn.init.constant_, plain, 4.0).tolist() == [4.0] * 3
 

@@ -1,7 +1,6 @@
 """Parameters of which each rank holds a part, and tensors laid out like them: whole from parts, and back.
 
-Two kinds: DTensors, which is what the parallel layers hold, and plain tensors that somebody has marked with
-:func:`tensorshard.register_parallel_dim`.
+Parallel layers hold marked plain tensors (:mod:`tensorshard.comm.marks`), which FSDP2 may have made DTensors of.
 """
 
 import torch
@@ -9,14 +8,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.comm import groups, primitives
-from tensorshard.comm.marks import get_mark
+from tensorshard.comm.marks import ParallelMark, get_layout, get_mark
 from tensorshard.comm.sharding import distribute_like, normalize_dim, shard_range
+
+_WHOSE = "_tensorshard_part"
 
 
 def is_split(parameter: torch.Tensor) -> bool:
-    """Whether `parameter` belongs to a model-parallel layer, which looks after it: data parallelism must not.
+    """Whether each rank of a group holds another shard of `parameter`: data parallelism must leave it alone.
 
-    True also of a parameter that such a layer holds whole on every rank, as a replicated DTensor.
+    True of any DTensor, which data parallelism cannot average with plain tensors.
     """
     return isinstance(parameter, DTensor) or get_mark(parameter) is not None
 
@@ -30,36 +31,79 @@ def own_group(parameter: torch.Tensor) -> dist.ProcessGroup:
     """
     if isinstance(parameter, DTensor):
         return groups.resolve_group(parameter.device_mesh)
-    mark = get_mark(parameter)
-    return groups.get_group() if mark is None or mark.group is None else mark.group
+    layout = get_layout(parameter)
+    return groups.get_group() if layout is None or layout.group is None else layout.group
 
 
-def gather_full(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that is cut as `parameter` is. Every rank of its group calls this."""
+def gather_full(tensor: torch.Tensor, layout: ParallelMark | None) -> torch.Tensor:
+    """The whole of a tensor that is cut as `layout` says. Every rank of its group calls this.
+
+    Args:
+        tensor: a shard; or a DTensor, which is put together over its own mesh first, as FSDP2 splits shards further.
+    """
     if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
-    mark = get_mark(parameter)
-    if mark is None:
+        tensor = tensor.full_tensor()
+    if layout is None or layout.dim is None:
         return tensor
-    group = own_group(parameter)
-    dim = normalize_dim(mark.dim, tensor.ndim)
+    group = _group_of(layout)
+    if group.size() == 1:
+        return tensor
+    dim = normalize_dim(layout.dim, tensor.ndim)
     return primitives.gather_dim(tensor, dim, primitives.exchange_sizes(tensor.size(dim), group, tensor.device), group)
 
 
-def own_shard(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `whole` if that is cut as `parameter` is: a DTensor if `parameter` is one.
+def own_shard(whole: torch.Tensor, layout: ParallelMark | None, like: torch.Tensor | None = None) -> torch.Tensor:
+    """What this rank holds of `whole` if that is cut as `layout` says, in memory of its own.
+
+    Args:
+        like: what the result must look like: of the same shape, and a DTensor if it is one.
 
     Raises:
-        ValueError: a DTensor has another shape than `whole`.
+        ValueError: `whole` is not of the shape of which `like` is a shard.
     """
-    if isinstance(parameter, DTensor):
-        return whole if isinstance(whole, DTensor) else distribute_like(whole, parameter)
-    mark = get_mark(parameter)
-    if mark is None:
+    if isinstance(whole, DTensor):
         return whole
-    group = own_group(parameter)
-    dim = normalize_dim(mark.dim, whole.ndim)
-    return whole.narrow(dim, *shard_range(whole.size(dim), group.size(), group.rank())).clone()
+    shard = whole
+    if layout is not None and layout.dim is not None:
+        group = _group_of(layout)
+        dim = normalize_dim(layout.dim, whole.ndim)
+        shard = whole.narrow(dim, *shard_range(whole.size(dim), group.size(), group.rank()))
+        shard = shard.clone(memory_format=torch.contiguous_format)
+    if like is None:
+        return shard
+    if shard.shape != like.shape or _is_of_another_size(whole, layout):
+        held = list(like.shape)
+        if layout is not None and layout.dim is not None and layout.size is not None:
+            held[layout.dim] = layout.size
+        raise ValueError(f"a tensor of shape {list(whole.shape)} was given where {held} is held")
+    return distribute_like(shard, like) if isinstance(like, DTensor) else shard
+
+
+def own_part(value: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:
+    """This rank's shard of a state that is cut as a marked parameter is, and that may be there in full.
+
+    A state that is neither of the shape of the parameter nor of the full one is returned as it is.
+
+    Raises:
+        ValueError: it is another rank's shard.
+    """
+    mark = get_mark(parameter)
+    if mark is None or mark.dim is None or value.ndim != parameter.ndim or isinstance(value, DTensor):
+        return value
+    refuse_foreign_shard(value, own_group(parameter), what)
+    full = list(parameter.shape)
+    full[mark.dim] = full[mark.dim] if mark.size is None else mark.size
+    is_full = value.shape != parameter.shape and list(value.shape) == full
+    return own_shard(value, mark) if is_full else value
+
+
+def _is_of_another_size(whole: torch.Tensor, layout: ParallelMark | None) -> bool:
+    known = layout is not None and layout.dim is not None and layout.size is not None
+    return known and whole.size(layout.dim) != layout.size  # type: ignore[union-attr, arg-type]
+
+
+def _group_of(layout: ParallelMark) -> dist.ProcessGroup:
+    return groups.get_group() if layout.group is None else layout.group
 
 
 def refuse_dtensor(tensor: torch.Tensor, what: str) -> None:
@@ -70,9 +114,8 @@ def refuse_dtensor(tensor: torch.Tensor, what: str) -> None:
     """
     if isinstance(tensor, DTensor):
         raise TypeError(
-            f"{what} was given a DTensor {list(tensor.shape)} with placements {tensor.placements}, such as a parameter "
-            "of a parallel layer or its gradient: pass what this rank holds of it, tensor.to_local(), or all of it, "
-            "tensor.full_tensor()"
+            f"{what} was given a DTensor {list(tensor.shape)} with placements {tensor.placements}: pass what this rank "
+            "holds of it, tensor.to_local(), or all of it, tensor.full_tensor()"
         )
 
 
@@ -96,18 +139,23 @@ def local_of(tensor: DTensor, dim: int, group: groups.Group | None) -> tuple[tor
     return tensor.to_local(), own, tensor.size(axis)
 
 
-def refuse_foreign_part(tensor: DTensor, what: str) -> None:
-    """Raises for a DTensor that another rank has saved, and that this one has loaded as if it were its own.
+def say_whose(shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Notes on a tensor of a state dict which rank's shard it is; ``torch.save`` keeps the note."""
+    if group.size() > 1:
+        setattr(shard, _WHOSE, (group.rank(), group.size()))
+
+
+def refuse_foreign_shard(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
+    """Raises for a shard that another rank has saved, and that this one was given as if it were its own.
 
     Raises:
-        ValueError: it is one: its mesh, which was saved with it, says whose part it holds.
+        ValueError: it is one, by what :func:`say_whose` noted.
     """
-    mesh = tensor.device_mesh
-    own = (mesh.mesh == dist.get_rank()).nonzero().flatten().tolist()
-    saved_by = mesh.get_coordinate()
-    if saved_by is not None and own and list(saved_by) != own:
+    saved = getattr(tensor, _WHOSE, None)
+    if saved is not None and saved != (group.rank(), group.size()):
         raise ValueError(
-            f"{what} holds part {saved_by[0]} of {mesh.size()}, saved by another rank; this one has part {own[0]}. "
-            "A state dict of split parameters has the saver's parts alone: save tensorshard.collect_state_dict(x), "
-            "called on every rank, and load tensorshard.relocate_state_dict(x, state)"
+            f"{what} holds part {saved[0]} of {saved[1]}, saved by another rank; this one has part {group.rank()} of "
+            f"{group.size()}. A state dict of split parameters has the saver's parts alone: save what "
+            "tensorshard.collect_state_dict(x) returns, called on every rank, and load "
+            "tensorshard.relocate_state_dict(x, state)"
         )

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tensorshard.comm import groups, primitives
-from tensorshard.comm.sharded_tensors import is_split, own_group
-from tensorshard.comm.sharding import to_local
+from tensorshard.comm.marks import get_mark
+from tensorshard.comm.sharded_tensors import own_group
 from tensorshard.torch_private.ddp import ddp_ignored, set_ddp_ignored
 
 # On parameters whose gradients are averaged over the data-parallel group already.
@@ -22,9 +21,10 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
 
     (Wrapping calls it itself where it was forgotten, for parameters split over the model-parallel group.)
 
-    Where model-parallel groups are smaller than the world, other groups hold the same shards and see other
-    samples: then the shards of the first group are copied to them now, and gradients of split parameters are
-    averaged over the groups at the end of every backward.
+    What a parallel layer holds in full on every rank, as the bias of a layer that splits its input features, is
+    averaged like any other parameter. Where model-parallel groups are smaller than the world, other groups hold the
+    same shards and see other samples: then the shards of the first group are copied to them now, and gradients of split
+    parameters are averaged over the groups at the end of every backward.
 
     Returns:
         Their names.
@@ -37,7 +37,7 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
         (module_name, name): parameter
         for module_name, owner in module.named_modules()
         for name, parameter in owner.named_parameters(recurse=False)
-        if is_split(parameter)
+        if get_mark(parameter) is not None
     }
     names = [f"{module_name}.{name}" if module_name else name for module_name, name in split]
     for name, parameter in zip(names, split.values(), strict=True):
@@ -52,24 +52,18 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
 def leaving_split_parameters_alone(original: Callable[..., None]) -> Callable[..., None]:
     """The constructor of ``DistributedDataParallel``, which registers split parameters that nobody has registered.
 
-    Only those split over a model-parallel group of :func:`tensorshard.distributed.init_process_group`: what to make
-    of other DTensors, torch itself knows.
+    Only those split over a model-parallel group of :func:`tensorshard.distributed.init_process_group`.
     """
 
     def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(module, nn.Module):
             known = ddp_ignored(module)
             unknown = (p for name, p in module.named_parameters() if name not in known)
-            if any(is_split(p) and _is_split_over_ours(p) for p in unknown):
+            if any(get_mark(p) is not None and own_group(p) is groups.get_group() for p in unknown):
                 register_ddp_parameters_to_ignore(module)
         original(self, module, *args, **kwargs)
 
     return __init__
-
-
-def _is_split_over_ours(parameter: torch.Tensor) -> bool:
-    several_axes = isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1
-    return not several_axes and own_group(parameter) is groups.get_group()
 
 
 def _synchronize_replicas(name: str, parameter: torch.Tensor) -> None:
@@ -83,13 +77,12 @@ def _synchronize_replicas(name: str, parameter: torch.Tensor) -> None:
             "tensorshard.distributed.init_process_group: it is not known who holds the same shard"
         )
     group = groups.get_data_parallel_group()
-    dist.broadcast(to_local(parameter).detach(), group_src=0, group=group)
+    dist.broadcast(parameter.detach(), group_src=0, group=group)
 
     def average(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None  # it has just been accumulated
-        local = to_local(parameter.grad)
-        primitives.all_reduce(local, group)
-        local.div_(group.size())
+        primitives.all_reduce(parameter.grad, group)
+        parameter.grad.div_(group.size())
 
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(average)

@@ -1,25 +1,117 @@
-"""Refusing an optimizer's state in which another rank's shards are, before it is trained with."""
+"""States of torch's optimizers whose parameters are split: whose shards they are, taking one's own, and saving all.
+
+TorchShard's scripts call ``collect_state_dict(model, model.state_dict())`` on every rank, and then save, on the first,
+``optimizer.state_dict()``. That has the first rank's shards alone, and all ranks load it. So the first of these calls,
+to which every rank comes, puts the states together that the second returns.
+"""
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
-from torch.distributed.tensor import DTensor
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from tensorshard.comm.sharded_tensors import refuse_foreign_part
+from tensorshard.comm.marks import get_mark
+from tensorshard.comm.sharded_tensors import gather_full, own_group, own_part, say_whose
+
+# Optimizers that have made a step with split parameters, in the order of their first one, which is that of all ranks.
+_stepped: "list[ref[Optimizer]]" = []
+# What has an optimizer's state dict hold full states, until its next step.
+_completed: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
-def refusing_foreign_parts(original: Callable[..., None]) -> Callable[..., None]:
-    """``Optimizer.load_state_dict`` that refuses what one rank saved of split parameters and all have loaded.
+def forget_optimizers() -> None:
+    """Called when the model-parallel groups end."""
+    _stepped.clear()
+    for optimizer in list(_completed):
+        _completed.pop(optimizer).remove()
+
+
+def note_whose_states(optimizer: Optimizer, *_: Any) -> None:
+    """Called after every optimizer's step: notes on the states of split parameters which rank's they are."""
+    split = [p for p in _parameters_of(optimizer) if get_mark(p) is not None]
+    if not split:
+        return
+    _forget_full_states(optimizer)
+    if not any(known() is optimizer for known in _stepped):
+        _stepped.append(ref(optimizer))
+    for parameter in split:
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                say_whose(value, own_group(parameter))
+
+
+@torch.no_grad()
+def complete_states(model: nn.Module) -> None:
+    """Has ``state_dict()`` of the optimizers of `model` return full states on the first rank of each group.
+
+    They do so until their next step. Every rank calls this. A ``ZeroRedundancyOptimizer`` is consolidated on the first
+    rank of its group.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    _stepped[:] = [known for known in _stepped if known() is not None]
+    optimizers = [optimizer for known in _stepped if (optimizer := known()) is not None]
+    inner = {id(getattr(optimizer, "split_optim", None)) for optimizer in optimizers}
+    for optimizer in optimizers:
+        parameters = _parameters_of(optimizer)
+        if id(optimizer) in inner or not any(id(p) in own and get_mark(p) is not None for p in parameters):
+            continue
+        if hasattr(optimizer, "consolidate_state_dict"):
+            optimizer.consolidate_state_dict(to=0)
+            continue
+        _forget_full_states(optimizer)
+        full = {index: _full_states(optimizer, parameter) for index, parameter in enumerate(parameters)}
+        _completed[optimizer] = optimizer.register_state_dict_post_hook(_with_full_states(full))
+
+
+def _full_states(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Those states of `parameter` that are cut as it is, on the CPU; nothing where this is not the first rank."""
+    mark, states = get_mark(parameter), optimizer.state.get(parameter, {})
+    if mark is None or own_group(parameter).size() == 1:
+        return {}
+    cut = {name: v for name, v in states.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape}
+    gathered = {name: gather_full(value, mark).cpu() for name, value in cut.items()}
+    return gathered if own_group(parameter).rank() == 0 else {}
+
+
+def _with_full_states(full: dict[int, dict[str, torch.Tensor]]) -> Callable[..., dict[str, Any]]:
+    def complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = {index: {**values, **full.get(index, {})} for index, values in state_dict["state"].items()}
+        return {**state_dict, "state": states}
+
+    return complete
+
+
+def _forget_full_states(optimizer: Optimizer) -> None:
+    handle = _completed.pop(optimizer, None)
+    if handle is not None:
+        handle.remove()
+
+
+def taking_own_shards(original: Callable[..., None]) -> Callable[..., None]:
+    """``Optimizer.load_state_dict``, which takes this rank's shards of full states, and refuses another rank's shards.
 
     ``torch.save(optimizer.state_dict())`` on the first rank keeps that rank's momenta of split parameters; loaded
     everywhere, they would go on as those of the others.
     """
 
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        for index, values in state_dict.get("state", {}).items():
-            for name, value in values.items() if isinstance(values, dict) else ():
-                if isinstance(value, DTensor):
-                    refuse_foreign_part(value, f"{name} of parameter {index}")
-        original(self, state_dict)
+        names = [name for group in state_dict.get("param_groups", ()) for name in group["params"]]
+        states = dict(state_dict.get("state", {}))
+        for name, parameter in zip(names, _parameters_of(self), strict=False):  # torch refuses what does not fit
+            if get_mark(parameter) is not None and isinstance(states.get(name), dict):
+                states[name] = {
+                    key: own_part(value, parameter, f"{key} of parameter {name}") if torch.is_tensor(value) else value
+                    for key, value in states[name].items()
+                }
+        original(self, {**state_dict, "state": states})
+        _forget_full_states(self)
 
     return load_state_dict
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""Patches of torch's classes that treat all parameters of a model alike, so that they handle sharded ones.
+"""Patches of torch's classes that take all ranks to hold the same parameters, where some are split.
 
 torch's own ``GradScaler``, ``clip_grad_norm_``, ``ZeroRedundancyOptimizer`` and ``DistributedDataParallel`` then work
 on models with parallel layers as the TorchShard article prints them, and ``Optimizer.load_state_dict`` refuses other
@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tensorshard.distributed.mixed_gradients import clipping_of_mixture, total_norm_of_mixture, unscaling_of_mixture
-from tensorshard.torch_private.dtensor import operator_handlers
-from tensorshard.torch_private.operators import UNSCALE
-from tensorshard.torch_private.optimizers import CLIP_WITH_NORM, TOTAL_NORM, clip_grad
+from tensorshard.distributed.split_gradients import agreeing_on_overflows, norm_of_all_shards
+from tensorshard.torch_private.optimizers import TOTAL_NORM, UNSCALE_GRADIENTS, clip_grad
 
 
 def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
@@ -28,10 +28,9 @@ def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
     """
     # Imported when needed: torch's optimizers for distributed training take a while to import.
     from tensorshard.distributed.ddp import leaving_split_parameters_alone
-    from tensorshard.distributed.optimizer_state import refusing_foreign_parts
+    from tensorshard.distributed.optimizer_state import forget_optimizers, note_whose_states, taking_own_shards
     from tensorshard.distributed.zero_redundancy import ZeroRedundancyOptimizer, with_split_parameters
 
-    handlers = operator_handlers()
     with ExitStack() as undo:
 
         def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -41,13 +40,13 @@ def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
             undo.callback(_put_back, owner, name, ours, original)
 
         replace(DistributedDataParallel, "__init__", leaving_split_parameters_alone)
-        replace(Optimizer, "load_state_dict", refusing_foreign_parts)
+        replace(Optimizer, "load_state_dict", taking_own_shards)
+        undo.callback(register_optimizer_step_post_hook(note_whose_states).remove)
+        undo.callback(forget_optimizers)
         replace(ZeroRedundancyOptimizer, "__init__", with_split_parameters)
-        # clip_grad_norm_ looks these up when it is called, so that it does not matter when a script imported that.
-        replace(clip_grad, TOTAL_NORM, total_norm_of_mixture)
-        replace(clip_grad, CLIP_WITH_NORM, clipping_of_mixture)
-        undo.callback(handlers.__setitem__, UNSCALE, handlers[UNSCALE])
-        handlers[UNSCALE] = _while_they_exist(groups_exist, unscaling_of_mixture, handlers[UNSCALE])
+        replace(GradScaler, UNSCALE_GRADIENTS, agreeing_on_overflows)
+        # clip_grad_norm_ looks this up when it is called, so that it does not matter when a script imported that.
+        replace(clip_grad, TOTAL_NORM, norm_of_all_shards)
         return undo.pop_all().close
 
 

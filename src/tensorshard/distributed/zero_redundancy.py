@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from tensorshard.comm.sharded_tensors import gather_full, is_split, own_shard
+from tensorshard.comm.marks import get_mark
+from tensorshard.comm.sharded_tensors import gather_full, is_split, own_part, own_shard
 
 
 class SplitParameters:
@@ -183,15 +184,18 @@ def _collect(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     laid_out_alike = value.shape == parameter.shape
-    return (gather_full(value, parameter) if laid_out_alike else value).detach().cpu().clone()
+    return (gather_full(value, get_mark(parameter)) if laid_out_alike else value).detach().cpu().clone()
 
 
 def _relocate(value: Any, parameter: torch.Tensor, what: str) -> Any:
     """This rank's part of what :func:`_collect` gave."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value.cpu() if isinstance(value, torch.Tensor) else value  # step counts stay there, as torch has it
+    value = own_part(value, parameter, what)
+    if value.shape == parameter.shape:
+        return value.to(parameter.device)
     try:
-        return own_shard(value, parameter).to(parameter.device)
+        return own_shard(value, get_mark(parameter), parameter).to(parameter.device)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
 

@@ -4,14 +4,17 @@ from typing import Any
 
 import torch
 
+from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.data_parallel.shard_units import shard_units
 from tensorshard.lay_out.lay_out import Part, from_first_rank, lay_out
 from tensorshard.lay_out.model_tensor_split import choose_tensor_split, split_over_tensor_ranks
+from tensorshard.lay_out.parallel_layers import split_by_hand, tensor_split_of
 from tensorshard.materialize.source import TensorSource
 from tensorshard.mesh import Mesh
 from tensorshard.modules.blocks import find_blocks
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
+from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 
 
 def apply_plan(
@@ -30,14 +33,15 @@ def apply_plan(
         sample_inputs: what the model is run on to find out how it can be split and cut; None to guess.
     """
     model = source.module
-    found = choose_tensor_split(source, plan, mesh, sample_inputs)
+    by_hand = split_by_hand(model) if mesh.degrees["tp"] > 1 else {}
+    found = None if by_hand else choose_tensor_split(source, plan, mesh, sample_inputs)
     if mesh.degrees["pp"] > 1:
         from tensorshard.lay_out.pipeline_stages import apply_pipeline
 
         return apply_pipeline(source, found, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
 
     def value_of(name: str) -> torch.Tensor:
-        value = source.tensor(name).to(device)
+        value = gather_full(source.tensor(name).to(device), by_hand.get(name))
         return from_first_rank(value, mesh) if broadcast else value
 
     part = Part(
@@ -46,4 +50,10 @@ def apply_plan(
         units=shard_units(model, plan.shard_units),
         computed=[model],
     )
-    return lay_out(part, value_of, lambda: split_over_tensor_ranks(model, found, plan, mesh), plan, mesh, device)
+
+    def split_tensors() -> TensorSplit:
+        if by_hand:
+            return tensor_split_of(by_hand, mesh.group("tp"))
+        return split_over_tensor_ranks(model, found, plan, mesh)
+
+    return lay_out(part, value_of, split_tensors, plan, mesh, device)

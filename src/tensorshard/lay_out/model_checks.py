@@ -1,6 +1,9 @@
 """What a model must be like for a plan to be honoured, asked before any of it is allocated."""
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -8,6 +11,7 @@ from tensorshard.data_parallel.batch_norm_checks import check_batch_norms
 from tensorshard.heads.under_plan.head_checks import check_heads
 from tensorshard.heads.update.updated_parameter import UpdatedParameter
 from tensorshard.lay_out.laid_out_mark import check_not_laid_out
+from tensorshard.lay_out.parallel_layers import check_split_by_hand, split_by_hand
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.modules.blocks import select_modules
 from tensorshard.plan import Plan
@@ -15,12 +19,14 @@ from tensorshard.torch_private.tensors import count_gradient_hooks
 from tensorshard.transforms.precision import master_dtype
 
 
-def check_model(model: nn.Module, plan: Plan) -> None:
+def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: Sequence[int] = ()) -> None:
     """Refuses what would fail, or be ignored, once training has begun.
 
     Args:
         model: built, or on the meta device.
         plan: a resolved plan.
+        split: parallel layers that were built by hand: "refused"; "tp", if they are split over the plan's
+            tensor-parallel ranks; or "outside", if over other ranks than the plan's, `ranks`.
 
     Raises:
         ValueError: a module that is laid out already, a parameter that cannot be trained or laid out, or that has
@@ -30,7 +36,10 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     """
     check_not_laid_out(model)
     check_heads(model)
-    _check_not_split(model, plan)
+    if split == "tp" and plan.tp > 1:
+        check_split_by_hand(model, plan)
+    else:
+        _check_not_split(model, plan, ranks if split == "outside" else ())
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
         _check_parameter_hooks(name, parameter)
@@ -55,14 +64,28 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         select_modules(model, plan.shard_units)
 
 
-def _check_not_split(model: nn.Module, plan: Plan) -> None:
+def _check_not_split(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, ParallelModule) and module.dim is not None:
+        if isinstance(module, ParallelModule) and module.dim is not None and not _is_whole(module.group, ranks):
             raise ValueError(
                 f"module {name!r} is a {type(module).__name__} that is split over {module.mesh.size()} ranks already, "
                 f"but a plan makes its own groups (here tp={plan.tp}) and splits layers by itself: give the "
-                f"model with plain layers, or train this one without a Plan"
+                f"model with plain layers; or build it before parallelize, with tp={module.mesh.size()}; or train it "
+                f"without a Plan. group_sharded_parallel takes it with "
+                f"group=tensorshard.distributed.get_data_parallel_group()"
             )
+    for name, mark in split_by_hand(model).items():
+        if mark.group is None or not _is_whole(mark.group, ranks):
+            raise ValueError(
+                f"{name!r} is marked as split, which this plan does not know of: give the model with whole parameters, "
+                f"or train it without a Plan"
+            )
+
+
+def _is_whole(group: dist.ProcessGroup, ranks: Sequence[int]) -> bool:
+    """Whether what is split over `group` is the same on all of `ranks`."""
+    members = set(dist.get_process_group_ranks(group))
+    return len(members) == 1 or (bool(ranks) and members.intersection(ranks) == {dist.get_rank()})
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.groups import Group, resolve_group
+from tensorshard.comm.marks import get_layout
 from tensorshard.torch_private.operators import assert_async
 
 
@@ -12,18 +13,30 @@ def parameter_group(parameter: torch.Tensor, group: Group | None, name: str) -> 
     """The ranks that hold the parts of a layer's parameter.
 
     Args:
-        parameter: a DTensor on a one-dimensional mesh, or the local part itself.
+        parameter: the local part itself, whose mark may name its group; or a DTensor on a one-dimensional mesh.
         group: as the functional form was given it.
         name: of the parameter, for messages.
 
     Raises:
-        ValueError: `group` is not the one that the DTensor lives on.
+        ValueError: `group` is not the one that the parameter is split over.
     """
-    if not isinstance(parameter, DTensor):
+    layout = None if isinstance(parameter, DTensor) else get_layout(parameter)
+    if isinstance(parameter, DTensor):
+        own = resolve_group(parameter.device_mesh)
+    elif layout is None or layout.group is None:
         return resolve_group(group)
-    own = resolve_group(parameter.device_mesh)
+    else:
+        own = layout.group
     check_same_ranks(own, group, name)
     return own
+
+
+def full_size(parameter: torch.Tensor, dim: int) -> int | None:
+    """Elements of the full parameter along `dim`, counted from the front, if the part that this rank holds tells."""
+    if isinstance(parameter, DTensor):
+        return parameter.size(dim)
+    layout = get_layout(parameter)
+    return None if layout is None or layout.dim != dim else layout.size
 
 
 def check_same_ranks(own: dist.ProcessGroup, group: Group | None, what: str) -> None:

@@ -1,23 +1,44 @@
 """What layers with split parameters have in common; the base for layers of one's own."""
 
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.comm.groups import Group, resolve_mesh
-from tensorshard.comm.sharding import distribute, distribute_like, normalize_dim
+from tensorshard.comm.marks import _PARALLEL_DIM, ParallelMark, get_layout, set_mark
+from tensorshard.comm.sharded_tensors import own_shard, refuse_foreign_shard, say_whose
+from tensorshard.comm.sharding import normalize_dim, shard_range
+from tensorshard.torch_private.modules import ConvertibleModule, own_parameters
+
+# Those that exist: they know how parameters are split that others have replaced.
+_layers: "WeakSet[ParallelModule]" = WeakSet()
 
 
-class ParallelModule(nn.Module):
+@dataclass(frozen=True)
+class _Layout:
+    """How a parameter is split, for as long as its layer lives, whatever becomes of the parameter object.
+
+    Args:
+        dim: the dimension along which it is split; None for one that every rank holds in full.
+        shape: of the full parameter.
+    """
+
+    dim: int | None
+    shape: tuple[int, ...]
+
+
+class ParallelModule(ConvertibleModule):
     """A module whose parameters are split over, or replicated on, the ranks of a group.
 
-    Parameters are DTensors, which is what FSDP2, ``torch.distributed.checkpoint`` and optimizers understand;
-    forward is to compute on ``parameter.to_local()`` and to place collectives of
-    :mod:`tensorshard.distributed` by hand. ``load_state_dict`` takes whole tensors as well as DTensors.
+    Parameters are plain tensors, this rank's shards, marked as such (:func:`tensorshard.get_parallel_dim`). Forward is
+    to compute on them, and to place collectives of :mod:`tensorshard.distributed` by hand. ``load_state_dict`` takes
+    full tensors as well as shards.
 
     Args:
         dim: what the layer splits, in its own terms; None for a layer that splits nothing and needs no group.
@@ -29,9 +50,12 @@ class ParallelModule(nn.Module):
 
     def __init__(self, dim: int | None, group: Group | None = None) -> None:
         super().__init__()
-        self.register_load_state_dict_pre_hook(_distribute_full_tensors)
+        self.register_load_state_dict_pre_hook(_take_own_shards)
+        self.register_state_dict_post_hook(_say_whose_shards)
         self.dim = dim
         self._mesh = None if dim is None else resolve_mesh(group)
+        self._layouts: dict[str, _Layout] = {}
+        _layers.add(self)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -54,30 +78,110 @@ class ParallelModule(nn.Module):
         return self.mesh.get_group()
 
     def split(self, whole: torch.Tensor, dim: int) -> nn.Parameter:
-        """A parameter of which every rank holds a part, cut along `dim`. The memory of `whole` is not kept.
+        """A parameter of which every rank holds a shard, cut along `dim`. The memory of `whole` is not kept.
 
         Args:
             whole: what the parameter is to be, the same on every rank.
             dim: counted from either end.
         """
-        placements = [Shard(normalize_dim(dim, whole.ndim))]
-        return nn.Parameter(distribute(whole, self.mesh, placements), requires_grad=whole.requires_grad)
+        dim, size = normalize_dim(dim, whole.ndim), whole.size(dim)
+        return self._marked(own_shard(whole.detach(), ParallelMark(dim, size, self.group)), dim, size, whole)
 
     def replicate(self, whole: torch.Tensor) -> nn.Parameter:
-        """A parameter that every rank holds whole, with the values of the group's first rank."""
-        copy = distribute(whole, self.mesh, [Replicate()])
-        local = copy.to_local()
-        if self.mesh.size() > 1 and type(local) is torch.Tensor and not local.is_meta:
-            dist.broadcast(local, group_src=0, group=self.group)
-        return nn.Parameter(copy, requires_grad=whole.requires_grad)
+        """A parameter that every rank holds in full, with the values of the group's first rank."""
+        parameter = self._marked(whole.detach().clone(memory_format=torch.contiguous_format), None, None, whole)
+        if self.mesh.size() > 1 and type(whole) in (torch.Tensor, nn.Parameter) and not whole.is_meta:
+            dist.broadcast(parameter.detach(), group_src=0, group=self.group)
+        return parameter
+
+    def layout_of(self, name: str) -> ParallelMark | None:
+        """How the parameter `name` of this layer is split; None if that is not known of it."""
+        layout = self._layouts.get(name)
+        if layout is None:
+            return None
+        size = None if layout.dim is None else layout.shape[layout.dim]
+        return ParallelMark(layout.dim, size, self.group, self.dim)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        mark = None if param is None or self._mesh is None else get_layout(param)
+        if param is not None and mark is not None:
+            shape = list(param.shape)
+            if mark.dim is None:
+                self._layouts[name] = _Layout(None, tuple(shape))
+            elif mark.size is not None:
+                shape[mark.dim] = mark.size
+                self._layouts[name] = _Layout(mark.dim, tuple(shape))
+        self._mark(name)
+
+    def after_conversion(self) -> None:
+        super().after_conversion()
+        self._mark_all()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _layers.add(self)
+        self._mark_all()  # torch copies and saves parameters without their attributes
+
+    def _marked(self, held: torch.Tensor, dim: int | None, size: int | None, whole: torch.Tensor) -> nn.Parameter:
+        if held.device.type not in (self.mesh.device_type, "meta"):
+            held = held.to(self.mesh.device_type)
+        parameter = nn.Parameter(held, requires_grad=whole.requires_grad)
+        set_mark(parameter, ParallelMark(dim, size, self.group, self.dim))
+        return parameter
+
+    def _mark_all(self) -> None:
+        for name in own_parameters(self):
+            self._mark(name)
+
+    def _mark(self, name: str) -> None:
+        """Marks a parameter that was assigned, copied or converted as the one that it stands for."""
+        parameter, layout = own_parameters(self).get(name), self.layout_of(name)
+        if parameter is None or isinstance(parameter, DTensor):
+            return
+        if layout is None:
+            if not hasattr(parameter, _PARALLEL_DIM):
+                setattr(parameter, _PARALLEL_DIM, None)  # what TorchShard's layers have, and its users read
+        elif get_layout(parameter) != layout and tuple(parameter.shape) == self._shape_held(name):
+            set_mark(parameter, layout)
+
+    def _shape_held(self, name: str) -> tuple[int, ...]:
+        """Of this rank's shard of the parameter `name`."""
+        dim, shape = self._layouts[name].dim, list(self._layouts[name].shape)
+        if dim is not None:
+            shape[dim] = shard_range(shape[dim], self.group.size(), self.group.rank())[1]
+        return tuple(shape)
 
 
-def _distribute_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded, gives a parameter that is split this rank's part of what is there in full."""
-    for name, parameter in module.named_parameters(recurse=False):
-        value = state_dict.get(prefix + name)
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+def layout_of(tensor: torch.Tensor) -> ParallelMark | None:
+    """How a parameter or buffer is split; that of a parallel layer also where FSDP2 has made it a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return get_layout(tensor)
+    for layer in list(_layers):
+        for name, parameter in own_parameters(layer).items():
+            if parameter is tensor:
+                return layer.layout_of(name)
+    return None
+
+
+def _take_own_shards(module: ParallelModule, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded, gives a parameter that is split this rank's shard of what is there in full."""
+    for name, layout in module._layouts.items():
+        value, parameter = state_dict.get(prefix + name), own_parameters(module).get(name)
+        if not isinstance(value, torch.Tensor) or isinstance(parameter, DTensor):
             continue
-        # A tensor of another shape is left for torch to report.
-        if isinstance(parameter, DTensor) and value.shape == parameter.shape:
-            state_dict[prefix + name] = distribute_like(value, parameter)
+        if isinstance(value, DTensor):
+            split = tuple(value.placements) == (Shard(layout.dim),) if layout.dim is not None else False
+            value = value.to_local() if split and value.device_mesh == module.mesh else value.full_tensor()
+            state_dict[prefix + name] = value
+        if layout.dim is not None:
+            refuse_foreign_shard(value, module.group, prefix + name)
+            if tuple(value.shape) == layout.shape:  # a tensor of another shape is left for torch to report
+                state_dict[prefix + name] = own_shard(value, module.layout_of(name))
+
+
+def _say_whose_shards(module: ParallelModule, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, layout in module._layouts.items():
+        value = state_dict.get(prefix + name)
+        if layout.dim is not None and type(value) is torch.Tensor:
+            say_whose(value, module.group)

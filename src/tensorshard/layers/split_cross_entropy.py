@@ -62,14 +62,15 @@ class _CrossEntropy(Function):
         class_weight = None if class_weight is None else class_weight.to(wide)
         own_weight = _own(class_weight, logits, start)
         found = combine(_statistics(logits, targets, own_weight, start, spec, wide), group)
-        weights = weigh_targets(targets, class_weight, spec, wide)
+        weights = weigh_targets(targets, class_weight, spec, found.lse.dtype)
         ctx.start, ctx.spec = start, spec
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, targets, class_weight, found.lse, found.target_logit)
         accuracy = token_accuracy(found, weights, spec)
         if accuracy is not None:
             ctx.mark_non_differentiable(accuracy)
-        return reduce_loss(found, weights, spec), found.lse.clone() if spec.return_lse else None, accuracy
+        loss = reduce_loss(found, weights, spec).to(wide)
+        return loss, found.lse.to(wide, copy=True) if spec.return_lse else None, accuracy
 
     @staticmethod
     @once_differentiable
@@ -78,26 +79,33 @@ class _CrossEntropy(Function):
         spec: CrossEntropySpec = ctx.spec
         weights = weigh_targets(targets, class_weight, spec, lse.dtype)
         slopes = find_slopes(grads[0], grads[1], Statistics(lse, target_logit), weights, spec)
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        # What is subtracted from the logits is of their type. What that leaves out is a factor of each sample.
+        reference = lse.to(wide)
+        left_out = (reference - lse).exp().where(lse.isfinite(), 1)
+        of_softmax = (slopes.of_softmax * left_out).to(wide)
+        smoothing = None if slopes.smoothing is None else slopes.smoothing.to(wide)
+        at_target = slopes.at_target.to(wide)
         columns, here = local_columns(targets, spec.ignore_index, ctx.start, logits.size(1))
         own_weight = _own(class_weight, logits, ctx.start)
         grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for rows in _tiles(logits):
             tile, inner = logits[rows], None
             if spec.softcap is not None:
-                tile = cap(tile.to(lse.dtype, copy=True), spec.softcap)
+                tile = cap(tile.to(wide, copy=True), spec.softcap)
                 inner = cap_slope(tile, spec.softcap, torch.empty_like(tile))
             # Written where it stays if the type allows, else over a tile of a wider type.
-            stays = grad_logits[rows] if logits.dtype == lse.dtype else None
+            stays = grad_logits[rows] if logits.dtype == wide else None
             slope = softmax_slope(
-                tile.to(lse.dtype),
-                lse[rows],
-                slopes.of_softmax[rows, None],
-                None if slopes.smoothing is None else slopes.smoothing[rows],
+                tile.to(wide),
+                reference[rows],
+                of_softmax[rows, None],
+                None if smoothing is None else smoothing[rows],
                 own_weight,
                 stays,
             )
             if logits.size(1):
-                set_target_slopes(slope, columns[rows, None], here[rows, None], slopes.at_target[rows, None])
+                set_target_slopes(slope, columns[rows, None], here[rows, None], at_target[rows, None])
             if inner is not None:
                 slope.mul_(inner)
             if stays is None:
@@ -176,7 +184,8 @@ def parallel_cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = nn.CrossEntropyLoss(size_average=size_average, reduce=reduce).reduction  # as torch reads them
     mark = get_mark(input)
-    class_dim = min(1, input.ndim - 1) if mark is None else normalize_dim(mark.dim, input.ndim)
+    named = None if mark is None else mark.dim
+    class_dim = min(1, input.ndim - 1) if named is None else normalize_dim(named, input.ndim)
     options = CrossEntropySpec(
         input.size(class_dim),
         ignore_index,
@@ -222,10 +231,10 @@ def _statistics(
     spec: CrossEntropySpec,
     wide: torch.dtype,
 ) -> Statistics:
-    """Of this rank's classes."""
+    """Of this rank's classes, in fp64: a log-sum-exp of large logits in fp32 would be a coarse one."""
     samples, width = logits.shape
-    lse = logits.new_full((samples,), -torch.inf, dtype=wide)
-    zeros = logits.new_zeros((3, samples), dtype=wide)
+    lse = logits.new_full((samples,), -torch.inf, dtype=torch.float64)
+    zeros = logits.new_zeros((3, samples), dtype=torch.float64)
     weighted_sum = zeros[1] if spec.label_smoothing else None
     largest, hit = (lse.clone(), zeros[2]) if spec.return_token_accuracy else (None, None)
     if width == 0:
@@ -234,15 +243,22 @@ def _statistics(
     for rows in _tiles(logits):
         tile = logits[rows].to(wide, copy=spec.softcap is not None)
         tile = tile if spec.softcap is None else cap(tile, spec.softcap)
-        torch.logsumexp(tile, 1, out=lse[rows])
+        lse[rows] = _log_sum_exp(tile)
         if weighted_sum is not None:
             weighted_sum[rows] = tile.sum(1) if own_weight is None else tile.mv(own_weight)
         if largest is not None and hit is not None:
             largest[rows], first = tile.max(1)
-            hit[rows] = ((first == columns[rows]) & here[rows]).to(wide)
+            hit[rows] = ((first == columns[rows]) & here[rows]).to(hit.dtype)
     picked = logits.gather(1, columns[:, None]).squeeze(1).to(wide)
     picked = picked if spec.softcap is None else cap(picked, spec.softcap)
     return Statistics(lse, picked.where(here, 0), weighted_sum, largest, hit)
+
+
+def _log_sum_exp(tile: torch.Tensor) -> torch.Tensor:
+    """Of each row, in fp64; the exponentials are of the type of the tile."""
+    largest = tile.amax(1)
+    finite = largest.where(largest.isfinite(), 0)
+    return tile.sub(finite[:, None]).exp_().sum(1).double().log_().add_(finite)
 
 
 def _own(class_weight: torch.Tensor | None, logits: torch.Tensor, start: int) -> torch.Tensor | None:

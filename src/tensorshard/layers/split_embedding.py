@@ -7,13 +7,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from tensorshard.comm import primitives
 from tensorshard.comm.differentiable import gather
 from tensorshard.comm.groups import Group
 from tensorshard.comm.sharding import shard_range, to_local
-from tensorshard.layers.arguments import check_dim, check_indices, parameter_group
+from tensorshard.layers.arguments import check_dim, check_indices, full_size, parameter_group
 
 
 class _VocabularyEmbedding(Function):
@@ -75,10 +74,10 @@ def parallel_embedding(
 
     Args:
         input: indices into the whole vocabulary, the same on every rank of the group.
-        weight: [num_embeddings, embedding_dim], as a DTensor, or this rank's part of it.
+        weight: [num_embeddings, embedding_dim]: this rank's part of it, or a DTensor.
         padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in ``F.embedding``. `max_norm`
             changes `weight` in place. `sparse` needs ``dim=None``.
-        num_embeddings: size of the whole vocabulary; needed with ``dim=0`` if `weight` is not a DTensor.
+        num_embeddings: size of the whole vocabulary; needed with ``dim=0`` if `weight` is not a layer's or a DTensor.
         dim: None: ``F.embedding``. 0: the vocabulary is split. 1 or -1: the features are split.
         group: the ranks that hold the parts; by default the weight's own, else the model-parallel group.
 
@@ -95,10 +94,39 @@ def parallel_embedding(
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if sparse:
         raise ValueError("sparse=True was given for a split embedding, whose gradients are dense: leave it out")
-    process_group = parameter_group(weight, group, "weight")
-    embedding_dim = None
-    if isinstance(weight, DTensor):
-        num_embeddings, embedding_dim = weight.shape
+    if num_embeddings is None:
+        num_embeddings = full_size(weight, 0)
+    return split_embedding(
+        input,
+        weight,
+        padding_idx,
+        max_norm,
+        norm_type,
+        scale_grad_by_freq,
+        dim,
+        parameter_group(weight, group, "weight"),
+        (num_embeddings, full_size(weight, 1)),
+    )
+
+
+def split_embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None,
+    max_norm: float | None,
+    norm_type: float,
+    scale_grad_by_freq: bool,
+    dim: int,
+    process_group: dist.ProcessGroup,
+    shape: tuple[int | None, int | None],
+) -> torch.Tensor:
+    """As :func:`parallel_embedding`, for a caller that knows how its table is split, whatever the table says.
+
+    Args:
+        dim: 0, 1 or -1.
+        shape: of the full table; its features may be unknown, and so may its rows with `dim` 1 or -1.
+    """
+    num_embeddings, embedding_dim = shape
     with torch.no_grad():
         held = to_local(weight)
     if dim == 0:

@@ -3,14 +3,13 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.differentiable import scatter
 from tensorshard.comm.groups import Group
 from tensorshard.comm.marks import ParallelMark, get_mark, set_mark
 from tensorshard.comm.sharding import normalize_dim, shard_range, to_local
 from tensorshard.layers.activation_sharding import Replicated
-from tensorshard.layers.arguments import check_dim, parameter_group
+from tensorshard.layers.arguments import check_dim, full_size, parameter_group
 from tensorshard.layers.column_linear import column_linear
 from tensorshard.layers.row_linear import row_linear
 
@@ -26,7 +25,7 @@ def parallel_linear(
 
     Args:
         input: [*, in_features], whole; with ``dim=0`` it may also be this rank's part of the input features.
-        weight: [out_features, in_features], as a DTensor, or this rank's part of it.
+        weight: [out_features, in_features]: this rank's part of it, or a DTensor.
         bias: [out_features]: split as the weight's rows with ``dim=1``, whole with ``dim=0``.
         dim: None: ``F.linear``. 1 or -1: the output features are split (a column layer); the output is this
             rank's part, [*, part of out_features], and marked as such. 0: the input features are split (a row
@@ -41,30 +40,50 @@ def parallel_linear(
     if dim is None:
         _check_whole(input, "parallel_linear with dim=None")
         return F.linear(input, weight, bias)
-    process_group = parameter_group(weight, group, "weight")
+    size = full_size(weight, 1 if dim == 0 else 0)
+    return split_linear(input, weight, bias, dim, parameter_group(weight, group, "weight"), size)
+
+
+def split_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dim: int,
+    group: dist.ProcessGroup,
+    size: int | None,
+) -> torch.Tensor:
+    """As :func:`parallel_linear`, for a caller that knows how its weight is split, whatever the weight says.
+
+    Args:
+        dim: 0, 1 or -1.
+        size: of the dimension that is split: input features with ``dim=0``, else output features; None if not known.
+    """
     local_weight, local_bias = to_local(weight), None if bias is None else to_local(bias)
     if dim == 0:
-        whole_size = weight.size(1) if isinstance(weight, DTensor) else None
-        input = _as_row_input(input, local_weight.size(1), whole_size, process_group)
-        return row_linear(input, local_weight, local_bias, Replicated(process_group))
+        input = _as_row_input(input, local_weight.size(1), size, group)
+        return row_linear(input, local_weight, local_bias, Replicated(group))
     _check_whole(input, "a layer that splits its output features")
     if input.size(-1) != local_weight.size(1):
         raise ValueError(
             f"an input of shape {list(input.shape)} was given to a layer of {local_weight.size(1)} input "
             "features: a layer that splits its output features needs its input whole"
         )
-    (output,) = column_linear(input, [(local_weight, local_bias)], Replicated(process_group))
-    return set_mark(output, ParallelMark(-1, weight.size(0) if isinstance(weight, DTensor) else None, process_group))
+    (output,) = column_linear(input, [(local_weight, local_bias)], Replicated(group))
+    return set_mark(output, ParallelMark(-1, size, group))
 
 
 def _check_whole(input: torch.Tensor, what: str) -> None:
     mark = get_mark(input)
-    if mark is not None and normalize_dim(mark.dim, input.ndim) == input.ndim - 1 and _is_split(mark):
+    if mark is not None and _is_of_features(mark, input) and _is_split(mark):
         raise ValueError(
             f"a tensor {list(input.shape)} marked as split along its last dimension was given to {what}, "
             "which needs it whole: put it together with tensorshard.distributed.gather(x, dim=-1), or use "
             "a layer with dim=0"
         )
+
+
+def _is_of_features(mark: ParallelMark, input: torch.Tensor) -> bool:
+    return mark.dim is not None and normalize_dim(mark.dim, input.ndim) == input.ndim - 1
 
 
 def _is_split(mark: ParallelMark) -> bool:
@@ -75,7 +94,7 @@ def _as_row_input(input: torch.Tensor, part: int, whole: int | None, group: dist
     """This rank's part of the input of a row layer, which has `part` of `whole` input features here."""
     mark = get_mark(input)
     width = input.size(-1)
-    is_part = mark is not None and normalize_dim(mark.dim, input.ndim) == input.ndim - 1
+    is_part = mark is not None and _is_of_features(mark, input)
     if is_part and width == part:
         return input
     if not is_part:

@@ -8,7 +8,7 @@ from torch import nn
 from tensorshard.comm.groups import Group
 from tensorshard.layers.arguments import check_dim
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.layers.split_embedding import parallel_embedding
+from tensorshard.layers.split_embedding import parallel_embedding, split_embedding
 from tensorshard.nn.conversion import convert
 
 
@@ -28,7 +28,7 @@ class ParallelEmbedding(ParallelModule):
         device, dtype: as in ``nn.Embedding``. Split parameters live on the device type of the group.
 
     Attributes:
-        weight: [num_embeddings, embedding_dim]: a DTensor, or a plain parameter with ``dim=None``.
+        weight: [num_embeddings, embedding_dim]: this rank's part of it, marked as such; all of it with ``dim=None``.
 
     Raises:
         ValueError: `dim` is none of these; `sparse` with a split table.
@@ -107,16 +107,11 @@ class ParallelEmbedding(ParallelModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Computes :func:`tensorshard.nn.functional.parallel_embedding` with this layer's table."""
-        return parallel_embedding(
-            input,
-            self.weight,
-            self.padding_idx,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.sparse,
-            dim=self.dim,
-        )
+        options = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
+        if self.dim is None:
+            return parallel_embedding(input, self.weight, *options, self.sparse)
+        shape = (self.num_embeddings, self.embedding_dim)
+        return split_embedding(input, self.weight, *options, self.dim, self.group, shape)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from tensorshard.comm.sharding import local_shard
+from tensorshard.comm import groups, primitives
+from tensorshard.comm.marks import _PARALLEL_DIM, get_layout, split_parameter_of
+from tensorshard.comm.sharded_tensors import own_group, own_shard
 
 
 @torch.no_grad()
@@ -17,7 +18,8 @@ def shard_init_helper_(
     """Initialises a tensor in place as `init_method` would initialise the whole of it.
 
     A split parameter gets its part of what an unsplit one would get on the first rank of the group, whatever the random
-    seeds of the others. The whole tensor exists for that long on every rank, and all of them call this.
+    seeds of the others, and a parameter that a parallel layer holds in full gets all of it. The whole tensor exists for
+    that long on every rank, and all of them call this.
 
     Args:
         init_method: a function of ``torch.nn.init``.
@@ -27,14 +29,27 @@ def shard_init_helper_(
     Returns:
         `tensor`.
     """
-    if not isinstance(tensor, DTensor):
+    parameter = split_parameter_of(tensor)
+    layout = get_layout(parameter)
+    if layout is None:
         init_method(tensor, *args, **kwargs)
+        if hasattr(tensor, _PARALLEL_DIM) and groups.is_initialized() and _has_values(tensor):
+            dist.broadcast(tensor.detach(), group_src=0, group=groups.get_group())  # of a layer with dim=None
         return tensor
-    local = tensor.to_local()
-    whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+    group, shape = own_group(parameter), list(tensor.shape)
+    if layout.dim is not None:
+        size = layout.size
+        if size is None:
+            size = sum(primitives.exchange_sizes(shape[layout.dim], group, tensor.device))
+        shape[layout.dim] = size
+    whole = tensor.new_empty(shape)
     init_method(whole, *args, **kwargs)
-    if type(local) is torch.Tensor and not local.is_meta:
-        for axis in range(tensor.device_mesh.ndim):
-            dist.broadcast(whole, group_src=0, group=tensor.device_mesh.get_group(axis))
-    local.copy_(local_shard(whole, tensor.device_mesh, tensor.placements))
+    if _has_values(whole):
+        dist.broadcast(whole, group_src=0, group=group)
+    tensor.copy_(own_shard(whole, layout))
     return tensor
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether it is neither fake nor on the meta device."""
+    return type(tensor.detach()) is torch.Tensor and not tensor.is_meta

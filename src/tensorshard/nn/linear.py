@@ -9,7 +9,7 @@ from torch import nn
 from tensorshard.comm.groups import Group
 from tensorshard.layers.arguments import check_dim
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.layers.split_linear import parallel_linear, split_linear
 from tensorshard.nn.conversion import convert
 
 
@@ -38,8 +38,8 @@ class ParallelLinear(ParallelModule):
         device, dtype: as in ``nn.Linear``. Split parameters live on the device type of the group.
 
     Attributes:
-        weight: [out_features, in_features]: a DTensor, or a plain parameter with ``dim=None``.
-        bias: [out_features] or None, likewise.
+        weight: [out_features, in_features]: this rank's part of it, marked as such; all of it with ``dim=None``.
+        bias: [out_features] or None: a part with `dim` 1, all of it with `dim` 0 and None.
 
     Raises:
         ValueError: `dim` is none of these.
@@ -120,7 +120,10 @@ class ParallelLinear(ParallelModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Computes :func:`tensorshard.nn.functional.parallel_linear` with this layer's weight and bias."""
-        return parallel_linear(input, self.weight, self.bias, self.dim)
+        if self.dim is None:
+            return parallel_linear(input, self.weight, self.bias)
+        size = self.in_features if self.dim == 0 else self.out_features
+        return split_linear(input, self.weight, self.bias, self.dim, self.group, size)
 
     def extra_repr(self) -> str:
         return (

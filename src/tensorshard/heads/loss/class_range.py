@@ -7,9 +7,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.comm import primitives
-from tensorshard.comm.groups import Group, resolve_group
+from tensorshard.comm.groups import Group
+from tensorshard.comm.marks import get_layout
 from tensorshard.comm.sharding import shard_range, to_local
-from tensorshard.layers.arguments import parameter_group
+from tensorshard.layers.arguments import full_size, parameter_group
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ def head_group(weight: torch.Tensor, group: Group | None) -> dist.ProcessGroup |
         RuntimeError: there is a process group, but no model-parallel one, and none was given.
     """
     if not isinstance(weight, DTensor):
-        return resolve_group(group) if dist.is_initialized() or group is not None else None
+        split = get_layout(weight) is not None
+        return parameter_group(weight, group, "weight") if split or dist.is_initialized() or group is not None else None
     if tuple(weight.placements) != (Shard(0),):
         raise ValueError(
             f"a weight {list(weight.shape)} with placements {weight.placements} was given: a head's classes are split "
@@ -53,10 +55,11 @@ def find_place(weight: torch.Tensor, classes: int | None, group: dist.ProcessGro
     Raises:
         ValueError: the weight has not the rows of this rank.
     """
-    if isinstance(weight, DTensor):
-        if classes not in (None, weight.size(0)):
-            raise ValueError(f"num_classes={classes} was given with a weight of {weight.size(0)} classes: leave it out")
-        classes = weight.size(0)
+    known = full_size(weight, 0)
+    if known is not None:
+        if classes not in (None, known):
+            raise ValueError(f"num_classes={classes} was given with a weight of {known} classes: leave it out")
+        classes = known
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     held = to_local(weight).size(0)
     if classes is None and group is not None and size > 1:

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.comm import primitives
 from tensorshard.comm.groups import Group, is_initialized, resolve_group
+from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.heads.loss.class_range import Place
 from tensorshard.heads.loss.head_spec import autocast_dtype
@@ -18,10 +18,9 @@ from tensorshard.heads.module.initial_rows import fill_rows, initial_rows
 from tensorshard.heads.update.head_sgd import HeadSGD
 from tensorshard.heads.update.updated_parameter import as_torch_parameter, refuse_grad_when, without_grad
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.torch_private.modules import ConvertibleModule
 
 
-class HeadModule(ConvertibleModule, ParallelModule):
+class HeadModule(ParallelModule):
     """The parameters of a head, and which ranks hold what of it.
 
     Args:
@@ -161,12 +160,11 @@ class HeadModule(ConvertibleModule, ParallelModule):
     def _parameter(self, local: torch.Tensor, shape: tuple[int, ...]) -> nn.Parameter:
         if self._mesh is None:
             return nn.Parameter(local)
-        stride = torch.empty(shape, device="meta").stride()
         if local.device.type not in (self._mesh.device_type, "meta"):
             local = local.to(self._mesh.device_type)
-        return nn.Parameter(
-            DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
-        )
+        parameter = nn.Parameter(local)
+        set_mark(parameter, ParallelMark(0, shape[0], self.group, self.dim))
+        return parameter
 
     def _check_replicas(self) -> None:
         size, world_size = self._size_and_rank()[0], dist.get_world_size() if dist.is_initialized() else 1
@@ -209,6 +207,7 @@ class HeadModule(ConvertibleModule, ParallelModule):
                 refuse_grad_when(parameter, self.optimizer)
 
     def before_conversion(self) -> None:
+        super().before_conversion()
         if self.optimizer is None:
             return
         # torch can convert parameters of its own types alone.
@@ -216,6 +215,7 @@ class HeadModule(ConvertibleModule, ParallelModule):
             setattr(self, name, as_torch_parameter(parameter))
 
     def after_conversion(self) -> None:
+        super().after_conversion()
         if self.optimizer is None:
             return
         self._renew_parameters()

@@ -53,7 +53,7 @@ class ParallelLinearCrossEntropy(HeadModule):
         device, dtype: as in ``nn.Linear``.
 
     Attributes:
-        weight: [num_classes, in_features]: a DTensor, or a plain parameter where there is no process group.
+        weight: [num_classes, in_features]: this rank's rows, marked as such; all of them where there is no group.
         bias: [num_classes] or None, likewise.
         optimizer: a :class:`HeadSGD`, with ``update=``, else None: its ``param_groups`` are for schedulers, its state
             saved as any optimizer's; call its ``step()`` where the other optimizer's is called. It is the only one

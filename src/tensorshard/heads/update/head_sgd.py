@@ -8,7 +8,7 @@ import torch
 
 from tensorshard.heads.tiles.rounding import Noise, block_size, dequantize, quantize
 from tensorshard.heads.tiles.tiles import Tiles, tile_width
-from tensorshard.heads.update.row_states import MOMENTUM_SCALES, local_rows, rows_like, split_like
+from tensorshard.heads.update.row_states import MOMENTUM_SCALES, rows_like
 from tensorshard.heads.update.update_rule import Rule, Slot, Update, finish_step
 
 MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -94,7 +94,7 @@ class HeadSGD(torch.optim.Optimizer):
         parameters = [weight] if bias is None else [weight, bias]
         for old, new in zip(self.group["params"], parameters, strict=True):
             state = self.state.pop(old, {})
-            moved = {k: split_like(new, local_rows(v).to(local_rows(new).device)) for k, v in state.items()}
+            moved = {k: v.to(new.device) for k, v in state.items()}
             if moved:
                 self.state[new] = moved
         self.group["params"] = parameters
@@ -187,7 +187,7 @@ class HeadSGD(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes of this rank's momentum."""
-        tensors = (local_rows(value) for state in self.state.values() for value in state.values())
+        tensors = (value for state in self.state.values() for value in state.values())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,17 +258,16 @@ class HeadSGD(torch.optim.Optimizer):
 
     def _slot(self, parameter: torch.Tensor) -> Slot:
         """A parameter's part and its momentum, made at first use."""
-        state, local = self.state[parameter], local_rows(parameter)
+        state, local = self.state[parameter], parameter.detach()
         if _MOMENTUM not in state:
             wide = torch.float64 if local.dtype == torch.float64 else torch.float32
             kind = MOMENTUM_DTYPES[self.group["momentum_dtype"]]
             narrow = kind != torch.float32 and local.ndim == 2
-            state[_MOMENTUM] = split_like(parameter, torch.zeros_like(local, dtype=kind if narrow else wide))
+            state[_MOMENTUM] = torch.zeros_like(local, dtype=kind if narrow else wide)
             if narrow and kind == torch.int8:
                 blocks = local.size(1) // block_size(local.size(1))
-                state[_SCALES] = split_like(parameter, local.new_zeros((len(local), blocks), dtype=torch.float32))
-        scales = state.get(_SCALES)
-        return Slot(local, local_rows(state[_MOMENTUM]), None if scales is None else local_rows(scales))
+                state[_SCALES] = local.new_zeros((len(local), blocks), dtype=torch.float32)
+        return Slot(local, state[_MOMENTUM], state.get(_SCALES))
 
 
 def _check(weight: torch.Tensor, lr: float, momentum: float, weight_decay: float, momentum_dtype: str) -> None:

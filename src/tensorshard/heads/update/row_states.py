@@ -3,44 +3,32 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from tensorshard.comm.sharding import local_shard
-from tensorshard.torch_private.dtensor import local_tensor
+from tensorshard.comm.marks import get_mark
+from tensorshard.comm.sharded_tensors import own_group, own_shard, refuse_foreign_shard
 
 MOMENTUM_SCALES = "momentum_scales"
 """Scales of 8-bit momenta: a row of them for each row of a parameter, so that they are not of its shape."""
-
-
-def local_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing memory with the whole."""
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def split_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` as a tensor split as `parameter` is, whose rows are its rows."""
-    if not isinstance(parameter, DTensor):
-        return local
-    shape = torch.Size([parameter.size(0), *local.shape[1:]])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
 
 
 def rows_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a state, whole or not, of a parameter.
 
     Raises:
-        ValueError: it has other rows.
+        ValueError: it has other rows, or those of another rank.
     """
-    local = local_rows(parameter)
+    mark, held = get_mark(parameter), len(parameter)
     if isinstance(value, DTensor):
-        same = isinstance(parameter, DTensor) and value.device_mesh == parameter.device_mesh
-        value = local_tensor(value) if same else value.full_tensor()
-    if len(value) != len(local) and isinstance(parameter, DTensor) and len(value) == parameter.size(0):
-        value = local_shard(value, parameter.device_mesh, parameter.placements)
-    if len(value) != len(local):
+        value = value.full_tensor()
+    if mark is not None:
+        refuse_foreign_shard(value, own_group(parameter), "a momentum")
+        if len(value) != held and len(value) == mark.size:
+            value = own_shard(value, mark)
+    if len(value) != held:
+        shape = list(parameter.shape)
+        if mark is not None and mark.size is not None:
+            shape[0] = mark.size
         raise ValueError(
-            f"a momentum of {len(value)} rows was given for a parameter of {list(parameter.shape)}, of which this "
-            f"rank holds {len(local)} rows"
+            f"a momentum of {len(value)} rows was given for a parameter of {shape}, of which this rank holds {held} "
+            "rows"
         )
-    return value.to(local.device)
+    return value.to(parameter.device)
