@@ -78,8 +78,8 @@ def is_exact(fp32: Difference, fp64: Difference | None = None) -> bool:
 
 def bf16_allowance(alone: Trained, others: list[Trained], resting: Collection[str] = ()) -> tuple[float, float]:
     """How far bf16 trainings on several ranks may be from one process's: three times what another order of the samples,
-    or their division into two micro-batches, makes of it, and an eighth of the last bit of the loss and a twentieth of a
-    step of the weights.
+    or their division into two micro-batches, makes of it, and an eighth of the last bit of the loss and a twentieth of
+    a step of the weights.
 
     Args:
         alone: one process's.

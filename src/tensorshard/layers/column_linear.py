@@ -71,7 +71,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if bias is None or input.ndim < 3:
         return F.linear(input, weight, bias)
     output = input.new_empty(*input.shape[:-1], weight.size(0))
-    torch.addmm(bias, as_rows(input), weight.t(), out=output.view(-1, weight.size(0)))
+    torch.addmm(bias, as_rows(input), weight.t(), out=as_rows(output))
     return output
 
 
