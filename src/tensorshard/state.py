@@ -267,9 +267,10 @@ def _announce_state(
 
 def _layouts(model: Stateful) -> dict[_Path, ParallelMark]:
     """How tensors are split: by name; for an optimizer, by the place of the parameter whose states are."""
+    tensors: dict[_Path, torch.Tensor] = {}
     if isinstance(model, nn.Module):
-        tensors = {(n,): t for n, t in model.named_parameters(remove_duplicate=False)}
-        tensors |= {(n,): t for n, t in model.named_buffers(remove_duplicate=False)}
+        tensors.update(((name,), p) for name, p in model.named_parameters(remove_duplicate=False))
+        tensors.update(((name,), buffer) for name, buffer in model.named_buffers(remove_duplicate=False))
     else:
         tensors = _tensors_held(model)
     found = {place: layout_of(tensor) for place, tensor in tensors.items()}
