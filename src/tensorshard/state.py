@@ -16,7 +16,7 @@ from tensorshard.comm.marks import (
     register_parallel_attribute,
     register_parallel_dim,
 )
-from tensorshard.comm.sharded_tensors import gather_full, own_shard
+from tensorshard.comm.sharded_tensors import gather_full, own_part, own_shard
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
 from tensorshard.distributed.optimizer_state import complete_states
@@ -110,6 +110,9 @@ def collect_state_dict(
         original = (originals.get(path[0], path[0]), *path[1:])
         if original not in done:
             key = path if isinstance(model, nn.Module) else path[:-1]
+            if len(path) > 1 and key in held:  # the first rank's may be whole, as complete_states has it
+                tensor = own_part(tensor, held[key], str(path[-1]))
+                tensor = tensor.to(held[key].device) if tensor.ndim else tensor
             cut = len(path) == 1 or path[-1] == MOMENTUM_SCALES or (key in held and tensor.shape == held[key].shape)
             whole = gather_full(tensor, layouts.get(key) if cut else None).detach()
             done[original] = whole.to(whole.device if device is None else device) if keep else None
