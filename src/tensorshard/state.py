@@ -16,7 +16,7 @@ from tensorshard.comm.marks import (
     register_parallel_attribute,
     register_parallel_dim,
 )
-from tensorshard.comm.sharded_tensors import gather_full, own_shard
+from tensorshard.comm.sharded_tensors import gather_full, own_part, own_shard
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
 from tensorshard.distributed.optimizer_state import complete_states
@@ -110,6 +110,9 @@ def collect_state_dict(
         original = (originals.get(path[0], path[0]), *path[1:])
         if original not in done:
             key = path if isinstance(model, nn.Module) else path[:-1]
+            if len(path) > 1 and key in held:  # the first rank's may be whole, as complete_states has it
+                tensor = own_part(tensor, held[key], str(path[-1]))
+                tensor = tensor.to(held[key].device) if tensor.ndim else tensor
             cut = len(path) == 1 or path[-1] == MOMENTUM_SCALES or (key in held and tensor.shape == held[key].shape)
             whole = gather_full(tensor, layouts.get(key) if cut else None).detach()
             done[original] = whole.to(whole.device if device is None else device) if keep else None
@@ -267,9 +270,10 @@ def _announce_state(
 
 def _layouts(model: Stateful) -> dict[_Path, ParallelMark]:
     """How tensors are split: by name; for an optimizer, by the place of the parameter whose states are."""
+    tensors: dict[_Path, torch.Tensor] = {}
     if isinstance(model, nn.Module):
-        tensors = {(n,): t for n, t in model.named_parameters(remove_duplicate=False)}
-        tensors |= {(n,): t for n, t in model.named_buffers(remove_duplicate=False)}
+        tensors.update(((name,), p) for name, p in model.named_parameters(remove_duplicate=False))
+        tensors.update(((name,), buffer) for name, buffer in model.named_buffers(remove_duplicate=False))
     else:
         tensors = _tensors_held(model)
     found = {place: layout_of(tensor) for place, tensor in tensors.items()}
