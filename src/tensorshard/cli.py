@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for word in rest:
         if word.startswith("-"):
             args.parser.error(_unknown_option(args.parser, word))
+    if rest and not any(action.dest == "words" for action in args.parser._actions):
+        args.parser.error(f"{args.parser.prog.split()[-1]} takes no words, and was given {' '.join(rest)}")
     # argparse stops collecting words that are no options at the first option; the others are left over.
     args.words = [*args.words, *rest]
     return _run(args)

@@ -78,6 +78,8 @@ def register_parallel_dim(
         IndexError: the tensor has no dimension `dim`.
         TypeError: a DTensor, whose placements already say how it is split.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"register_parallel_dim was given a {type(tensor).__name__}, where a tensor was expected")
     if isinstance(tensor, DTensor):
         raise TypeError(f"a DTensor says by its placements {tensor.placements} how it is split: it takes no mark")
     if dim is not None and not -tensor.ndim <= dim < tensor.ndim:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from tensorshard.config.config_error import ConfigError
 from tensorshard.config.lazy import calls, find_target
@@ -63,7 +63,9 @@ def resolved(config: DictConfig, source: str, *, throw_on_missing: bool = False)
     try:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=throw_on_missing)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}") from error
+        missing = isinstance(error, MissingMandatoryValue) and str(error.key) == "source"
+        hint = f"; give {error.full_key}=FILE, as `tensorshard data tokenize TEXT...` writes it" if missing else ""
+        raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}{hint}") from error
 
 
 def _is_in(name: str, modules: Iterable[str]) -> bool:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+import torch
 from omegaconf import DictConfig
 from torch import nn
 
@@ -36,6 +37,25 @@ def initial_model(config: DictConfig) -> Callable[[], nn.Module] | PretrainedMod
         return from_pretrained(path, functools.partial(instantiate, rest) if "_target_" in rest else None)
     except (OSError, ImportError, ValueError) as error:
         raise ConfigError(f"{WEIGHTS_KEY}={path}: {error}") from error
+
+
+def check_builds(build: Callable[[], nn.Module] | PretrainedModel) -> None:
+    """Builds the model on the meta device, which takes no memory, so that what its constructor refuses is known.
+
+    Raises:
+        ValueError, TypeError: it refuses its arguments.
+    """
+    constructor = build.build if isinstance(build, PretrainedModel) else build
+    random_state = torch.get_rng_state()
+    try:
+        with torch.device("meta"):
+            constructor()
+    except (ValueError, TypeError):
+        raise
+    except Exception:  # of one that needs values, which parallelize builds otherwise
+        return
+    finally:
+        torch.set_rng_state(random_state)
 
 
 def _is_argument(config: DictConfig) -> bool:

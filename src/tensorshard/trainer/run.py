@@ -21,6 +21,7 @@ from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.allowed_targets import modules_to_allow
 from tensorshard.engine.engine import Engine
+from tensorshard.engine.wrong_batch import OutOfRangeError
 from tensorshard.parallelize import parallelize
 from tensorshard.trainer import loggers
 from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
@@ -33,7 +34,7 @@ from tensorshard.trainer.hooks import (
     ScheduleHook,
     TimerHook,
 )
-from tensorshard.trainer.initial_model import initial_model
+from tensorshard.trainer.initial_model import check_builds, initial_model
 from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory
@@ -83,7 +84,10 @@ def run(
         else:
             verb = "continuing" if start.checkpoint else "training"
             logger.info("%s in %s, steps %d to %d", verb, start.directory.path, first, last)
-            parts.trainer.fit()
+            try:
+                parts.trainer.fit()
+            except OutOfRangeError as error:
+                raise ConfigError(f"data: {error}") from error
             _report(parts, config, start.directory, console)
             if sample is not None and not parts.trainer.interrupted:
                 console.print(Panel(Text(sample_text(parts.trainer.engine, sample)), title="a sample", expand=False))
@@ -112,8 +116,11 @@ def _prepare(
     _check_optimizer(config)
     with _asked_for("data.train"):
         dataset = instantiate(config.data.train)
+    build = initial_model(config.model)
+    with _asked_for("model"):
+        check_builds(build)
     engine = parallelize(
-        initial_model(config.model),
+        build,
         settings.plan,
         optimizer=instantiate(config.optimizer),
         loss_fn=instantiate(config.loss),
@@ -128,7 +135,8 @@ def _prepare(
     schedule = ScheduleHook(instantiate(config.scheduler)(engine.optimizer))
     state = None
     if start.checkpoint is not None:
-        state = engine.load(start.checkpoint)
+        with _asked_for("--resume"):
+            state = engine.load(start.checkpoint)
         check_not_ahead(start.directory, engine.step_count)
     print_opening(console, engine, _gather(engine.summary().held_parameters))
 
