@@ -34,7 +34,7 @@ from tensorshard.trainer.hooks import (
     ScheduleHook,
     TimerHook,
 )
-from tensorshard.trainer.initial_model import check_builds, initial_model
+from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory
@@ -116,11 +116,8 @@ def _prepare(
     _check_optimizer(config)
     with _asked_for("data.train"):
         dataset = instantiate(config.data.train)
-    build = initial_model(config.model)
-    with _asked_for("model"):
-        check_builds(build)
     engine = parallelize(
-        build,
+        initial_model(config.model),
         settings.plan,
         optimizer=instantiate(config.optimizer),
         loss_fn=instantiate(config.loss),
