@@ -78,7 +78,7 @@ def _run_page(page: str, folder: Path) -> dict[str, Any]:
     found = {"seen": sorted(names["seen"])} if "seen" in names else {}
     if "engine" in names:
         found["steps"] = names["engine"].step_count
-    if "loss" in names:  # a mean, or a sum and a count
+    if isinstance(names.get("loss"), torch.Tensor | tuple):  # a mean, or a sum and a count
         total, count = names["loss"] if isinstance(names["loss"], tuple) else (names["loss"], 1)
         found["loss"] = float(total / count)
     return found
@@ -183,6 +183,8 @@ def _run_commands(page: str, folder: Path) -> dict[str, str]:
     started = mock.patch("tensorshard.launch.launcher.launch", _start)
     with contextlib.chdir(folder), mock.patch.object(sys, "path", list(sys.path)), started:
         Path("my_config.py").write_text((ROOT / "src/tensorshard/configs/quickstart.py").read_text())
+        for file in Path().glob("*.tokens"):  # which a command writes
+            file.unlink()
         Path("book.txt").write_text("once upon a time\n" * 99)
         lines = [
             line
