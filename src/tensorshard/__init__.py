@@ -70,7 +70,9 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"tensorshard.{_MODULES[name]}"), name)
     if name in _SUBMODULES:
         return import_module(f"tensorshard.{name}")
-    raise AttributeError(f"module 'tensorshard' has no attribute {name!r}")
+    elsewhere = [] if name.startswith("_") else [f"{m}.{name}" for m in _SUBMODULES if hasattr(__getattr__(m), name)]
+    hint = f"; use tensorshard.{elsewhere[0]}" if elsewhere else ""
+    raise AttributeError(f"module 'tensorshard' has no attribute {name!r}{hint}")
 
 
 class _Package(ModuleType):

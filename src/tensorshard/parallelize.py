@@ -1,6 +1,5 @@
 """parallelize(): a model and a Plan in, an Engine out."""
 
-import inspect
 import logging
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,13 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.arguments import as_device, check_arguments
+from tensorshard.comm.decisions import check_same
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, world_size
+from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.optimizer import OptimizerFactory, check_trains_heads
 from tensorshard.engine.other_optimizers import mark_replaced
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state
-from tensorshard.heads.under_plan.head_checks import check_loss_function
 from tensorshard.heads.under_plan.head_updates import (
     HeadUpdate,
     check_updates,
@@ -81,8 +82,8 @@ def parallelize(
     Raises:
         ValueError, TypeError: the plan or an argument cannot be honoured, or the model is laid out already.
     """
-    _check_arguments(model, plan, optimizer, loss_fn)
-    device = torch.device(device) if device is not None else default_device()
+    check_arguments(model, plan, optimizer, loss_fn, seed)
+    device = default_device() if device is None else as_device(device)
     plan = plan.resolve(world_size())
     check_supported(plan.precision, device)
     patience = as_timedelta(timeout)
@@ -97,6 +98,8 @@ def parallelize(
             _check_updates(model, find_updates(model), optimizer)
         join_world(device, timeout=patience)
         source, agreed, updates = _weights_of(model, seed, users)
+        with explained("parallelize"):
+            check_same(_described(plan, seed, source.module), world_group(), "parallelize")
         if isinstance(model, PretrainedModel):
             source = model.source(source, world_group())
         check_model(source.module, plan, split=split)
@@ -123,6 +126,7 @@ def parallelize(
             head_groups=groups,
             debug=debug,
         )
+        check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
     mark_replaced(users_parameters)
     if mesh.rank == 0:
@@ -163,31 +167,19 @@ def _check_updates(model: nn.Module, updates: list[HeadUpdate], optimizer: Optim
     check_trains_heads(optimizer, model, [update.group() for update in updates])
 
 
-def _check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any) -> None:
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}; it must be a tensorshard.Plan")
-    if not callable(model):
-        raise TypeError(f"model is a {type(model).__name__}; it must be an nn.Module or a callable that returns one")
-    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; it must be a callable from parameters to an optimizer, such "
-            f"as functools.partial(torch.optim.AdamW, lr=3e-4), because the parameters it updates do not exist yet"
-        )
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a callable (output, targets) -> loss")
-    _check_takes_two(loss_fn)
-    check_loss_function(loss_fn)
+def _described(plan: Plan, seed: int, model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What must be the same on every rank before any group is made."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        "plans": plan.to_dict(),
+        "seeds": {"seed": seed},
+        "models": {
+            "its class": type(model).__name__,
+            **{name: f"{t.dtype} of shape {tuple(t.shape)}" for name, t in tensors.items()},
+        },
+    }
 
 
-def _check_takes_two(loss_fn: Any) -> None:
-    try:
-        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
-    except (TypeError, ValueError):  # of what is written in C
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise TypeError(
-            f"loss_fn takes {signature}, and is called as loss_fn(output, targets) ({error}); where the model computes "
-            f"its loss, give lambda output, targets: output"
-        ) from error
+def _described_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    plain = {k: v for k, v in optimizer.defaults.items() if isinstance(v, bool | int | float | str | tuple | None)}
+    return {"its class": type(optimizer).__name__, **plain}

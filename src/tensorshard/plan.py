@@ -1,20 +1,28 @@
 """The Plan: what to do, as pure data. It prints, compares, loads from YAML and checks itself."""
 
-import difflib
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-_Class = TypeVar("_Class")
+from tensorshard.plan_fields import (
+    ZERO_NAMES,
+    as_module_names,
+    as_shard_units,
+    as_zero_level,
+    check_choice,
+    check_degree,
+    check_int,
+    check_positive,
+    check_table,
+    data_with_known_fields,
+    unknown_field,
+)
+
+__all__ = ["AXES", "ZERO_NAMES", "Plan"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first."""
-
-ZERO_NAMES = {"os": 1, "os_g": 2, "p_g_os": 3}
-"""Paddle's names of the ZeRO levels: optimizer states, + gradients, + parameters."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 REDUCE_DTYPES = ("fp32", "bf16", "fp16")
@@ -26,33 +34,7 @@ _MISSING_AXES = {"cp": "context parallelism"}
 _FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": "pp", "pp_units": "pp"}
 
 
-def _unknown_field(cls: type, values: Iterable[Any]) -> str | None:
-    """What is wrong with the first of `values` that is no field of the dataclass `cls`."""
-    known = [f.name for f in fields(cls)]
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
-            return f"Plan has no field {key!r}; {hint}"
-    return None
-
-
-def _refuses_unknown_fields(cls: type[_Class]) -> type[_Class]:
-    """Has the dataclass `cls` name the nearest field where it is given one that does not exist."""
-    initialize = cls.__init__
-
-    @wraps(initialize)
-    def __init__(self: Any, *args: Any, **values: Any) -> None:
-        unknown = _unknown_field(cls, values)
-        if unknown is not None:
-            raise TypeError(unknown)
-        initialize(self, *args, **values)
-
-    cls.__init__ = __init__  # type: ignore[assignment]
-    return cls
-
-
-@_refuses_unknown_fields
+@data_with_known_fields
 @dataclass(frozen=True)
 class Plan:
     """How a model is to be trained, whatever the hardware turns out to be.
@@ -121,29 +103,30 @@ class Plan:
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            _check_degree(axis, getattr(self, axis))
+            check_degree(axis, getattr(self, axis))
         inferred = [axis for axis in AXES if getattr(self, axis) == -1]
         if len(inferred) > 1:
             raise ValueError(
                 f"{' and '.join(inferred)} are both -1, but only one axis can be inferred from the world size; "
                 f"give the others a number"
             )
-        object.__setattr__(self, "zero", _zero_level(self.zero))
-        _check_int("micro_batches", self.micro_batches, least=1)
-        _check_choice("precision", self.precision, PRECISIONS)
-        _check_choice("recompute", self.recompute, RECOMPUTE_MODES)
+        object.__setattr__(self, "zero", as_zero_level(self.zero))
+        check_int("micro_batches", self.micro_batches, least=1)
+        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("recompute", self.recompute, RECOMPUTE_MODES)
         if self.reduce_dtype is not None:
-            _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+            check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         if self.clip_grad_norm is not None:
-            _check_positive("clip_grad_norm", self.clip_grad_norm)
+            check_positive("clip_grad_norm", self.clip_grad_norm)
         for name in ("compile", "sequence_parallel", "tp_check"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        object.__setattr__(self, "shard_units", _shard_units(self.shard_units))
+        object.__setattr__(self, "shard_units", as_shard_units(self.shard_units))
+        check_table(self.tp_plan)
         for name in ("pp_split", "pp_units"):
-            object.__setattr__(self, name, _names_of_modules(name, getattr(self, name)))
+            object.__setattr__(self, name, as_module_names(name, getattr(self, name)))
         if self.pp_stages_per_rank is not None:
-            _check_int("pp_stages_per_rank", self.pp_stages_per_rank, least=1)
+            check_int("pp_stages_per_rank", self.pp_stages_per_rank, least=1)
         if self.pp_schedule != "1f1b":
             from tensorshard.schedules import find_schedule
 
@@ -155,7 +138,7 @@ class Plan:
         Raises:
             ValueError: the degrees do not multiply to `world_size`, or the plan asks for what is not implemented.
         """
-        _check_int("world_size", world_size, least=1)
+        check_int("world_size", world_size, least=1)
         self._check_implemented()
         degrees = {axis: getattr(self, axis) for axis in AXES}
         known = math.prod(d for d in degrees.values() if d != -1)
@@ -280,7 +263,7 @@ class Plan:
         Raises:
             ValueError: a key that is no field of Plan; names the nearest field.
         """
-        unknown = _unknown_field(cls, values)
+        unknown = unknown_field(cls, values)
         if unknown is not None:
             raise ValueError(unknown)
         return cls(**values)
@@ -293,10 +276,20 @@ class Plan:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Plan":
-        """Reads what :meth:`to_yaml` wrote, or any YAML mapping of field names to values."""
+        """Reads what :meth:`to_yaml` wrote, or any YAML mapping of field names to values.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no YAML, or holds something else; names the nearest field to one that does not exist.
+        """
         import yaml
 
-        values = yaml.safe_load(Path(path).read_text())
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"a plan was to be read from {path}, but there is no file of that name")
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} cannot be read as YAML: {error}") from error
         if values is None:
             values = {}
         if not isinstance(values, dict):
@@ -304,61 +297,3 @@ class Plan:
                 f"{path} holds a {type(values).__name__}, but a plan is a mapping of field names to values"
             )
         return cls.from_dict(values)
-
-
-def _check_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; it must be an integer of at least {least}")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
-
-
-def _check_degree(axis: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{axis} is {value!r}; it must be a positive integer, or -1 to be inferred")
-    if value < 1 and value != -1:
-        raise ValueError(f"{axis} is {value}; it must be a positive integer, or -1 to be inferred")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; it must be a positive number or None")
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} is {value}; it must be a positive, finite number, or None to turn it off")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}{hint}")
-
-
-def _zero_level(value: Any) -> int:
-    if isinstance(value, str) and value in ZERO_NAMES:
-        return ZERO_NAMES[value]
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 3:
-        names = ", ".join(f"{name!r} ({level})" for name, level in ZERO_NAMES.items())
-        raise ValueError(f"zero is {value!r}; the levels are 0, 1, 2 and 3, also by the names {names}")
-    return value
-
-
-def _names_of_modules(name: str, value: Any) -> list[str] | None:
-    if value is None:
-        return None
-    if isinstance(value, list | tuple) and value and all(isinstance(member, str) for member in value):
-        return list(value)
-    raise TypeError(f"{name} is {value!r}; it must be None or a non-empty list of module names")
-
-
-def _shard_units(value: Any) -> int | list[str] | None:
-    if value is None:
-        return None
-    if isinstance(value, int) and not isinstance(value, bool):
-        _check_int("shard_units", value, least=1)
-        return value
-    if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
-        return list(value)
-    raise TypeError(
-        f"shard_units is {value!r}; it must be None, a number of bytes, or a non-empty list of module names"
-    )

@@ -16,7 +16,7 @@ from tensorshard.comm.marks import (
     register_parallel_attribute,
     register_parallel_dim,
 )
-from tensorshard.comm.sharded_tensors import gather_full, own_part, own_shard
+from tensorshard.comm.sharded_tensors import check_tensor, gather_full, own_part, own_shard
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
 from tensorshard.distributed.optimizer_state import complete_states
@@ -59,6 +59,7 @@ def slice(
         ValueError: `num_partitions` is below 1.
         IndexError: the tensor has no dimension `dim`.
     """
+    check_tensor(tensor, "slice")
     if num_partitions < 1:
         raise ValueError(f"num_partitions={num_partitions} was given: use at least 1")
     dim = normalize_dim(-1 if dim is None else dim, tensor.ndim)
@@ -94,6 +95,7 @@ def collect_state_dict(
     Returns:
         A dict of the structure of `state_dict`, of plain tensors; tensors that were tied still are.
     """
+    _check_stateful(model, "collect_state_dict")
     keep = not rank0_only or _is_first_rank()
     if isinstance(model, nn.Module) and state_dict is not None:
         complete_states(model)
@@ -141,6 +143,7 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
     Raises:
         ValueError: a tensor is not of the shape that the model has, or no rank passed a state.
     """
+    _check_stateful(model, "relocate_state_dict")
     group = groups.get_group() if groups.is_initialized() else groups.world_group()
     device = _communication_device(group)
     holders = primitives.exchange_sizes(int(bool(state_dict)), group, device)
@@ -207,6 +210,11 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
             shard, mesh, [Shard(layout.dim)], run_check=False, shape=torch.Size(shape), stride=stride
         )
     return state_dict
+
+
+def _check_stateful(model: object, call: str) -> None:
+    if not (hasattr(model, "state_dict") and hasattr(model, "load_state_dict")):
+        raise TypeError(f"{call} was given a {type(model).__name__}, where a module or an optimizer was expected")
 
 
 def _consolidate(optimizer: Any, keep: bool) -> dict[str, Any]:

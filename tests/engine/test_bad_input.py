@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "parameter 'special' is of type complex64.*view_as_real",
     ),
-    "hooked parameter": (dict(model=_hooked()), ValueError, "parameter 'weight' has a hook.*register_step_pre_hook"),
+    "hooked parameter": (dict(model=_hooked()), ValueError, "parameter 'weight' has a hook.*register_gradient_hook"),
     "nothing to train": (dict(model=_frozen()), ValueError, "no parameter of the model requires a gradient"),
     "sparse gradients": (dict(model=_sparse()), ValueError, "module '0' is an Embedding with sparse=True"),
     "unknown unit": (

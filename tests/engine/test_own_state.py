@@ -148,7 +148,7 @@ def test_other_optimizers_are_told(ranks):
         "RuntimeError: this Adam was built on the parameters of a laid-out model, which engine.optimizer updates",
         "TypeError: an Engine is no list of parameters",
         "AttributeError: an Engine has no 'parameters'; use engine.model.parameters()",
-        "AttributeError: 'Engine' object has no attribute 'nothing'",
+        "AttributeError: an Engine has no attribute 'nothing'",
         "RuntimeError: load_state_dict(assign=True) would take",
     ]
     for message, start in zip(ranks(2, _optimizers_by_hand)[0], expected, strict=True):

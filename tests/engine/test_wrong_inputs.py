@@ -50,11 +50,11 @@ def test_arguments_and_batches_that_do_not_fit(ranks):
     expected = [
         "TypeError: loss_fn takes (output), and is called as loss_fn(output, targets)",
         "ValueError: optimizer(parameters) failed: Invalid learning rate: -1",
-        "IndexError: an embedding of the model was asked for a row that it does not have: the integer inputs of this "
-        "batch are 1 to 7; of the embeddings, 0 has 7 rows",
-        "IndexError: an embedding of the model was asked for a row that it does not have: the integer inputs of this "
-        "batch are -1 to 5",
-        "IndexError: the targets of this batch do not fit the loss: Target 3 is out of bounds. They are 1 to 3, for an",
+        "OutOfRangeError: an embedding of the model was asked for a row that it does not have: the integer inputs of "
+        "this batch are 1 to 7; of the embeddings, 0 has 7 rows",
+        "OutOfRangeError: an embedding of the model was asked for a row that it does not have: the integer inputs of "
+        "this batch are -1 to 5",
+        "OutOfRangeError: the targets of this batch do not fit the loss: Target 3 is out of bounds. They are 1 to 3,",
         "RuntimeError: the targets of this batch do not fit the loss: ",
     ]
     found = ranks(1, _messages)[0]

@@ -179,6 +179,8 @@ def _causes(error: CheckpointException) -> str:
 
 
 def _document(engine: TrainingState, extra: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(extra, dict):
+        raise TypeError(f"extra is a {type(extra).__name__}; it must be a dict of numbers, strings, lists and dicts")
     names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     groups = [
         {

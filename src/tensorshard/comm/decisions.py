@@ -1,13 +1,15 @@
 """One rank decides for all: what it works out, or the error that it meets, is broadcast to the others."""
 
+import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 _Result = TypeVar("_Result")
 
@@ -86,6 +88,39 @@ def meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """
     if group.size() > 1:
         all_reduce_(torch.zeros(1, device=device), group, what=call)
+
+
+def check_same(given: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup, call: str) -> None:
+    """Refuses arguments that differ between the ranks of `group`. A collective of the group.
+
+    Args:
+        given: for each argument, by a word such as "plans", what it is made of, by name: of what prints alike where it
+            is alike.
+        call: what the user called, for the message.
+
+    Raises:
+        ValueError: on every rank; names the first difference.
+    """
+    if group.size() == 1 or dist.get_backend(group) == "fake" or active_fake_mode() is not None:
+        return
+    own = hashlib.sha256(repr(given).encode()).hexdigest()
+    digests: list[Any] = [None] * group.size()
+    dist.all_gather_object(digests, own, group=group)
+    if len(set(digests)) == 1:
+        return
+    everyone: list[Any] = [None] * group.size()
+    printed = {what: {name: str(value) for name, value in parts.items()} for what, parts in given.items()}
+    dist.all_gather_object(everyone, printed, group=group)
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    for what, parts in everyone[0].items():
+        others = everyone[other][what]
+        for name in {**parts, **others}:
+            here, there = parts.get(name, "nothing"), others.get(name, "nothing")
+            if here != there:
+                raise ValueError(
+                    f"{call} was given different {what} on different ranks: {name} is {here} on rank 0 and {there} on "
+                    f"rank {other}; every rank calls it with the same"
+                )
 
 
 def _travels(error: Exception) -> bool:

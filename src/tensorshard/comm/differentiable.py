@@ -32,7 +32,7 @@ from tensorshard.comm.agreement import held_sizes
 from tensorshard.comm.ddp_averaging import ranks_averaged_by_ddp
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.comm.marks import ParallelMark, set_mark
-from tensorshard.comm.sharded_tensors import local_of, refuse_dtensor
+from tensorshard.comm.sharded_tensors import check_tensor, local_of, refuse_dtensor
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
 
 
@@ -226,6 +226,7 @@ def gather(
             than their size along `dim`; a DTensor that is not split along `dim`, or over another group.
         RuntimeError: see :func:`tensorshard.comm.ddp_averaging.ranks_averaged_by_ddp`.
     """
+    check_tensor(tensor, "gather")
     if isinstance(tensor, DTensor):
         tensor, group, size = local_of(tensor, dim, group)
         grad_scale = 1.0 if grad_scale is None else grad_scale

@@ -124,6 +124,8 @@ def register_parallel_dim(
         ValueError: a parameter's `dim` is none of 0, 1 and -1.
         TypeError: a DTensor, whose placements already say how it is split.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"register_parallel_dim was given a {type(tensor).__name__}, where a tensor was expected")
     _refuse_dtensor(tensor)
     if isinstance(tensor, nn.Parameter):
         return register_parallel_attribute(tensor, dim, size=size, group=group)

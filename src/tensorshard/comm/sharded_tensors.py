@@ -106,12 +106,23 @@ def _group_of(layout: ParallelMark) -> dist.ProcessGroup:
     return groups.get_group() if layout.group is None else layout.group
 
 
+def check_tensor(tensor: object, what: str) -> None:
+    """Raises for what is no tensor.
+
+    Raises:
+        TypeError: it is none; `what` was given it.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} was given a {type(tensor).__name__}, where a tensor was expected")
+
+
 def refuse_dtensor(tensor: torch.Tensor, what: str) -> None:
-    """Raises for a DTensor where a collective needs a plain tensor.
+    """Raises for a DTensor where a collective needs a plain tensor, and for what is no tensor at all.
 
     Raises:
         TypeError: it is one.
     """
+    check_tensor(tensor, what)
     if isinstance(tensor, DTensor):
         raise TypeError(
             f"{what} was given a DTensor {list(tensor.shape)} with placements {tensor.placements}: pass what this rank "

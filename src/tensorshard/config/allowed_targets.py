@@ -67,7 +67,9 @@ def resolved(config: DictConfig, source: str, *, throw_on_missing: bool = False)
         target = group.get("_target_") if isinstance(group, DictConfig) else None
         raise MissingValueError(source, str(error.full_key), target) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}") from error
+        missing = isinstance(error, MissingMandatoryValue) and str(error.key) == "source"
+        hint = f"; give {error.full_key}=FILE, as `tensorshard data tokenize TEXT...` writes it" if missing else ""
+        raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}{hint}") from error
 
 
 def _is_in(name: str, modules: Iterable[str]) -> bool:

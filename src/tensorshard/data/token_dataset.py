@@ -27,6 +27,10 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, source: str | os.PathLike[str] | TokenFile | np.ndarray, context_length: int) -> None:
         if context_length < 1:
             raise ValueError(f"context_length is {context_length}; expected at least 1.")
+        if not isinstance(source, str | os.PathLike | TokenFile | np.ndarray):
+            raise TypeError(
+                f"source is a {type(source).__name__}; expected a token file, its path, or an array of integers."
+            )
         if isinstance(source, str | os.PathLike):
             source = TokenFile(source)
         if isinstance(source, np.ndarray) and (source.ndim != 1 or not np.issubdtype(source.dtype, np.integer)):

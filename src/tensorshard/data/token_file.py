@@ -61,6 +61,7 @@ def write_token_file(
         overwrite: whether to replace a file that is already there.
 
     Raises:
+        FileNotFoundError: the directory does not exist.
         FileExistsError: ``path`` exists and ``overwrite`` is False.
         ValueError: tokens outside the vocabulary, an array that is not one, no tokens at all.
     """
@@ -79,6 +80,8 @@ def token_file_writer(
     """
     path = Path(path)
     token_dtype(vocab_size)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no directory {path.parent}; make it first.")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} is already there; give another name, or overwrite=True to replace it.")
     with _renamed_when_complete(path) as file:
@@ -135,6 +138,7 @@ class TokenFile:
         vocab_size: tokens are ``0`` to ``vocab_size - 1``.
 
     Raises:
+        FileNotFoundError: there is none.
         ValueError: not a token file, one of another version, or of another length than its header says.
     """
 
@@ -208,6 +212,11 @@ def _check_chunk(chunk: np.ndarray, number: int, vocab_size: int) -> None:
 
 
 def _read_header(path: Path) -> _Header:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no token file {path}; `tensorshard data tokenize TEXT...` writes them, and so does "
+            f"tensorshard.data.write_token_file."
+        )
     with open(path, "rb") as file:
         packed = file.read(_HEADER.size)
         found_bytes = os.fstat(file.fileno()).st_size

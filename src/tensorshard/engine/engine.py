@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from tensorshard.mesh import Mesh
 from tensorshard.modules.buffer_values import BufferValues, Place
 from tensorshard.modules.generation_cache import GenerationCache
 from tensorshard.modules.surrounded import surround_forwards
+from tensorshard.paths import as_path
 from tensorshard.plan import Plan
 from tensorshard.pretrained.export import MAX_SHARD_SIZE
 from tensorshard.sharded_model import ShardedModel
@@ -306,7 +306,7 @@ class Engine(LoopMethods):
         from tensorshard.checkpoint import save
 
         with explained("engine.save"):
-            save(self, path, extra or {})
+            save(self, as_path(path), {} if extra is None else extra)
 
     def load(self, path: Any) -> dict[str, Any]:
         """Reads a checkpoint, written under any plan on any number of ranks; returns its `extra`. A collective.
@@ -318,7 +318,7 @@ class Engine(LoopMethods):
         from tensorshard.checkpoint import load
 
         with explained("engine.load"):
-            return load(self, path)
+            return load(self, as_path(path))
 
     def save_pretrained(
         self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
@@ -342,7 +342,7 @@ class Engine(LoopMethods):
         from tensorshard.engine.pretrained_files import save_pretrained
 
         with explained("engine.save_pretrained"):
-            save_pretrained(self.sharded, self.mesh, Path(path), dtype=dtype, max_shard_size=max_shard_size)
+            save_pretrained(self.sharded, self.mesh, as_path(path), dtype=dtype, max_shard_size=max_shard_size)
 
     def draw_schedule(self, path: Any = None, *, micro_batches: int | None = None) -> str:
         """Who computes what when in a step of the plan's pipeline, and its bubble's share, as text.

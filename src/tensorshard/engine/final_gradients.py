@@ -57,7 +57,15 @@ class FinalGradients:
         self._registered = 0
 
     def register_hook(self, hook: GradientHook) -> HookHandle:
-        """Has :meth:`prepare` call `hook`, after those registered before."""
+        """Has :meth:`prepare` call `hook`, after those registered before.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(
+                f"hook is a {type(hook).__name__}; it must be a function, which is called as hook(name, gradient)"
+            )
         self._registered += 1
         self._hooks[self._registered] = hook
         return HookHandle(self._hooks, self._registered)

@@ -1,6 +1,7 @@
 """Tokens from a causal language model, one after the other, the same on every layout."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,8 @@ class Generator:
         seed: int,
     ) -> torch.Tensor:
         """What :meth:`tensorshard.Engine.generate` returns."""
-        self._check(prompts, max_new_tokens, temperature, top_k)
+        _check_numbers(max_new_tokens, temperature, top_k, eos_token_id)
+        self._check(prompts, max_new_tokens)
         tokens = prompts
         ended = torch.zeros(len(prompts), dtype=torch.bool)
         draws = torch.Generator().manual_seed(seed)
@@ -106,7 +108,7 @@ class Generator:
         dist.all_reduce(running, group=self._mesh.world_group)
         return not running.item()
 
-    def _check(self, prompts: torch.Tensor, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
+    def _check(self, prompts: torch.Tensor, max_new_tokens: int) -> None:
         if not isinstance(prompts, torch.Tensor) or prompts.dim() != 2 or prompts.is_floating_point():
             given = f"{prompts.dtype} {tuple(prompts.shape)}" if isinstance(prompts, torch.Tensor) else type(prompts)
             raise ValueError(
@@ -114,11 +116,6 @@ class Generator:
             )
         if 0 in prompts.shape:
             raise ValueError(f"prompts of shape {tuple(prompts.shape)} were given; at least one token is needed")
-        if max_new_tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(
-                f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k} were given; they must be "
-                f"at least 1, at least 0 (which is greedy), and at least 1 or None"
-            )
         config = getattr(self._model, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(
@@ -132,6 +129,23 @@ class Generator:
                 f"prompts of {prompts.size(1)} tokens and {max_new_tokens} new ones are {length} together, and this "
                 f"{type(self._model).__name__} reads at most {limit}; ask for fewer, or cut the prompts"
             )
+
+
+def _check_numbers(max_new_tokens: Any, temperature: Any, top_k: Any, eos_token_id: Any) -> None:
+    if not _is_whole(max_new_tokens, 1):
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} was given; it must be a whole number of at least 1")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"temperature={temperature!r} was given; it must be a number of at least 0, which takes the likeliest token"
+        )
+    if top_k is not None and not _is_whole(top_k, 1):
+        raise ValueError(f"top_k={top_k!r} was given; it must be a whole number of at least 1, or None for all tokens")
+    if eos_token_id is not None and not _is_whole(eos_token_id, 0):
+        raise ValueError(f"eos_token_id={eos_token_id!r} was given; it must be a token id, a whole number, or None")
+
+
+def _is_whole(number: Any, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 def longest_sequence(model: nn.Module) -> int | None:

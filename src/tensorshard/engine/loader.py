@@ -1,5 +1,7 @@
 """The DataLoader of one rank, whose order does not depend on the plan, and which goes on where a checkpoint stands."""
 
+import difflib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +44,7 @@ class EngineLoader:
         seed: int,
         options: dict[str, Any],
     ) -> None:
-        _check(dataset, options)
+        _check(dataset, batch_size, options)
         self.dataset = dataset
         self.batch_size = batch_size
         self.epoch = 0
@@ -58,6 +60,7 @@ class EngineLoader:
             "drop_last": drop_last,
         }
         self._sampler()  # which checks all of these
+        self._batches()  # and this the options
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -71,7 +74,7 @@ class EngineLoader:
         # A generator of its own: a loader draws from one whenever it is iterated, and the global one is the user's.
         generator = torch.Generator().manual_seed(self._order["seed"] + self.epoch)
         sizes = sampler.global_sizes()
-        for batch in DataLoader(self.dataset, batch_sampler=sampler, generator=generator, **self._options):
+        for batch in self._batches(batch_sampler=sampler, generator=generator):
             # Counted as it is handed out: a checkpoint saved while it is computed with has it behind.
             self.samples_consumed += next(sizes)
             yield to_device(batch, self._device)
@@ -90,6 +93,9 @@ class EngineLoader:
         self.epoch, self.samples_consumed = int(state["epoch"]), int(state["samples_consumed"])
         self._continues = True
 
+    def _batches(self, **order: Any) -> DataLoader[Any]:
+        return DataLoader(self.dataset, **order, **self._options)
+
     def _sampler(self, consumed: int = 0) -> ShardedBatchSampler:
         samples = len(self.dataset)  # type: ignore[arg-type]
         return ShardedBatchSampler(
@@ -101,13 +107,28 @@ class EngineLoader:
         )
 
 
-def _check(dataset: Any, options: dict[str, Any]) -> None:
+def _check(dataset: Any, batch_size: Any, options: dict[str, Any]) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"dataset is a {type(dataset).__name__}; engine.loader deals samples to ranks by their index, so it needs "
             f"one with len(dataset) and dataset[index]. Of a stream, take every engine.mesh.dp_size-th sample from "
             f"engine.mesh.dp_rank on, in a DataLoader of your own"
         )
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise (ValueError if isinstance(batch_size, int) else TypeError)(
+            f"batch_size is {batch_size!r}; it must be an integer of at least 1, the samples of all data ranks together"
+        )
+    if not len(dataset):
+        raise ValueError(f"the {type(dataset).__name__} has no samples; engine.loader needs at least one")
+    known = inspect.signature(DataLoader).parameters
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f": {', '.join(known)}"
+            raise TypeError(f"engine.loader was given {name!r}, which is no option of torch's DataLoader{hint}")
+    workers = options.get("num_workers", 0)
+    if not isinstance(workers, int) or workers < 0:
+        raise ValueError(f"num_workers is {workers!r}; it must be a number of processes, 0 to load in this one")
     for name in _OURS:
         if name in options:
             raise TypeError(

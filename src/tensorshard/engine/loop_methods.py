@@ -1,5 +1,6 @@
 """The Engine's methods for a loop of one's own."""
 
+import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,7 +28,9 @@ _ELSEWHERE = {
     "eval": "engine.model.eval(); engine.evaluate and engine.predict do so by themselves",
     "forward": "engine.model(x)",
     "clip_grad_norm": "Plan(clip_grad_norm=...), or engine.clip_grad_norm_(max_norm)",
-    "save_pretrained": "engine.model.save_pretrained(path, state_dict=engine.full_state_dict()) on rank 0",
+    "to": "parallelize(device=...)",
+    "cuda": "parallelize(device='cuda')",
+    "cpu": "parallelize(device='cpu'), or engine.full_state_dict()",
 }
 
 
@@ -168,7 +171,15 @@ class LoopMethods:
         def __getattr__(self, name: str) -> NoReturn:
             if name in _ELSEWHERE:
                 raise AttributeError(f"an Engine has no {name!r}; use {_ELSEWHERE[name]}", name=name, obj=self)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            near = difflib.get_close_matches(name, [known for known in dir(self) if known[0] != "_"], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near and name[0] != "_" else ""
+            raise AttributeError(f"an Engine has no attribute {name!r}{hint}", name=name, obj=self)
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "an Engine is not called: engine.model(inputs) is the model's output, and engine.step(inputs, targets) a "
+            "whole optimizer step"
+        )
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise TypeError(

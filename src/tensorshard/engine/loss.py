@@ -1,7 +1,9 @@
 """The loss of a step: what a loss function returned, and its sums and counts over micro-batches and data ranks."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -40,6 +42,11 @@ class Objective:
         if count is not None:
             return total, count
         samples = batch_size(inputs)
+        if samples == 0:
+            raise ValueError(
+                "the batch of this rank has no samples, and their mean loss is none; give at least one on every rank, "
+                "or a loss_fn that returns (sum, count)"
+            )
         return total * samples, torch.tensor(float(samples), device=self.device)
 
 
@@ -53,13 +60,14 @@ def sum_and_count(loss: Any, device: torch.device, what: str, verb: str) -> tupl
     Raises:
         TypeError: it is neither.
     """
-    if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]):
+    if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
         total, count = loss
+        _check_count(count, what)
         return total, torch.as_tensor(count, dtype=torch.float32, device=device).detach()
-    if not _is_scalar(loss):
+    if not _is_scalar(loss) or loss.is_complex():
         raise TypeError(
             f"{what} {_described(loss)}; it must {verb} a scalar tensor, the mean over the samples, or "
-            f"a tuple (sum, count) whose sum is a scalar tensor"
+            f"a tuple (sum, count) of a scalar tensor and the number of samples or tokens that it is a sum over"
         )
     return loss, None
 
@@ -145,13 +153,23 @@ def check_has_gradient(loss: torch.Tensor) -> None:
         )
 
 
+def _check_count(count: Any, what: str) -> None:
+    """Looks at counts that are numbers of Python; those on a GPU would have to be waited for."""
+    if isinstance(count, Real) and not 0 <= float(count) < math.inf:
+        raise ValueError(f"{what} a sum and a count of {count}; the count must be 0 or more, and finite")
+
+
+def _is_count(value: Any) -> bool:
+    return (_is_scalar(value) and not value.is_complex()) or isinstance(value, Real)
+
+
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return f"a tensor of {'complex numbers and ' * value.is_complex()}shape {tuple(value.shape)}"
     if isinstance(value, tuple):
         return f"a tuple of {' and '.join(map(_described, value)) or 'nothing'}"
     return repr(value)

@@ -13,6 +13,13 @@ from tensorshard.transforms.precision import master_dtype
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
+# Optimizers that no plan can step.
+_CANNOT = {
+    torch.optim.LBFGS: "calls a closure again and again in one step, while a step here has one forward and backward",
+    torch.optim.SparseAdam: "takes sparse gradients alone, while gradients here are dense",
+}
+
+
 def build_optimizer(
     factory: OptimizerFactory, masters: Mapping[str, nn.Parameter], heads: Sequence[HeadGroup] = ()
 ) -> torch.optim.Optimizer:
@@ -60,6 +67,9 @@ def _build(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch
         raise type(error)(f"optimizer(parameters) failed: {error}") from error
     if not isinstance(built, torch.optim.Optimizer):
         raise TypeError(f"optimizer(parameters) returned a {type(built).__name__}; it must return a torch Optimizer")
+    if isinstance(built, tuple(_CANNOT)):
+        what = next(reason for kind, reason in _CANNOT.items() if isinstance(built, kind))
+        raise ValueError(f"the optimizer is a {type(built).__name__}, which {what}; take one such as torch.optim.AdamW")
     known = set(masters.values())
     for group in built.param_groups:
         for parameter in group["params"]:

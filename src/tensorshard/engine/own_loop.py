@@ -4,8 +4,10 @@ The user calls the model, a backward and the optimizer; this puts around each wh
 scaling, micro-batches, finite gradients and clipping. What cannot be honoured is refused by the field's name.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Real
 from types import MethodType
 from typing import Any
 
@@ -20,6 +22,7 @@ from tensorshard.engine.gradients import clip_factor, local_gradients
 from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.engine.same_batch import SameBatch
+from tensorshard.engine.wrong_batch import note_inputs
 from tensorshard.mesh import Mesh
 from tensorshard.modules.surrounded import as_hook, surround_forwards
 from tensorshard.plan import Plan
@@ -84,6 +87,7 @@ class OwnLoop:
         surround_forwards(model, self._forward_context)
         model.register_forward_pre_hook(as_hook(self._before_forward), prepend=True, with_kwargs=True)
         model.register_forward_hook(as_hook(self._after_forward))
+        model.register_forward_hook(as_hook(self._after_failure), always_call=True, with_kwargs=True)
 
     @contextmanager
     def engines_own(self) -> Iterator[None]:
@@ -111,6 +115,11 @@ class OwnLoop:
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._check_own_backward)
         return output
+
+    def _after_failure(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        error = sys.exception()
+        if output is None and error is not None and not self._engines_own:
+            note_inputs(error, model, (*args, *([kwargs] if kwargs else [])))
 
     def _check_own_backward(self, _: torch.Tensor) -> None:
         """Called in every backward through the model's output."""
@@ -346,6 +355,8 @@ class OwnLoop:
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """See :meth:`tensorshard.Engine.clip_grad_norm_`."""
+        if isinstance(max_norm, bool) or not isinstance(max_norm, Real | torch.Tensor) or not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm!r}; it must be a number above 0")
         norm = self.gradient_norm()
         self._gradients.scale(clip_factor(norm, max_norm))
         return norm

@@ -1,9 +1,9 @@
-"""What torch says in few words about a batch that does not fit the model or the loss, said in full.
+"""What torch and Python say in few words about a batch that does not fit the model or the loss, said in full.
 
 Only errors are looked at, so that batches that fit cost nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,31 +20,39 @@ _FLOATING_TARGETS = (
 )
 
 
+class OutOfRangeError(IndexError):
+    """A batch has tokens, or class numbers, that the model does not have."""
+
+
 @contextmanager
 def explained_loss(output: Any, targets: Any) -> Iterator[None]:
     """Surrounds a call of a loss function.
 
     Raises:
-        IndexError, RuntimeError: torch's own, with a sentence about the targets in place of torch's where they are why.
+        OutOfRangeError, RuntimeError: a sentence about the targets in place of torch's, where they are why.
+        Exception: any other, with a note of what the loss function was called with.
     """
     try:
         yield
-    except (IndexError, RuntimeError) as error:
+    except Exception as error:
         found = _tensors(targets)
         text = str(error)
         integers = [t for t in found if not t.is_floating_point() and t.numel()]
         if isinstance(error, IndexError) and "out of bounds" in text and integers:
             shapes = ", ".join(str(list(t.shape)) for t in _tensors(output))
-            raise IndexError(
+            raise OutOfRangeError(
                 f"the targets of this batch do not fit the loss: {text} They are {_ranges(integers)}, for an output of "
                 f"shape {shapes}: class numbers are 0 to the number of classes minus 1, or the loss's ignore_index"
             ) from error
         floating = [t for t in found if t.is_floating_point()]
-        if floating and any(sign in text for sign in _FLOATING_TARGETS):
+        if isinstance(error, RuntimeError) and floating and any(sign in text for sign in _FLOATING_TARGETS):
             raise RuntimeError(
                 f"the targets of this batch do not fit the loss: {text.splitlines()[0]}. They are {floating[0].dtype} "
                 f"of shape {list(floating[0].shape)}: class numbers are int64 (targets.long())"
             ) from error
+        error.add_note(
+            f"loss_fn was called with an output of {_described(output)} and targets of {_described(targets)}"
+        )
         raise
 
 
@@ -53,28 +61,57 @@ def explained_forward(model: nn.Module, inputs: Any) -> Iterator[None]:
     """Surrounds a forward of `model`.
 
     Raises:
-        IndexError: torch's own, with a sentence about the inputs in its place where an embedding has too few rows.
+        OutOfRangeError: an embedding has too few rows for the inputs.
+        Exception: any other, with a note of the inputs.
     """
     try:
         yield
-    except IndexError as error:
-        integers = [t for t in _tensors(inputs) if not t.is_floating_point() and t.numel()]
-        largest = max((int(t.max()) for t in integers), default=0)
-        least = min((int(t.min()) for t in integers), default=0)
-        tables = {n: m.num_embeddings for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
-        small = {name: rows for name, rows in tables.items() if least < 0 or largest >= rows}
-        if "index out of range" not in str(error) or not small:
-            raise
-        listing = ", ".join(f"{name} has {rows}" for name, rows in small.items())
-        raise IndexError(
-            f"an embedding of the model was asked for a row that it does not have: the integer inputs of this batch "
-            f"are {_ranges(integers)}; of the embeddings, {listing} rows. Tokens must be within the vocabulary "
-            f"that the model was built for"
-        ) from error
+    except Exception as error:
+        sentence = _missing_rows(error, model, inputs)
+        if sentence is not None:
+            raise OutOfRangeError(sentence) from error
+        note_inputs(error, model, inputs)
+        raise
+
+
+def note_inputs(error: BaseException, model: nn.Module, inputs: Any) -> None:
+    """Adds to an `error` of a forward of `model` what it was called with, and, if known, what is wrong with that."""
+    sentence = _missing_rows(error, model, inputs)
+    error.add_note(sentence or f"{type(model).__name__} was called with inputs of {_described(inputs)}")
+
+
+def _missing_rows(error: BaseException, model: nn.Module, inputs: Any) -> str | None:
+    """What is wrong with `inputs` where the `error` is that an embedding has too few rows; None for other errors."""
+    if not isinstance(error, IndexError) or "index out of range" not in str(error):
+        return None
+    integers = [t for t in _tensors(inputs) if not t.is_floating_point() and t.numel()]
+    largest = max((int(t.max()) for t in integers), default=0)
+    least = min((int(t.min()) for t in integers), default=0)
+    tables = {n: m.num_embeddings for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    small = {name: rows for name, rows in tables.items() if least < 0 or largest >= rows}
+    if not small:
+        return None
+    listing = ", ".join(f"{name} has {rows} rows" for name, rows in small.items())
+    return (
+        f"an embedding of the model was asked for a row that it does not have: the integer inputs of this batch "
+        f"are {_ranges(integers)}; of the embeddings, {listing}. Tokens must be within the vocabulary "
+        f"that the model was built for"
+    )
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _described(tree: Any) -> str:
+    """The types and shapes of a batch."""
+    if isinstance(tree, torch.Tensor):
+        return f"{tree.dtype} {list(tree.shape)}"
+    if isinstance(tree, Mapping):
+        return ", ".join(f"{name}={_described(value)}" for name, value in tree.items()) or "nothing"
+    if isinstance(tree, tuple | list):
+        return ", ".join(map(_described, tree)) or "nothing"
+    return "None" if tree is None else type(tree).__name__
 
 
 def _ranges(tensors: list[torch.Tensor]) -> str:

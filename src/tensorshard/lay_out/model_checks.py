@@ -35,6 +35,7 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
             no module has.
     """
     check_not_laid_out(model)
+    _check_not_wrapped(model)
     check_heads(model)
     if split == "tp" and plan.tp > 1:
         check_split_by_hand(model, plan)
@@ -62,6 +63,26 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
     check_batch_norms(model, ranks=data_ranks * plan.tp * plan.pp * plan.cp, data_ranks=data_ranks)
     if isinstance(plan.shard_units, list):
         select_modules(model, plan.shard_units)
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        what = f"module {name!r}" if name else "the model"
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(
+                f"{what} is a {type(module).__name__}, which averages gradients by itself, as a plan does: give the "
+                f"module inside of it, model.module"
+            )
+        if type(module).__name__ == "OptimizedModule":  # whose import takes seconds
+            raise ValueError(
+                f"{what} is an OptimizedModule of torch.compile, which was compiled for full parameters: give the "
+                f"model that was compiled, and Plan(compile=True)"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{what} is a {type(module).__name__} of TorchScript, whose forwards cannot be laid out: give the "
+                f"plain nn.Module that it was made of"
+            )
 
 
 def _check_not_split(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> None:
@@ -112,8 +133,8 @@ def _check_parameter_hooks(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {name!r} has a hook (register_hook, register_post_accumulate_grad_hook), but a plan lays "
             f"parameters out anew, and the hook would never be called; hook the module that reads it "
-            f"(register_full_backward_hook), or change gradients before engine.optimizer steps "
-            f"(engine.optimizer.register_step_pre_hook)"
+            f"(register_full_backward_hook), or change gradients before each update by "
+            f"engine.register_gradient_hook(hook)"
         )
 
 

@@ -67,14 +67,30 @@ def check_dim(dim: int | None, what: str) -> None:
         raise ValueError(f"dim={dim!r} was given for {what}: use 0 (rows), 1 or -1 (columns), or None (not split)")
 
 
+def check_sizes(**sizes: int) -> None:
+    """Refuses sizes of a layer that are none.
+
+    Raises:
+        TypeError, ValueError: one is no integer, or below 0.
+    """
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise (ValueError if isinstance(size, int) else TypeError)(
+                f"{name} is {size!r}: it must be an integer of at least 0"
+            )
+
+
 def check_indices(indices: torch.Tensor, size: int, what: str, of_what: str, ignore_index: int | None = None) -> None:
     """Refuses indices outside [0, size), as ``torch`` does where one rank holds everything.
 
     On a GPU the check is asynchronous, as torch's own is, so that nobody waits for it.
 
     Raises:
+        TypeError: they are no integers.
         IndexError: on the CPU: names the worst offender.
     """
+    if indices.is_floating_point() or indices.dtype == torch.bool:
+        raise TypeError(f"{what} of type {indices.dtype} was given for {size} {of_what}: give integers")
     if indices.numel() == 0 or indices.is_meta:
         return
     outside = (indices < 0) | (indices >= size)

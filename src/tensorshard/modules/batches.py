@@ -18,9 +18,11 @@ def batch_size(inputs: Any) -> int:
     """
     if not isinstance(inputs, torch.Tensor | tuple | list | dict):
         raise TypeError(f"inputs are a {type(inputs).__name__}; they must be a tensor, or a tuple or dict of tensors")
-    sizes = {t.size(0) for t in tree_flatten(inputs)[0] if isinstance(t, torch.Tensor) and t.dim() > 0}
+    leaves = tree_flatten(inputs)[0]
+    sizes = {t.size(0) for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0}
     if len(sizes) != 1:
-        found = f"first dimensions {sorted(sizes)}" if sizes else "no tensors"
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)}))
+        found = f"first dimensions {sorted(sizes)}" if sizes else f"no tensors{f' (they are {kinds})' if kinds else ''}"
         raise ValueError(f"inputs have {found}; every tensor must have the samples as its first dimension")
     return sizes.pop()
 

@@ -34,6 +34,8 @@ def convert(
     Raises:
         ValueError: see :meth:`tensorshard.nn.ParallelLinear.convert_parallel_linear`.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a {type(module).__name__} was given, in which layers are to be replaced: give an nn.Module")
     chosen = _choose(module, plain, parallel, names)
     _refuse_broken_ties(module, set(chosen))
     replacements: dict[int, ParallelModule] = {}

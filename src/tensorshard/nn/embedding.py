@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.groups import Group
-from tensorshard.layers.arguments import check_dim
+from tensorshard.layers.arguments import check_dim, check_sizes
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.layers.split_embedding import parallel_embedding, split_embedding
 from tensorshard.nn.conversion import convert
@@ -51,6 +51,7 @@ class ParallelEmbedding(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_dim(dim, "ParallelEmbedding")
+        check_sizes(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         if sparse and dim is not None:
             raise ValueError("sparse=True was given for a split embedding, whose gradients are dense: leave it out")
         super().__init__(dim, group)

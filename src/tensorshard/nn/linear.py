@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.groups import Group
-from tensorshard.layers.arguments import check_dim
+from tensorshard.layers.arguments import check_dim, check_sizes
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.layers.split_linear import parallel_linear, split_linear
 from tensorshard.nn.conversion import convert
@@ -60,6 +60,7 @@ class ParallelLinear(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_dim(dim, "ParallelLinear")
+        check_sizes(in_features=in_features, out_features=out_features)
         super().__init__(dim, group)
         self.in_features = in_features
         self.out_features = out_features

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.groups import Group, resolve_mesh
+from tensorshard.layers.softmax_cross_entropy import CrossEntropySpec
 from tensorshard.layers.split_cross_entropy import parallel_cross_entropy
 
 
@@ -16,6 +17,9 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
         weight, size_average, ignore_index, reduce, reduction, label_smoothing: as in ``nn.CrossEntropyLoss``.
         z_loss, softcap, use_token_scaling, return_lse, return_token_accuracy, group: as in
             :func:`tensorshard.nn.functional.parallel_cross_entropy`.
+
+    Raises:
+        ValueError: an option out of its range.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
         group: Group | None = None,
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        CrossEntropySpec(1, ignore_index, label_smoothing, z_loss, self.reduction, softcap)  # which checks them
         self.z_loss, self.softcap, self.use_token_scaling = z_loss, softcap, use_token_scaling
         self.return_lse, self.return_token_accuracy = return_lse, return_token_accuracy
         self._mesh = None if group is None else resolve_mesh(group)

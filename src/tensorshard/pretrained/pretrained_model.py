@@ -13,6 +13,7 @@ from torch import nn
 
 from tensorshard.materialize.source import TensorSource
 from tensorshard.modules.parameters import parameter_aliases
+from tensorshard.paths import as_path
 from tensorshard.pretrained.match_weights import find_stored_weights
 from tensorshard.pretrained.stored_weights import StoredWeights
 from tensorshard.pretrained.weight_files import open_weight_files
@@ -83,7 +84,7 @@ def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | 
         ValueError: files that cannot be read; an architecture that transformers does not have. By ``parallelize``:
             shapes that differ from the model's, or no name in common.
     """
-    place = Path(path).expanduser()
+    place = as_path(path, "a directory or a file of weights").expanduser()
     if not place.exists():
         raise FileNotFoundError(
             f"there is no file or directory {place}; a local one is needed, as nothing is downloaded. "

@@ -134,7 +134,10 @@ def model_of(directory: Any) -> Callable[[], nn.Module]:
             f"{directory} has a config.json of Hugging Face's, for which transformers is needed; install "
             f"tensorshard[hf], or give the model's constructor: from_pretrained(path, model=...)"
         ) from error
-    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{directory}/config.json describes no model that transformers can read: {error}") from error
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:

@@ -23,19 +23,31 @@ def initial_model(config: DictConfig) -> Callable[[], nn.Module] | PretrainedMod
         ConfigError: there are no such files, or no model for them.
     """
     if _KEY not in config or _is_argument(config):
-        return functools.partial(instantiate, config)
+        return functools.partial(_build, config)
     path = config[_KEY]
     rest = config.copy()
     del rest[_KEY]
     if path is None:
-        return functools.partial(instantiate, rest)
+        return functools.partial(_build, rest)
     if "_target_" not in rest and any(key not in CALL_KEYS for key in rest):
         given = ", ".join(str(key) for key in rest)
         raise ConfigError(f"model has {given} beside model.pretrained={path}, and no _target_ that would take them")
     try:
-        return from_pretrained(path, functools.partial(instantiate, rest) if "_target_" in rest else None)
+        return from_pretrained(path, functools.partial(_build, rest) if "_target_" in rest else None)
     except (OSError, ImportError, ValueError) as error:
         raise ConfigError(f"{WEIGHTS_KEY}={path}: {error}") from error
+
+
+def _build(config: DictConfig) -> nn.Module:
+    """The model of `config`.
+
+    Raises:
+        ConfigError: its constructor refuses its arguments.
+    """
+    try:
+        return instantiate(config)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model: {error}") from error
 
 
 def _is_argument(config: DictConfig) -> bool:

@@ -21,6 +21,7 @@ from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.files import values_of
 from tensorshard.engine.engine import Engine
+from tensorshard.engine.wrong_batch import OutOfRangeError
 from tensorshard.parallelize import parallelize
 from tensorshard.trainer import loggers
 from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
@@ -85,7 +86,10 @@ def run(
         else:
             verb = "continuing" if start.checkpoint else "training"
             logger.info("%s in %s, steps %d to %d", verb, start.directory.path, first, last)
-            parts.trainer.fit()
+            try:
+                parts.trainer.fit()
+            except OutOfRangeError as error:
+                raise ConfigError(f"data: {error}") from error
             _report(parts, config, start.directory, console)
             if sample is not None and not parts.trainer.interrupted:
                 console.print(Panel(Text(sample_text(parts.trainer.engine, sample)), title="a sample", expand=False))
@@ -130,7 +134,8 @@ def _prepare(
     schedule = ScheduleHook(instantiate(config.scheduler)(engine.optimizer))
     state = None
     if start.checkpoint is not None:
-        state = engine.load(start.checkpoint)
+        with _asked_for("--resume"):
+            state = engine.load(start.checkpoint)
         check_not_ahead(start.directory, engine.step_count)
     print_opening(console, engine, _gather(engine.summary().held_parameters))
 

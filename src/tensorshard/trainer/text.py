@@ -18,6 +18,7 @@ from tensorshard.config.config_error import suggest
 from tensorshard.data.text_codec import BYTES, TextCodec, find_codec
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.generation import longest_sequence
+from tensorshard.engine.wrong_batch import OutOfRangeError
 from tensorshard.parallelize import parallelize
 from tensorshard.plan import Plan
 from tensorshard.pretrained.pretrained_model import from_pretrained
@@ -92,7 +93,7 @@ def print_text(
             timeout=timeout,
         )
         text = _continued(engine, codec, settings)
-    except (OSError, ImportError, ValueError) as error:
+    except (OSError, ImportError, ValueError, OutOfRangeError) as error:
         raise ConfigError(str(error)) from error
     if dist.get_rank() == 0:
         print(text)

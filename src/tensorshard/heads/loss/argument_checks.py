@@ -64,6 +64,8 @@ def check_options(
     Raises:
         ValueError: they do not.
     """
+    if margin is not None and not hasattr(margin, "apply"):
+        raise TypeError(f"margin={margin!r} was given: use ts.nn.ArcFace(...), ts.nn.CosFace(...), or None")
     if loss.softcap is not None and margin is not None:
         raise ValueError(
             f"softcap={loss.softcap} was given with {margin}: a margin changes a cosine, and a cap bends what it did. "
@@ -112,6 +114,8 @@ def _check_tensors(
         raise ValueError(
             f"an input {list(input.shape)} was given for a weight {list(weight.shape)}: expected [*, {weight.size(-1)}]"
         )
+    if not isinstance(target, torch.Tensor):
+        raise TypeError(f"targets are {target!r}: give class numbers, as a tensor of integers")
     if target.is_floating_point() or target.dtype == torch.bool:
         raise ValueError(f"targets of type {target.dtype} were given: give class numbers, as integers")
     if target.shape != input.shape[:-1]:

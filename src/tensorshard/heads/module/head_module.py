@@ -49,6 +49,8 @@ class HeadModule(ParallelModule):
         self.in_features, self.num_classes, self.grad_scale = in_features, num_classes, grad_scale
         self._data_group = self._resolve_data_group(gather_inputs)
         dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype={dtype} was given: a head's weight is of a floating-point type, such as float32")
         weight, biases = initial_rows(in_features, num_classes, *self._range(), bias, device, dtype)
         self.weight = self._parameter(weight, (num_classes, in_features))
         self.register_parameter("bias", None if biases is None else self._parameter(biases, (num_classes,)))

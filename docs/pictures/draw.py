@@ -1,0 +1,194 @@
+"""Draws the pictures of README and docs: ``python docs/pictures/draw.py`` writes them anew, beside this file.
+
+They have a ground of their own, light or dark as the reader's system is, and take their numbers from the package.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tensorshard.mesh import coordinates, group_ranks
+from tensorshard.plan import AXES
+
+_STYLE = """
+text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+.small { font-size: 12px; fill: #59636e }
+.strong { font-weight: 600 }
+.middle { text-anchor: middle }
+.ground { fill: #ffffff; stroke: #d1d9e0 }
+.room { fill: #eff2f5 }
+.parameters { fill: #0969da }
+.gradients { fill: #bf8700 }
+.states { fill: #1a7f37 }
+.rank { fill: #ffffff; stroke: #59636e; stroke-width: 1.5 }
+.tp { fill: none; stroke: #0969da; stroke-width: 3 }
+.dp { fill: none; stroke: #bf8700; stroke-width: 3 }
+.pp { fill: none; stroke: #1a7f37; stroke-width: 3 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 }
+  .small { fill: #9198a1 }
+  .ground { fill: #0d1117; stroke: #3d444d }
+  .room { fill: #262c36 }
+  .parameters { fill: #4493f8 }
+  .gradients { fill: #d29922 }
+  .states { fill: #3fb950 }
+  .rank { fill: #0d1117; stroke: #9198a1 }
+  .tp { stroke: #4493f8 }
+  .dp { stroke: #d29922 }
+  .pp { stroke: #3fb950 }
+}
+"""
+
+
+def _svg(width: int, height: int, title: str, description: str, shapes: Iterable[str]) -> str:
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            f'role="img" aria-labelledby="title description">',
+            f'<title id="title">{title}</title>',
+            f'<desc id="description">{description}</desc>',
+            f"<style>{_STYLE}</style>",
+            _rectangle(0.5, 0.5, width - 1, height - 1, "ground", corner=8),
+            *shapes,
+            "</svg>\n",
+        ]
+    )
+
+
+def _rectangle(x: float, y: float, width: float, height: float, kind: str, corner: float = 0) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{corner:g}" class="{kind}"/>'
+
+
+def _text(x: float, y: float, words: str, kind: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}"{f" class={chr(34)}{kind}{chr(34)}" if kind else ""}>{words}</text>'
+
+
+# -- what each rank holds --
+
+# Bytes a parameter in fp32 under AdamW, which keeps two numbers a parameter; from which ZeRO level on each is sharded.
+_HELD = {"parameters": (4, 3), "gradients": (4, 2), "states": (8, 1)}
+_LEVELS = {
+    0: "nothing is sharded",
+    1: "shards optimizer states",
+    2: "and gradients",
+    3: "and parameters",
+}
+_RANKS = 4
+_BYTE, _TALL, _GAP = 8, 48, 22  # pixels: of a byte's width, of all parameters' height, between ranks
+
+
+def draw_zero() -> str:
+    """What each of four ranks holds at ZeRO 0 to 3, to scale."""
+    left, top = 200, 74
+    wide = _BYTE * sum(size for size, _ in _HELD.values())
+    right = left + _RANKS * (wide + _GAP)
+    shapes = []
+    for place, (kind, words) in enumerate(
+        [("parameters", "parameters"), ("gradients", "gradients"), ("states", "optimizer states (AdamW)")]
+    ):
+        x = left + place * 130
+        shapes += [_rectangle(x, 17, 14, 14, kind, corner=2), _text(x + 21, 29, words)]
+    shapes += [
+        _text(left + rank * (wide + _GAP) + wide / 2, top - 14, f"rank {rank}", "small middle")
+        for rank in range(_RANKS)
+    ]
+    shapes.append(_text(right, top - 14, "bytes a parameter", "small"))
+    for row, (level, words) in enumerate(_LEVELS.items()):
+        y = top + row * (_TALL + 18)
+        shapes.append(_text(20, y + _TALL / 2 - 3, f"ZeRO {level}", "strong"))
+        shapes.append(_text(20, y + _TALL / 2 + 15, words, "small"))
+        for rank in range(_RANKS):
+            x = left + rank * (wide + _GAP)
+            shapes.append(_rectangle(x, y, wide, _TALL, "room"))
+            for kind, (size, sharded_from) in _HELD.items():
+                shard = level >= sharded_from
+                high = _TALL / _RANKS if shard else _TALL
+                shapes.append(_rectangle(x, y + rank * high * shard, _BYTE * size, high, kind))
+                x += _BYTE * size
+        shapes.append(_text(right, y + _TALL / 2 + 5, f"{bytes_held(level):g}", "strong"))
+    description = (
+        "Four ranks in a row for each level, each a box as wide as the bytes that a parameter takes and as high as all "
+        "parameters. ZeRO 0: all boxes are full. ZeRO 1: a rank has its quarter of the optimizer states. ZeRO 2: its "
+        "quarter of the gradients, too. ZeRO 3: its quarter of everything."
+    )
+    return _svg(right + 130, top + 4 * (_TALL + 18), "What each rank holds at ZeRO 0 to 3", description, shapes)
+
+
+def bytes_held(level: int, ranks: int = _RANKS) -> float:
+    """Bytes that a rank holds for each parameter of the model, in fp32 with AdamW, at its fullest in backward."""
+    return sum(size / (ranks if level >= sharded_from else 1) for size, sharded_from in _HELD.values())
+
+
+# -- a mesh and its groups --
+
+_DEGREES = dict.fromkeys(AXES, 1) | {"pp": 2, "dp_shard": 2, "tp": 2}
+_CELL, _STEP = 54, 136  # pixels: of a rank, from one to the next
+
+
+def draw_mesh() -> str:
+    """Eight ranks as ``Plan(pp=2, dp_shard=2, tp=2)`` lays them out, and the groups along each axis."""
+    left, top, apart = 66, 84, 320
+    size = 8
+
+    def center(rank: int) -> tuple[float, float]:
+        place = coordinates(rank, _DEGREES)
+        return left + place["pp"] * apart + place["tp"] * _STEP + _CELL / 2, top + place["dp_shard"] * _STEP + _CELL / 2
+
+    shapes = []
+    for stage in range(2):
+        x = left + stage * apart
+        middle = (_STEP + _CELL) / 2
+        shapes.append(_rectangle(x - 34, top - 60, 2 * middle + 68, 2 * middle + 120, "room", corner=10))
+        shapes.append(_text(x + middle, top + middle + 5, f"stage {stage}", "small middle"))
+    for axis, kind, margin in (("tp", "tp", 8), ("dp_shard", "dp", 14)):
+        for group in sorted({tuple(group_ranks(rank, axis, _DEGREES)) for rank in range(size)}):
+            (x0, y0), (x1, y1) = center(group[0]), center(group[-1])
+            half = _CELL / 2 + margin
+            shapes.append(_rectangle(x0 - half, y0 - half, x1 - x0 + 2 * half, y1 - y0 + 2 * half, kind, corner=16))
+    for first, second in sorted({tuple(group_ranks(rank, "pp", _DEGREES)) for rank in range(size)}):
+        (x0, y), (x1, _) = center(first), center(second)
+        outward = -1 if coordinates(first, _DEGREES)["dp_shard"] == 0 else 1
+        edge = y + outward * (_CELL / 2 + 1)
+        bend = f"Q{(x0 + x1) / 2:g} {edge + outward * 80:g} {x1:g} {edge:g}"
+        shapes.append(f'<path d="M{x0:g} {edge:g}{bend}" class="pp"/>')
+    for rank in range(size):
+        x, y = center(rank)
+        shapes += [
+            _rectangle(x - _CELL / 2, y - _CELL / 2, _CELL, _CELL, "rank", corner=8),
+            _text(x, y + 5, f"rank {rank}", "middle"),
+        ]
+    bottom = top + _STEP + _CELL + 92
+    for row, (kind, axis, words) in enumerate(
+        [
+            ("tp", "tp", "the same samples; each rank has a part of every layer"),
+            (
+                "dp",
+                "dp_shard",
+                "different samples; sharded as zero says",
+            ),
+            ("pp", "pp", "the same samples, one stage after the other"),
+        ]
+    ):
+        y = bottom + row * 24
+        shapes += [
+            f'<path d="M{left - 34} {y - 4}h26" class="{kind}"/>',
+            _text(left, y, axis, "strong"),
+            _text(left + 72, y, words),
+        ]
+    description = (
+        "Eight ranks. Stage 0 has ranks 0 to 3, stage 1 ranks 4 to 7. Groups of tp are 0 1, 2 3, 4 5 and 6 7; "
+        "0 2, 1 3, 4 6 and 5 7 groups of dp_shard; 0 4, 1 5, 2 6 and 3 7 groups of pp."
+    )
+    return _svg(
+        2 * left + apart + _STEP + _CELL,
+        bottom + 66,
+        "The mesh of Plan(pp=2, dp_shard=2, tp=2) on eight ranks",
+        description,
+        shapes,
+    )
+
+
+PICTURES = {"zero.svg": draw_zero, "mesh.svg": draw_mesh}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        Path(__file__).with_name(name).write_text(draw(), encoding="utf-8")

@@ -1,0 +1,220 @@
+"""Every block of code in README and docs runs as it is printed, or says in a comment why it does not."""
+
+import contextlib
+import glob
+import io
+import os
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import pretrained_models
+from pages import PAGES, ROOT, blocks
+from tensorshard import cli
+from tensorshard.config import instantiate, load_config
+from tensorshard.data import StdlibText, write_token_file
+
+# Pages with Python code, and on how many ranks it runs.
+RANKS = {
+    "README.md": 2,
+    "docs/coupled-losses.md": 2,
+    "docs/custom-parallel-layer.md": 2,
+    "docs/heads.md": 2,
+    "docs/pipelines.md": 4,
+    "docs/pretrained.md": 4,
+    "docs/tensor-parallelism.md": 2,
+    "docs/torchshard.md": 2,
+    "docs/training.md": 1,
+    "docs/your-own-loop.md": 2,
+}
+NOT_RUN = {"installs packages; .ci/run runs it": 2, "takes hours": 1}
+SHOWN = {"", "text", "mermaid", "diff"}  # what no program runs: tables, pictures, what is printed
+
+
+def test_every_block_is_run_or_says_why_not():
+    found = [block for page in PAGES for block in blocks(page)]
+    assert {block.page for block in found if block.language == "python"} == set(RANKS)
+    assert {block.language for block in found} <= SHOWN | {"python", "yaml", "bash", "sh"}
+    assert Counter(block.reason for block in found if block.reason) == NOT_RUN
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+
+
+# -- Python --
+
+
+def _write_inputs(folder: Path) -> None:
+    """The files that the pages read."""
+    (folder / "path" / "to").mkdir(parents=True)
+    pretrained_models.llama().save_pretrained(folder / "path" / "to" / "llama")
+    pretrained_models.bert().save_pretrained(folder / "path" / "to" / "bert")
+    torch.save(torch.nn.Linear(16, 4).state_dict(), folder / "weights.pt")
+    for name in ("train", "validation"):
+        write_token_file(folder / f"{name}.tokens", [np.arange(2050) % 256], vocab_size=256)
+
+
+def _run_page(page: str, folder: Path) -> dict[str, Any]:
+    """Runs a page's Python blocks one after the other; returns what they left that can be told."""
+    names: dict[str, Any] = {"__name__": "page"}
+    short = mock.patch.object(StdlibText, "__len__", lambda self: 40)  # an epoch of 3 batches, the last of 8 samples
+    torch.manual_seed(1)
+    with contextlib.chdir(folder), short:
+        for block in blocks(page):
+            if block.language == "python" and not block.reason:
+                # So that errors show the page's line.
+                exec(compile("\n" * block.line + block.code, str(ROOT / page), "exec"), names)
+        if page == "docs/custom-parallel-layer.md":
+            names["check"]()
+    found = {"seen": sorted(names["seen"])} if "seen" in names else {}
+    if "engine" in names:
+        found["steps"] = names["engine"].step_count
+    if isinstance(names.get("loss"), torch.Tensor | tuple):  # a mean, or a sum and a count
+        total, count = names["loss"] if isinstance(names["loss"], tuple) else (names["loss"], 1)
+        found["loss"] = float(total / count)
+    return found
+
+
+def _check_readme(found: dict[str, Any], folder: Path) -> None:
+    assert found["steps"] == 3 + 1 and 4 < found["loss"] < 6
+    assert (folder / "checkpoints" / "first-epoch" / "engine.json").is_file()
+    assert (folder / "output" / "model.pt").is_file()
+
+
+def _check_own_loop(found: dict[str, Any], folder: Path) -> None:
+    assert found["steps"] == 8 + 3  # 16 batches of two epochs are 8 steps
+    assert found["seen"] == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert (folder / "checkpoints" / "weights.pt").is_file()
+
+
+def _check_pretrained(found: dict[str, Any], folder: Path) -> None:
+    assert (folder / "finetuned" / "config.json").is_file()
+
+
+CHECKS = {
+    "README.md": _check_readme,
+    "docs/your-own-loop.md": _check_own_loop,
+    "docs/pretrained.md": _check_pretrained,
+}
+
+
+@pytest.mark.parametrize("page", RANKS)
+def test_python_runs(ranks, page, tmp_path):
+    ranks(1, _write_inputs, tmp_path)
+    found = ranks(RANKS[page], _run_page, page, tmp_path)
+    CHECKS.get(page, lambda *_: None)(found[0], tmp_path)
+
+
+def test_the_config_of_training_is_one(tmp_path, monkeypatch):
+    write_token_file(tmp_path / "train.tokens", [np.arange(2050) % 256], vocab_size=256)
+    (block,) = (block for block in blocks("docs/training.md") if block.language == "python")
+    (tmp_path / "my_config.py").write_text(block.code)
+    monkeypatch.chdir(tmp_path)
+    config = load_config(
+        "my_config.py", ["model.context_length=32", "train.plan.dp_shard=2", "optimizer.betas=[0.9,0.99]"]
+    )
+    assert len(instantiate(config.data.train)) == 2049 // 32
+    assert config.optimizer.betas == [0.9, 0.99] and config.train.plan.micro_batches == 4
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_yaml_is_a_config(page, tmp_path):
+    for block in blocks(page):
+        if block.language == "yaml" and not block.reason:
+            OmegaConf.create(block.code)
+            (tmp_path / "config.yaml").write_text(block.code)
+            load_config(tmp_path / "config.yaml")
+
+
+# -- the command line --
+
+
+class _Started(Exception):
+    """Processes would be started now: all that can be checked before is."""
+
+
+def _start(*_: Any, **__: Any) -> None:
+    raise _Started
+
+
+def _words(line: str) -> list[str]:
+    """A line of shell as words, without comments, its globs expanded."""
+    expanded: list[str] = []
+    for word in shlex.split(line, comments=True):
+        expanded += sorted(glob.glob(word)) or [word]
+    return expanded
+
+
+def _command(words: list[str]) -> str:
+    """Runs a command of tensorshard up to the start of processes; of other programs, checks that it could run."""
+    program, *rest = words
+    if program == "tensorshard":
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code: Any = cli.main(rest)
+            except _Started:
+                return "started"
+            except SystemExit as error:
+                code = error.code
+        return "done" if code == 0 else err.getvalue()
+    if program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        options = get_args_parser().parse_args(rest)
+        program, rest = "python", [options.training_script, *options.training_script_args]
+    if program == "python":
+        return "done" if (ROOT / rest[0]).is_file() else f"there is no {rest[0]}"
+    return f"{program} is not known"
+
+
+def _run_commands(page: str, folder: Path) -> dict[str, str]:
+    """What became of each line of a page's shell blocks."""
+    tiny = "train.steps=1 train.save_every=1 train.eval_batches=1 model.width=16 model.num_layers=1 sample=null"
+    started = mock.patch("tensorshard.launch.launcher.launch", _start)
+    with contextlib.chdir(folder), mock.patch.object(sys, "path", list(sys.path)), started:
+        Path("my_config.py").write_text((ROOT / "src/tensorshard/configs/quickstart.py").read_text())
+        for file in Path().glob("*.tokens"):  # which a command writes
+            file.unlink()
+        Path("book.txt").write_text("once upon a time\n" * 99)
+        lines = [
+            line
+            for block in blocks(page)
+            if block.language in ("bash", "sh") and not block.reason
+            for line in block.code.replace("\\\n", " ").splitlines()
+            if _words(line)
+        ]
+        assert _command(["tensorshard", "train", *tiny.split(), "--output", "runs/quickstart-1"]) == "done"
+        for place in ("runs/my_run-1/checkpoints", "path/to/weights"):
+            Path(place).parent.mkdir(parents=True, exist_ok=True)
+        Path("runs/my_run-1/checkpoints").mkdir()
+        Path("runs/my_run-1/checkpoints/step-1000").symlink_to(folder / "runs/quickstart-1/checkpoints/step-1")
+        with mock.patch.dict(os.environ):
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                os.environ.pop(name, None)
+            found = {}
+            for line in lines:
+                found[line] = _command(_words(line))
+                for written in ("weights",):  # two lines that write the same are alternatives
+                    Path(written).rename(f"{written}-{len(found)}") if Path(written).is_dir() else None
+    return found
+
+
+_WITH_COMMANDS = [p for p in PAGES if any(b.language in ("bash", "sh") and not b.reason for b in blocks(p))]
+
+
+@pytest.mark.parametrize("page", _WITH_COMMANDS)
+def test_commands_run(ranks, page, tmp_path):
+    ranks(1, _write_inputs, tmp_path)
+    found = ranks(1, _run_commands, page, tmp_path)[0]
+    wrong = {line: outcome for line, outcome in found.items() if outcome not in ("done", "started")}
+    assert not wrong
