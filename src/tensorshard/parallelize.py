@@ -28,6 +28,7 @@ from tensorshard.lay_out.apply_plan import apply_plan
 from tensorshard.lay_out.laid_out_mark import check_not_laid_out, mark_laid_out
 from tensorshard.lay_out.model_checks import check_model
 from tensorshard.lay_out.users_modules import UsersModules, is_just_built
+from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.materialize import TensorSource, from_meta, from_module, record
 from tensorshard.mesh import Mesh
 from tensorshard.modules.generation_cache import GenerationCache
@@ -168,8 +169,15 @@ def _check_updates(model: nn.Module, updates: list[HeadUpdate], optimizer: Optim
 
 
 def _described(plan: Plan, seed: int, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What must be the same on every rank before any group is made."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """What must be the same on every rank before any group is made. Of layers that are split by hand, the last rank's
+    shard may be smaller."""
+    split = tuple(
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        if isinstance(module, ParallelModule) and module.dim is not None
+    )
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {name: tensor for name, tensor in named.items() if not (split and name.startswith(split))}
     return {
         "plans": plan.to_dict(),
         "seeds": {"seed": seed},

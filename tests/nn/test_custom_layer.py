@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+import tensorshard.distributed as tsd
+
 PAGE = Path(__file__).parents[2] / "docs" / "custom-parallel-layer.md"
 
 
@@ -31,6 +33,7 @@ def test_the_template(ranks):
 
 
 def _save_and_load(folder: str) -> None:
+    tsd.init_process_group()
     page = _template()
     torch.manual_seed(1)
     model = page.Block()

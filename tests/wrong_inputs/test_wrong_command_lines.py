@@ -69,8 +69,8 @@ AT_ONCE: dict[str, tuple[Any, ...]] = {
     "a file for a directory": ("train mine.py --output mine.py", "--output mine.py", "a file"),
     "no time": ("train mine.py --timeout 0", "--timeout 0", "above 0"),
     "generating with nothing": ("generate", "a model and a prompt", "given nothing"),
-    "generating from nowhere": ("generate nowhere once", "nowhere was given", "a run with a checkpoint"),
-    "generating from a file": ("generate mine.py once", "mine.py was given", "a run with a checkpoint"),
+    "generating from nowhere": ("generate nowhere once", "nowhere does not exist", "a run with a checkpoint"),
+    "generating from a file": ("generate mine.py once", "mine.py has no model", "a run with a checkpoint"),
     "no new tokens": ("generate run once --max-new-tokens 0", "max_new_tokens=0", "at least 1"),
     "a temperature below 0": ("generate run once --temperature -1", "temperature=-1", "at least 0"),
     "none of the likeliest": ("generate run once --top-k 0", "top_k=0", "at least 1"),
@@ -91,8 +91,8 @@ AT_ONCE: dict[str, tuple[Any, ...]] = {
     "a tokenizer that is none": ("data tokenize text.txt --tokenizer list.yaml", "list.yaml is no tokenizer.json"),
     "tokens that are there": ("data tokenize text.txt --output there", "there already", "--overwrite"),
     "a folder that is a file": ("data tokenize text.txt --output mine.py", "mine.py"),
-    "words that env does not take": ("env all", "env takes no", "all"),
-    "words that test does not take": ("test gpt", "test takes no", "gpt"),
+    "words that env does not take": ("env all", "takes no arguments", "all"),
+    "words that test does not take": ("test gpt", "takes no arguments", "gpt"),
     "testing with no processes": ("test --nproc 0", "nproc is 0", "at least 1"),
 }  # fmt: skip
 
