@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tensorshard.distributed import init_process_group
     from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
     from tensorshard.engine.engine import Engine
+    from tensorshard.estimate.estimate import Estimate, estimate
     from tensorshard.group_sharded import group_sharded_parallel, save_group_sharded_model
     from tensorshard.mesh import Mesh
     from tensorshard.parallelize import parallelize
@@ -23,10 +24,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Engine",
+    "Estimate",
     "Mesh",
     "Plan",
     "collect_state_dict",
     "distributed",
+    "estimate",
     "from_pretrained",
     "get_parallel_dim",
     "group_sharded_parallel",
@@ -46,8 +49,10 @@ __all__ = [
 # Where each name comes from on its first use, so that `import tensorshard` costs little more than nothing.
 _MODULES = {
     "Engine": "engine",
+    "Estimate": "estimate",
     "Mesh": "mesh",
     "collect_state_dict": "state",
+    "estimate": "estimate",
     "from_pretrained": "pretrained",
     "get_parallel_dim": "comm.marks",
     "group_sharded_parallel": "group_sharded",

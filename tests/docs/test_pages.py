@@ -27,6 +27,7 @@ RANKS = {
     "README.md": 2,
     "docs/coupled-losses.md": 2,
     "docs/custom-parallel-layer.md": 2,
+    "docs/estimate.md": 1,
     "docs/heads.md": 2,
     "docs/pipelines.md": 4,
     "docs/pretrained.md": 4,

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, open_dict
 
 from tensorshard.commands.allow import add_allow
 from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.words import config_and_overrides
 from tensorshard.config import ConfigError, load_config, to_yaml
 from tensorshard.config.config_error import MissingValueError
 from tensorshard.config.files import ASKED
@@ -155,11 +156,7 @@ def _config_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:
         # No checkpoint looks like that: --resume stood alone, and argparse took the word after it.
         words = [*words, args.resume]
         args.resume = RESUME_NEWEST
-    overrides = [word for word in words if "=" in word]
-    configs = [word for word in words if "=" not in word]
-    if len(configs) > 1:
-        raise ConfigError(f"one config at a time, not {' and '.join(configs)}; overrides are written KEY=VALUE")
-    return (configs[0] if configs else "quickstart"), overrides
+    return config_and_overrides(words)
 
 
 def _options(args: argparse.Namespace) -> list[str]:

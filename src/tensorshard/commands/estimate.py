@@ -1,0 +1,66 @@
+"""``tensorshard estimate``: does a config fit the devices, and what takes the memory?"""
+
+import argparse
+import os
+import sys
+
+from tensorshard.commands.allow import add_allow
+from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.words import config_and_overrides
+from tensorshard.config import ConfigError, load_config
+
+_EPILOG = """\
+examples:
+  tensorshard estimate quickstart --world-size 8
+      the shipped config on eight ranks
+  tensorshard estimate my_config.py train.plan.zero=3 train.plan.tp=8 --world-size 64 --gpu a100-80
+      a plan for hardware that is not here
+  tensorshard estimate my_config.py --world-size 4 --memory 24GiB
+      exit status 1 where it does not fit
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``estimate`` to the command line."""
+    parser = commands.add_parser(
+        "estimate",
+        help="tell what memory a config takes on hardware that need not be here",
+        description="Runs the steps of CONFIG on tensors without memory, as each distinct rank of so many, and prints "
+        "what each holds at its peak. Exit status 1 where that does not fit.",
+        usage="tensorshard estimate [CONFIG] [KEY=VALUE ...] --world-size N [options]",
+        epilog=_EPILOG,
+        formatter_class=HelpFormat,
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", metavar="CONFIG KEY=VALUE", help="as for 'tensorshard train'")
+    parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks")
+    parser.add_argument("--gpu", metavar="NAME", help="the device, such as a100-80, h100 or rtx-4090")
+    parser.add_argument("--memory", metavar="SIZE", help="what a device has, such as 24GiB; wins over --gpu")
+    add_allow(parser)
+    parser.set_defaults(command=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ConfigError: what was asked for cannot be done.
+    """
+    if args.world_size is None or args.world_size < 1:
+        given = "was not given" if args.world_size is None else f"is {args.world_size}"
+        raise ConfigError(f"--world-size {given}; it must be the number of ranks, 1 or more, as in --world-size 8")
+    if os.getcwd() not in sys.path:  # where the user's own modules are, as for `tensorshard train`
+        sys.path.insert(0, os.getcwd())
+    from tensorshard.estimate.hardware import find_hardware, size_in_bytes
+    from tensorshard.trainer.estimated_run import estimate_run
+
+    config = load_config(*config_and_overrides(args.words), allow=args.allow)
+    try:
+        find_hardware(args.gpu)
+        memory = None if args.memory is None else size_in_bytes("--memory", args.memory)
+        found = estimate_run(config, args.world_size, args.gpu)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    print(found.describe(memory))
+    known = memory is not None or found.hardware is not None
+    return 1 if known and not found.fits(memory) else 0

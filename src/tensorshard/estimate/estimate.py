@@ -1,0 +1,169 @@
+"""`estimate`: a plan's memory on every distinct rank, found by running the Engine itself on fake tensors."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.engine.engine import Engine
+from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.estimate.hardware import Hardware, find_hardware, size_in_bytes
+from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate, summarize
+from tensorshard.estimate.watched_steps import watch_steps
+from tensorshard.modules.fake_copies import make_fake_copy
+from tensorshard.modules.tensors import map_tensors_once
+from tensorshard.parallelize import parallelize
+from tensorshard.plan import AXES, Plan
+from tensorshard.torch_private.fake_tensors import FakeTensorMode
+from tensorshard.torch_private.process_groups import fake_world
+
+logger = logging.getLogger("tensorshard")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory that a plan takes.
+
+    Args:
+        plan: with every axis set.
+        ranks: one for each distinct rank: those of a pipeline's stages, each with the largest shards.
+        hardware: what was asked for; None if nothing was.
+    """
+
+    plan: Plan
+    world_size: int
+    ranks: list[RankEstimate]
+    hardware: Hardware | None = None
+
+    @property
+    def largest(self) -> RankEstimate:
+        """The rank that takes the most memory."""
+        return max(self.ranks, key=lambda rank: rank.peak_device)
+
+    def fits(self, memory: int | str | None = None) -> bool:
+        """Whether every rank fits.
+
+        Args:
+            memory: bytes of a device, or text such as "24GiB"; by default that of the hardware.
+
+        Raises:
+            ValueError: neither is known.
+        """
+        return self.largest.peak_device <= self._memory(memory)
+
+    def describe(self, memory: int | str | None = None) -> str:
+        """A table of what each distinct rank holds at its peak, and whether it fits."""
+        shown = [name for name in CATEGORIES if any(rank.by_category[name] for rank in self.ranks)]
+        heads = ["rank", *(["stage"] if len(self.ranks) > 1 else []), "peak", *shown, "in"]
+        rows = []
+        for rank in self.ranks:
+            stage = [str(rank.stage)] if len(self.ranks) > 1 else []
+            sizes = [_mib(rank.by_category[name]) for name in shown]
+            rows.append([str(rank.rank), *stage, _mib(rank.peak_allocated), *sizes, rank.phase])
+        widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+        lines = [f"{self.plan.describe()}", "", "MiB of live tensors at the peak:"]
+        for row in [heads, *rows]:
+            lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        largest = self.largest
+        lines += ["", f"largest tensors of rank {largest.rank} then:"]
+        lines += [
+            f"  {_mib(t.nbytes):>10} MiB  {t.category:<19} {list(t.shape)} {t.dtype}, {t.operation} in {t.phase}"
+            for t in largest.largest
+        ]
+        lines.append(
+            f"\nwith a caching allocator {_mib(largest.peak_reserved)} MiB are reserved (a model of torch's for CUDA, "
+            f"not validated)"
+        )
+        if memory is not None or self.hardware is not None:
+            there = self._memory(memory)
+            verb = "fits" if self.fits(memory) else "does not fit"
+            lines.append(f"{verb}: {_mib(largest.peak_device)} of {_mib(there)} MiB on the device")
+        return "\n".join(lines)
+
+    def _memory(self, memory: int | str | None) -> int:
+        if memory is not None:
+            return size_in_bytes("memory", memory)
+        if self.hardware is None:
+            raise ValueError("no memory was given: pass memory='24GiB', or estimate(hardware='a100-80')")
+        return self.hardware.memory
+
+
+def estimate(
+    model: nn.Module | Callable[[], nn.Module],
+    plan: Plan,
+    *,
+    world_size: int,
+    inputs: Any,
+    targets: Any,
+    optimizer: OptimizerFactory,
+    loss_fn: Callable[[Any, Any], Any],
+    hardware: str | Hardware | None = None,
+) -> Estimate:
+    """The memory of `plan`, without the hardware.
+
+    The Engine itself takes two steps on fake tensors, as one rank after the other of a world whose other ranks do not
+    exist. So what is found is what the code does. Nothing is computed, and no weights are allocated. Operations are
+    those of CPU ranks; what a kernel takes for itself is not seen.
+
+    Args:
+        model: as for :func:`tensorshard.parallelize`; a module is copied, and left as it is.
+        world_size: the number of ranks.
+        inputs, targets: one data rank's batch, as for :meth:`Engine.step`; only shapes and types matter.
+        optimizer, loss_fn: as for :func:`tensorshard.parallelize`.
+        hardware: a name such as "a100-80", or a :class:`Hardware`; None for none.
+
+    Raises:
+        ValueError: the plan does not suit the model or the number of ranks; unknown hardware, with the names that are.
+        RuntimeError: this process is in a world of ranks already.
+    """
+    found = find_hardware(hardware)
+    resolved = plan.resolve(world_size)
+    if dist.is_initialized():
+        raise RuntimeError(
+            "estimate was called in a process that is in a world of ranks already; call it before parallelize, or in "
+            "a process of its own"
+        )
+    device_bytes = found.context if found is not None else 0
+    ranks = []
+    for stage, rank in enumerate(_first_ranks(resolved)):
+        with _quiet(), fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+
+            def build(fake: FakeTensorMode = fake) -> Engine:
+                ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
+                return parallelize(ours, resolved, optimizer=optimizer, loss_fn=loss_fn, sample_inputs=inputs)
+
+            def batch() -> tuple[Any, Any]:
+                made = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), [inputs, targets])
+                return made[0], made[1]
+
+            ledger, known, _ = watch_steps(build, batch)
+        ranks.append(summarize(ledger, known, rank=rank, stage=stage, device_bytes=device_bytes))
+    return Estimate(resolved, world_size, ranks, found)
+
+
+def _first_ranks(plan: Plan) -> Iterator[int]:
+    """The first rank of each pipeline stage, which has the largest shards."""
+    within = 1
+    for axis in AXES[1:]:
+        within *= getattr(plan, axis)
+    yield from range(0, plan.pp * within, within)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, what the Engine logs about itself is not shown."""
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f}"

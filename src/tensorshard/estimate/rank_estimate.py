@@ -1,0 +1,140 @@
+"""What one rank's step takes: the peak of its ledger, what that is made of, and how it changes over the step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensorshard.estimate.caching_allocator import CachingAllocator
+from tensorshard.estimate.storage_ledger import Allocation, Event, StorageLedger
+
+PARAMETERS = "parameters"
+GATHERED = "gathered parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer states"
+ACTIVATIONS = "activations"
+INPUTS = "inputs"
+TEMPORARIES = "temporaries"
+CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, INPUTS, TEMPORARIES)
+_BY_PHASE = {"initialization": PARAMETERS, "forward": ACTIVATIONS, "backward": TEMPORARIES, "update": TEMPORARIES}
+_LARGEST = 8
+
+
+@dataclass(frozen=True)
+class LargeTensor:
+    """A tensor that is held at the peak."""
+
+    nbytes: int
+    category: str
+    shape: tuple[int, ...]
+    dtype: str
+    phase: str
+    operation: str
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """One rank's memory.
+
+    Args:
+        rank: its number. stage: of the pipeline, 0 without one.
+        peak_allocated: the largest number of bytes in live tensors at once, over the steps that were run.
+        peak_reserved: what torch's caching allocator on a CUDA device would have reserved for these. Not validated.
+        peak_device: that, and what the device itself takes.
+        by_category: bytes at the peak, by what they are for (:data:`CATEGORIES`); they add up to `peak_allocated`.
+        phase: what was going on at the peak: "initialization", "forward", "backward" or "update".
+        largest: the largest tensors then.
+        timeline: bytes in live tensors after each change of the steps, with the phase.
+    """
+
+    rank: int
+    stage: int
+    peak_allocated: int
+    peak_reserved: int
+    peak_device: int
+    by_category: dict[str, int]
+    phase: str
+    largest: list[LargeTensor]
+    timeline: list[tuple[str, int]] = field(repr=False)
+
+
+def summarize(
+    ledger: StorageLedger, known: Mapping[int, str], *, rank: int, stage: int, device_bytes: int
+) -> RankEstimate:
+    """What `ledger` says of a rank.
+
+    Args:
+        known: the categories of storages whose use is known, by their numbers.
+        device_bytes: what the device takes beside tensors.
+    """
+    categories = [known.get(a.number) or _category(a) for a in ledger.allocations]
+    peak, at = _peak(ledger.events, ledger.start)
+    held = _held(ledger.events[: at + 1])
+    by_category = dict.fromkeys(CATEGORIES, 0)
+    for number, nbytes in held.items():
+        by_category[categories[number]] += nbytes
+    steady = [*_at_once(_held(ledger.events[: ledger.start])), *ledger.events[ledger.start :]]
+    reserved = _reserved(steady)
+    largest = sorted(held, key=held.__getitem__, reverse=True)[:_LARGEST]
+    return RankEstimate(
+        rank,
+        stage,
+        peak,
+        reserved,
+        reserved + device_bytes,
+        by_category,
+        ledger.events[at].phase if ledger.events else "initialization",
+        [_described(ledger.allocations[number], held[number], categories[number]) for number in largest],
+        _timeline(steady),
+    )
+
+
+def _category(allocation: Allocation) -> str:
+    return GATHERED if allocation.resized else _BY_PHASE[allocation.phase]
+
+
+def _described(allocation: Allocation, nbytes: int, category: str) -> LargeTensor:
+    dtype = str(allocation.dtype).removeprefix("torch.")
+    return LargeTensor(nbytes, category, allocation.shape, dtype, allocation.phase, allocation.operation)
+
+
+def _peak(events: Sequence[Event], start: int) -> tuple[int, int]:
+    """The most bytes that were live at once from event `start` on, and after which event."""
+    live = sum(event.nbytes for event in events[:start])
+    most, at = live, start - 1
+    for index, event in enumerate(events[start:], start=start):
+        live += event.nbytes
+        if live > most:
+            most, at = live, index
+    return most, at
+
+
+def _at_once(held: Mapping[int, int]) -> list[Event]:
+    """What is there before the first step, as if nothing else had been: a table's search runs on the host."""
+    return [Event(number, nbytes, "initialization") for number, nbytes in held.items()]
+
+
+def _held(events: Sequence[Event]) -> dict[int, int]:
+    held: dict[int, int] = {}
+    for event in events:
+        held[event.number] = held.get(event.number, 0) + event.nbytes
+    return {number: nbytes for number, nbytes in held.items() if nbytes}
+
+
+def _reserved(events: Sequence[Event]) -> int:
+    allocator = CachingAllocator()
+    blocks: dict[int, Any] = {}
+    for event in events:
+        block = blocks.pop(event.number, None)
+        if block is not None:  # also where a storage changes its size: it is another one then
+            allocator.free(block)
+        if event.nbytes > 0:
+            blocks[event.number] = allocator.allocate(event.nbytes)
+    return allocator.reserved
+
+
+def _timeline(events: Sequence[Event]) -> list[tuple[str, int]]:
+    live, line = 0, []
+    for event in events:
+        live += event.nbytes
+        line.append((event.phase, live))
+    return line

@@ -1,0 +1,140 @@
+"""A ledger of storages: what is allocated and freed in a run, in order, on real tensors or on fake ones."""
+
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.dtensor import local_tensor
+from tensorshard.torch_private.pytree import tree_leaves
+from tensorshard.torch_private.storages import runs_backward, watched_resizes
+from tensorshard.torch_private.tensors import storage_address
+
+
+@dataclass
+class Allocation:
+    """One storage.
+
+    Args:
+        phase: in which it was made: "initialization", "forward", "backward" or "update".
+        operation: that made it.
+        shape, dtype: of the tensor that it was first seen with.
+        resized: whether it was emptied and filled again, as parameters that are gathered are.
+    """
+
+    number: int
+    phase: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    resized: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    """A storage grows or shrinks by some bytes."""
+
+    number: int
+    nbytes: int
+    phase: str
+
+
+class StorageLedger(TorchDispatchMode):
+    """Notes every storage that operations within it make, how large it is, and when it goes.
+
+    Views and in-place operations add nothing. What one kernel allocates and frees inside of itself is not seen. The
+    idea is that of torch's MemTracker, without its modules and without rounding.
+
+    Attributes:
+        allocations: by their numbers.
+        events: in order.
+        initializing: whether what is made now belongs to the model and its Engine.
+        updating: whether the optimizer runs.
+        start: the number of events before the first step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocations: list[Allocation] = []
+        self.events: list[Event] = []
+        self.initializing = True
+        self.updating = False
+        self.start = 0
+        self._numbers: dict[int, int] = {}  # of the live storages, by their address as objects
+        self._sizes: dict[int, int] = {}
+        self._resizes: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> "StorageLedger":
+        self._resizes = watched_resizes(self._resized)
+        self._resizes.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        assert self._resizes is not None
+        self._resizes.__exit__(*exception)
+
+    def initialized(self) -> None:
+        """Says that the model and its Engine are there, and steps follow."""
+        self.initializing = False
+        self.start = len(self.events)
+
+    def phase(self) -> str:
+        """What is going on."""
+        if self.initializing:
+            return "initialization"
+        if self.updating:
+            return "update"
+        return "backward" if runs_backward() else "forward"
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor's storage; None if it was made before."""
+        return self._numbers.get(storage_address(_storage(tensor)))
+
+    def note(self, tensor: torch.Tensor, operation: str) -> None:
+        """Adds the storage of `tensor`, unless it is known."""
+        if tensor.is_meta:
+            return
+        storage = _storage(tensor)
+        key = storage_address(storage)
+        if key in self._numbers:
+            return
+        number = len(self.allocations)
+        self.allocations.append(Allocation(number, self.phase(), operation, tuple(tensor.shape), tensor.dtype))
+        self._numbers[key] = number
+        self._sizes[number] = 0
+        self._change(number, storage.nbytes())
+        weakref.finalize(storage, self._freed, key, number).atexit = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                self.note(leaf, str(func))
+        return output
+
+    def _change(self, number: int, size: int) -> None:
+        change = size - self._sizes[number]
+        self._sizes[number] = size
+        if change:
+            self.events.append(Event(number, change, self.phase()))
+
+    def _freed(self, key: int, number: int) -> None:
+        del self._numbers[key]
+        self._change(number, 0)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        number = self._numbers.get(storage_address(storage))
+        if number is not None:
+            self.allocations[number].resized = True
+            self._change(number, storage.nbytes())
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()

@@ -1,0 +1,58 @@
+"""Steps of an Engine under a ledger, and what each storage in it is for."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tensorshard.engine.engine import Engine
+from tensorshard.estimate.rank_estimate import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
+from tensorshard.estimate.storage_ledger import StorageLedger
+from tensorshard.modules.tensors import tensor_leaves
+
+STEPS = 2  # the first makes the optimizer's states, at its end; the second has them all the time
+
+
+def watch_steps(
+    make_engine: Callable[[], Engine], make_batch: Callable[[], tuple[Any, Any]]
+) -> tuple[StorageLedger, dict[int, str], Engine]:
+    """Makes an Engine and takes :data:`STEPS` steps.
+
+    Returns:
+        The ledger of all of it; the categories of storages whose use is known, by their numbers; the Engine.
+    """
+    known: dict[int, str] = {}
+    with StorageLedger() as ledger:
+        engine = make_engine()
+
+        def note(tensors: Any, category: str) -> None:
+            for tensor in tensor_leaves(tensors):
+                number = ledger.number_of(tensor)
+                if number is not None:
+                    known.setdefault(number, category)
+
+        def masters() -> list[torch.Tensor]:
+            return list(engine.sharded.masters().values())
+
+        def before_update(*_: Any) -> None:
+            held = [*masters(), *engine.model.parameters()]
+            note([tensor.grad for tensor in held if tensor.grad is not None], GRADIENTS)
+            ledger.updating = True
+
+        def after_update(*_: Any) -> None:
+            ledger.updating = False
+
+        engine.optimizer.register_step_pre_hook(before_update)
+        engine.optimizer.register_step_post_hook(after_update)
+        inputs, targets = make_batch()
+        for tensor in tensor_leaves((inputs, targets)):
+            ledger.note(tensor, "input")
+        note((inputs, targets), INPUTS)
+        note([*masters(), *engine.model.parameters(), *engine.model.buffers()], PARAMETERS)
+        gc.collect()  # what searches leave in circles of references
+        ledger.initialized()
+        for _ in range(STEPS):
+            engine.step(inputs, targets)
+        note([list(state.values()) for state in engine.optimizer.state.values()], OPTIMIZER)
+    return ledger, known, engine

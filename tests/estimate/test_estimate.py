@@ -1,0 +1,139 @@
+"""Estimates on fake tensors: what a real run's ledger says, what it is made of, and what is refused."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parity
+import tensorshard as ts
+from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate, summarize
+from tensorshard.estimate.watched_steps import watch_steps
+
+# A real collective holds what it moves until it is waited for, that of a fake group is over at once: of a tiny model that
+# is a few percent.
+NEAR = 0.05
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero 0": (2, dict(zero=0)),
+    "zero 1, bf16": (2, dict(zero=1, precision="bf16")),
+    "zero 2, two micro-batches": (2, dict(zero=2, micro_batches=2)),
+    "zero 3": (2, dict(zero=3)),
+    "zero 3, recompute": (2, dict(zero=3, recompute="full")),
+    "tp": (2, dict(tp=2)),
+    "pp": (2, dict(pp=2, micro_batches=2, clip_grad_norm=1.0)),
+}
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(4, 12, dtype=torch.long), torch.zeros(4, 12, dtype=torch.long)
+
+
+def _measured(fields: dict[str, Any]) -> RankEstimate:
+    """The ledger of this rank's real steps."""
+
+    def build() -> ts.Engine:
+        return ts.parallelize(
+            partial(parity.build, "gpt"), ts.Plan(**fields), optimizer=ADAMW, loss_fn=parity.loss_function("gpt")
+        )
+
+    ledger, known, engine = watch_steps(build, _batch)
+    return summarize(ledger, known, rank=dist.get_rank(), stage=engine.mesh.index("pp"), device_bytes=0)
+
+
+def _estimated(world: int, fields: dict[str, Any], model: str = "gpt") -> ts.Estimate:
+    if dist.is_initialized():  # a process of the tests' pool has a world of its own
+        dist.destroy_process_group()
+    inputs, targets = _batch()
+    return ts.estimate(
+        partial(parity.build, model),
+        ts.Plan(**fields),
+        world_size=world,
+        inputs=inputs,
+        targets=targets,
+        optimizer=ADAMW,
+        loss_fn=parity.loss_function(model),
+        hardware="titan-xp",
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_it_says_what_the_ledger_of_a_real_run_says(ranks, plan):
+    world, fields = PLANS[plan]
+    measured = ranks(world, _measured, fields)
+    estimated = ranks(1, _estimated, world, fields)[0]
+    for rank in estimated.ranks:
+        real = measured[rank.rank]
+        assert abs(rank.peak_allocated - real.peak_allocated) <= NEAR * real.peak_allocated
+        assert rank.phase == real.phase and rank.stage == real.stage
+        for category in CATEGORIES:
+            assert abs(rank.by_category[category] - real.by_category[category]) <= NEAR * real.peak_allocated, category
+        assert sum(rank.by_category.values()) == rank.peak_allocated
+
+
+def _at_64_ranks() -> dict[int, dict[str, int]]:
+    return {level: _estimated(64, dict(zero=level)).ranks[0].by_category for level in (0, 3)}
+
+
+def test_sharded_states_shrink_with_the_number_of_ranks(ranks):
+    found = ranks(1, _at_64_ranks)[0]
+    assert found[3]["optimizer states"] < found[0]["optimizer states"] / 20  # each tensor is padded
+
+
+def _described() -> tuple[str, bool, bool]:
+    found = _estimated(2, dict(pp=2, micro_batches=2))
+    return found.describe(), found.fits(), found.fits("1MiB")
+
+
+def test_it_is_described(ranks):
+    text, fits, fits_little = ranks(1, _described)[0]
+    assert fits and not fits_little
+    assert "stage" in text and "activations" in text and "fits: " in text and "not validated" in text
+
+
+def _leaves_the_module_alone() -> bool:
+    dist.destroy_process_group()
+    model = torch.nn.Linear(8, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ts.estimate(
+        model,
+        ts.Plan(),
+        world_size=4,
+        inputs=torch.zeros(2, 8),
+        targets=torch.zeros(2, 4),
+        optimizer=ADAMW,
+        loss_fn=torch.nn.functional.mse_loss,
+    )
+    return all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_module_is_left_as_it_is(ranks):
+    assert ranks(1, _leaves_the_module_alone)[0]
+
+
+def _refusal(**changed: Any) -> str:
+    if not changed.pop("joined", False):
+        dist.destroy_process_group()
+    arguments = {
+        "world_size": 4, "inputs": torch.zeros(2, 8), "targets": torch.zeros(2, 4), "optimizer": ADAMW,
+        "loss_fn": torch.nn.functional.mse_loss, **changed,
+    }  # fmt: skip
+    try:
+        ts.estimate(torch.nn.Linear(8, 4), ts.Plan(tp=2), **arguments)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (dict(world_size=3), "3"),
+        (dict(hardware="a100"), "a100-80"),
+        (dict(joined=True), "in a world of ranks already"),
+    ],
+)
+def test_refusals(ranks, changed, said):
+    assert said in ranks(1, partial(_refusal, **changed))[0]
