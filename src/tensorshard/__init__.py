@@ -5,6 +5,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tensorshard.offload_fields import Offload
 from tensorshard.plan import Plan
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Engine",
     "Mesh",
+    "Offload",
     "Plan",
     "collect_state_dict",
     "distributed",

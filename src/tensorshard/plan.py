@@ -1,14 +1,19 @@
 """The Plan: what to do, as pure data. It prints, compares, loads from YAML and checks itself."""
 
-import difflib
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-_Class = TypeVar("_Class")
+from tensorshard.field_checks import (
+    check_choice,
+    check_degree,
+    check_int,
+    check_positive,
+    refuses_unknown_fields,
+    unknown_field,
+)
+from tensorshard.offload_fields import Offload, as_offload
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first."""
@@ -26,33 +31,7 @@ _MISSING_AXES = {"cp": "context parallelism"}
 _FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": "pp", "pp_units": "pp"}
 
 
-def _unknown_field(cls: type, values: Iterable[Any]) -> str | None:
-    """What is wrong with the first of `values` that is no field of the dataclass `cls`."""
-    known = [f.name for f in fields(cls)]
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
-            return f"Plan has no field {key!r}; {hint}"
-    return None
-
-
-def _refuses_unknown_fields(cls: type[_Class]) -> type[_Class]:
-    """Has the dataclass `cls` name the nearest field where it is given one that does not exist."""
-    initialize = cls.__init__
-
-    @wraps(initialize)
-    def __init__(self: Any, *args: Any, **values: Any) -> None:
-        unknown = _unknown_field(cls, values)
-        if unknown is not None:
-            raise TypeError(unknown)
-        initialize(self, *args, **values)
-
-    cls.__init__ = __init__  # type: ignore[assignment]
-    return cls
-
-
-@_refuses_unknown_fields
+@refuses_unknown_fields
 @dataclass(frozen=True)
 class Plan:
     """How a model is to be trained, whatever the hardware turns out to be.
@@ -90,7 +69,8 @@ class Plan:
             few as it does.
         pp_units: names of modules (globs allowed) that a pipeline is not to cut through, beside the model's blocks; or
             of parts of blocks, between which it may then cut.
-        offload: where optimizer states go; None keeps them on the device.
+        offload: what is kept in host memory or on disk, an :class:`Offload`. "cpu" and "disk" mean optimizer states
+            and gradients; None keeps all on the device.
 
     Raises:
         ValueError: a value that no hardware could honour; the message says what would work.
@@ -113,7 +93,7 @@ class Plan:
     pp_split: list[str] | None = None
     shard_units: int | list[str] | None = None
     compile: bool = False
-    offload: Any = None
+    offload: Offload | str | None = None
     reduce_dtype: str | None = None
     tp_check: bool = True
     pp_stages_per_rank: int | None = None
@@ -121,7 +101,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            _check_degree(axis, getattr(self, axis))
+            check_degree(axis, getattr(self, axis))
         inferred = [axis for axis in AXES if getattr(self, axis) == -1]
         if len(inferred) > 1:
             raise ValueError(
@@ -129,21 +109,22 @@ class Plan:
                 f"give the others a number"
             )
         object.__setattr__(self, "zero", _zero_level(self.zero))
-        _check_int("micro_batches", self.micro_batches, least=1)
-        _check_choice("precision", self.precision, PRECISIONS)
-        _check_choice("recompute", self.recompute, RECOMPUTE_MODES)
+        check_int("micro_batches", self.micro_batches, least=1)
+        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("recompute", self.recompute, RECOMPUTE_MODES)
         if self.reduce_dtype is not None:
-            _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+            check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         if self.clip_grad_norm is not None:
-            _check_positive("clip_grad_norm", self.clip_grad_norm)
+            check_positive("clip_grad_norm", self.clip_grad_norm)
         for name in ("compile", "sequence_parallel", "tp_check"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         object.__setattr__(self, "shard_units", _shard_units(self.shard_units))
+        object.__setattr__(self, "offload", as_offload(self.offload))
         for name in ("pp_split", "pp_units"):
             object.__setattr__(self, name, _names_of_modules(name, getattr(self, name)))
         if self.pp_stages_per_rank is not None:
-            _check_int("pp_stages_per_rank", self.pp_stages_per_rank, least=1)
+            check_int("pp_stages_per_rank", self.pp_stages_per_rank, least=1)
         if self.pp_schedule != "1f1b":
             from tensorshard.schedules import find_schedule
 
@@ -155,7 +136,7 @@ class Plan:
         Raises:
             ValueError: the degrees do not multiply to `world_size`, or the plan asks for what is not implemented.
         """
-        _check_int("world_size", world_size, least=1)
+        check_int("world_size", world_size, least=1)
         self._check_implemented()
         degrees = {axis: getattr(self, axis) for axis in AXES}
         known = math.prod(d for d in degrees.values() if d != -1)
@@ -223,11 +204,13 @@ class Plan:
             )
         if self.tp_plan is not None and self.tp == 1:
             raise ValueError("tp_plan was given, but tp=1 splits nothing; set tp, or leave tp_plan at None")
-        if self.offload is not None:
-            raise ValueError(
-                f"offload={self.offload!r} is not implemented in this version; leave it at None "
-                f"(dp_shard over more processes and recompute='full' save memory)"
-            )
+        if self.offloaded is not None:
+            self.offloaded.check_implemented()
+
+    @property
+    def offloaded(self) -> Offload | None:
+        """``offload``, whose short forms ("cpu", "disk") are spelled out."""
+        return as_offload(self.offload)
 
     @property
     def dp_size(self) -> int:
@@ -260,6 +243,8 @@ class Plan:
         if self.tp != 1:
             lines.append(f"tp_plan        {'to be found' if self.tp_plan is None else f'{len(self.tp_plan)} entries'}")
             lines.append(f"sequences      {'split between split layers' if self.sequence_parallel else 'whole'}")
+        if self.offloaded is not None:
+            lines.append(f"offload        {self.offloaded.describe()}")
         return "\n".join(lines)
 
     def _describe_units(self) -> str:
@@ -280,7 +265,7 @@ class Plan:
         Raises:
             ValueError: a key that is no field of Plan; names the nearest field.
         """
-        unknown = _unknown_field(cls, values)
+        unknown = unknown_field(cls, values)
         if unknown is not None:
             raise ValueError(unknown)
         return cls(**values)
@@ -306,34 +291,6 @@ class Plan:
         return cls.from_dict(values)
 
 
-def _check_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; it must be an integer of at least {least}")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
-
-
-def _check_degree(axis: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{axis} is {value!r}; it must be a positive integer, or -1 to be inferred")
-    if value < 1 and value != -1:
-        raise ValueError(f"{axis} is {value}; it must be a positive integer, or -1 to be inferred")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; it must be a positive number or None")
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} is {value}; it must be a positive, finite number, or None to turn it off")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}{hint}")
-
-
 def _zero_level(value: Any) -> int:
     if isinstance(value, str) and value in ZERO_NAMES:
         return ZERO_NAMES[value]
@@ -355,7 +312,7 @@ def _shard_units(value: Any) -> int | list[str] | None:
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool):
-        _check_int("shard_units", value, least=1)
+        check_int("shard_units", value, least=1)
         return value
     if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
         return list(value)

@@ -4,7 +4,7 @@ Its *masters* are what the optimizer updates.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.modules.parameters import parameter_aliases
+from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.transforms.precision import master_dtype
 
 
@@ -159,9 +160,17 @@ class ShardedModel(ABC):
     def finish_backward(self) -> None:
         """Called after a step's last backward: every master's gradient is final when this returns."""
 
+    def offloaded_masters(self) -> dict[str, OffloadedMaster]:
+        """Those of :meth:`masters` that are not in the device's memory."""
+        return {}
+
     @abstractmethod
-    def all_gather_parameters(self) -> None:
-        """Called after the masters were changed: what forward computes with follows them."""
+    def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
+        """Called after the masters were changed: what forward computes with follows them.
+
+        Args:
+            copied: the masters whose 16-bit copies on this rank follow them already.
+        """
 
     def all_gather_loaded(self) -> None:
         """Called after the masters were overwritten, frozen ones included, which no update changes."""

@@ -2,7 +2,7 @@
 
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ class FullyShardedModel(ShardedModel):
     def finish_backward(self) -> None:
         """FSDP finishes by itself at the end of backward."""
 
-    def all_gather_parameters(self) -> None:
+    def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         """FSDP gathers the masters themselves."""
 
     def finish_gather(self) -> None:

@@ -40,6 +40,7 @@ class FinalGradients:
 
     Attributes:
         norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
+        left: what the last gradients were, or are still to be, multiplied by; None for nothing.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class FinalGradients:
     ) -> None:
         self.trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
         self.norm: torch.Tensor | None = None
+        self.left: torch.Tensor | float | None = None
         self._num_shards = sharded.num_shards()
         self._plan = plan
         self._mesh = mesh
@@ -69,6 +71,7 @@ class FinalGradients:
         *,
         steps_taken: int,
         measure: bool = False,
+        scale: bool = True,
     ) -> bool:
         """Normalizes, checks and clips the gradients in one pass; False if fp16 overflowed and the step is off.
 
@@ -77,6 +80,7 @@ class FinalGradients:
             factor: what they still have to be multiplied by; None for nothing.
             steps_taken: how many steps were taken before this one.
             measure: whether :attr:`norm` is set even where the plan does not need it.
+            scale: whether gradients are multiplied; else :attr:`left` says by what the update has to do so.
 
         Raises:
             NonFiniteLossError: the `loss`, or the gradient, is not finite.
@@ -103,8 +107,9 @@ class FinalGradients:
         if clip is not None:
             clipping = clip_factor(norm, clip)
             factor = clipping if factor is None else factor * clipping
-        if factor is not None and not _is_one(factor):
-            self.scale(factor)
+        self.left = None if factor is None or _is_one(factor) else factor
+        if scale and self.left is not None:
+            self.scale(self.left)
         return True
 
     def measure(self, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -10,6 +10,7 @@ from tensorshard.lay_out.model_tensor_split import choose_tensor_split, split_ov
 from tensorshard.materialize.source import TensorSource
 from tensorshard.mesh import Mesh
 from tensorshard.modules.blocks import find_blocks
+from tensorshard.offload.slots import Slots
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 
@@ -22,19 +23,23 @@ def apply_plan(
     *,
     broadcast: bool,
     sample_inputs: Any = None,
+    slots: Slots | None = None,
 ) -> ShardedModel:
     """The source's model, laid out over `mesh` as `plan` says, its values on `device`.
 
     Args:
         broadcast: whether the values of the mesh's first rank count, because the ranks' own may differ.
         sample_inputs: what the model is run on to find out how it can be split and cut; None to guess.
+        slots: where what is offloaded goes; None if the plan offloads nothing.
     """
     model = source.module
     found = choose_tensor_split(model, plan, mesh, sample_inputs)
     if mesh.degrees["pp"] > 1:
         from tensorshard.lay_out.pipeline_stages import apply_pipeline
 
-        return apply_pipeline(source, found, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
+        return apply_pipeline(
+            source, found, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs, slots=slots
+        )
 
     def value_of(name: str) -> torch.Tensor:
         value = source.tensor(name).to(device)
@@ -46,4 +51,4 @@ def apply_plan(
         units=shard_units(model, plan.shard_units),
         computed=[model],
     )
-    return lay_out(part, value_of, lambda: split_over_tensor_ranks(model, found, plan, mesh), plan, mesh, device)
+    return lay_out(part, value_of, lambda: split_over_tensor_ranks(model, found, plan, mesh), plan, mesh, device, slots)
