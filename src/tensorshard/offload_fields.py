@@ -86,11 +86,11 @@ class Offload:
         Raises:
             ValueError: names the field, and what works in its place.
         """
-        for name in ("gradients", "parameters", "activations"):
+        for name in ("parameters", "activations"):
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"offload.{name}={getattr(self, name)!r} is not implemented in this version; leave it at None "
-                    f"(offload=Offload(optimizer='disk') works, and zero=3 and recompute='full' save memory)"
+                    f"(offload.optimizer and offload.gradients work, and zero=3 and recompute='full' save memory)"
                 )
         if self.optimizer is None:
             raise ValueError(

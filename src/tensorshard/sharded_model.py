@@ -4,7 +4,7 @@ Its *masters* are what the optimizer updates.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.transforms.precision import master_dtype
+
+TakeGradient = Callable[[nn.Parameter], None]
 
 
 class ParameterSplit(Protocol):
@@ -56,6 +58,8 @@ class ShardedModel(ABC):
     def __init__(self, model: nn.Module, split: ParameterSplit) -> None:
         self.model = model
         self.split = split
+        self._take_gradient: TakeGradient | None = None
+        self._finish_gradients: Callable[[], None] | None = None
         self._aliases = parameter_aliases(model)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -159,6 +163,14 @@ class ShardedModel(ABC):
     @abstractmethod
     def finish_backward(self) -> None:
         """Called after a step's last backward: every master's gradient is final when this returns."""
+
+    def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
+        """Has `take` called with each master whose gradient a backward has completed, `finish` when they all are.
+
+        It may put another tensor of the same values in the gradient's place.
+        """
+        self._take_gradient = take
+        self._finish_gradients = finish
 
     def offloaded_masters(self) -> dict[str, OffloadedMaster]:
         """Those of :meth:`masters` that are not in the device's memory."""

@@ -81,13 +81,6 @@ def config() -> DictConfig:
         ("hooks.0.sizes=[1]", [1]),
     ],
 )
-def test_fields_of_an_offload_that_was_not_there(config: DictConfig) -> None:
-    changed = apply_overrides(config, ["train.plan.offload.optimizer=disk", "train.plan.offload.path=/data"])
-    assert instantiate(changed.train.plan) == Plan(zero=3, offload=Offload(optimizer="disk", path="/data"))
-    with pytest.raises(ConfigError, match=r"no argument 'optimiser'; did you mean 'optimizer'"):
-        apply_overrides(config, ["train.plan.offload.optimiser=disk"])
-
-
 def test_a_value_arrives_with_its_type(config: DictConfig, override: str, expected: object) -> None:
     changed = apply_overrides(config, [override])
     value = OmegaConf.select(changed, override.partition("=")[0])
@@ -165,3 +158,10 @@ def test_a_call_can_be_given_another_target(config: DictConfig) -> None:
 def test_what_cannot_be_is_refused(config: DictConfig, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         apply_overrides(config, [override])
+
+
+def test_fields_of_an_offload_that_was_not_there(config: DictConfig) -> None:
+    changed = apply_overrides(config, ["train.plan.offload.optimizer=disk", "train.plan.offload.path=/data"])
+    assert instantiate(changed.train.plan) == Plan(zero=3, offload=Offload(optimizer="disk", path="/data"))
+    with pytest.raises(ConfigError, match=r"no argument 'optimiser'; did you mean 'optimizer'"):
+        apply_overrides(config, ["train.plan.offload.optimiser=disk"])

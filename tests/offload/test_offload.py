@@ -79,7 +79,8 @@ MORE = [
 
 @pytest.mark.parametrize(("world_size", "cases"), [(1, ONE), (2, TWO)])
 def test_weights_are_the_same_to_the_last_bit(ranks, tmp_path, world_size, cases):
-    assert ranks(world_size, _both, cases, dict(optimizer="disk", path=str(tmp_path)))[0] == []
+    offload = dict(optimizer="disk", gradients="disk", path=str(tmp_path))
+    assert ranks(world_size, _both, cases, offload)[0] == []
 
 
 @pytest.mark.parametrize("tier", ["cpu", "disk"])

@@ -29,7 +29,7 @@ from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces
 from tensorshard.modules.running_statistics import keeps_statistics
 from tensorshard.offload.slots import OffloadedMaster, Slot
-from tensorshard.sharded_model import ParameterSplit, ShardedModel
+from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 from tensorshard.transforms.precision import master_dtype
@@ -158,6 +158,11 @@ class ReplicatedModel(ShardedModel):
         self.finish_gather()
         self._show(computing=False)
 
+    def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
+        super().watch_gradients(take, finish)
+        for parameter in self._parameters.values():
+            parameter.take_gradient = take
+
     def offloaded_masters(self) -> dict[str, OffloadedMaster]:
         return {name: p.offloaded for name, p in self._parameters.items() if p.offloaded is not None}
 
@@ -244,7 +249,7 @@ class ReplicatedModel(ShardedModel):
         if not self._in_backward:
             self._in_backward = True
             call_after_backward(self._end_of_backward)
-        if not self._last:
+        if not self._last and (self._groups.communicate or self._take_gradient is None):
             self._keep(parameter)
             return
         self._complete = False
@@ -276,6 +281,8 @@ class ReplicatedModel(ShardedModel):
             gradient = self._take(parameter)
             assert gradient is not None
             parameter.set_gradient(gradient.to(parameter.master.dtype).view(-1))
+        elif self._take_gradient is not None:
+            self._take_gradient(parameter.master)
 
     def _take(self, parameter: ReplicatedParameter) -> torch.Tensor | None:
         """The gradient of all micro-batches since the last reduction; the parameter gives it up."""
@@ -287,6 +294,11 @@ class ReplicatedModel(ShardedModel):
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
+        self._end_backward()
+        if self._finish_gradients is not None:
+            self._finish_gradients()
+
+    def _end_backward(self) -> None:
         if self._interleaved:  # who runs the backwards says when one is over
             return
         self._show(computing=False)
@@ -305,6 +317,8 @@ class ReplicatedModel(ShardedModel):
         else:  # what had a gradient in an earlier micro-batch alone
             for parameter in list(self._accumulated):
                 self._take_local(parameter)
+        if self._finish_gradients is not None:
+            self._finish_gradients()
         self._complete = True
 
     def _reduce(self, bucket: Bucket) -> None:

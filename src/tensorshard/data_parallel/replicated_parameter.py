@@ -27,6 +27,7 @@ class ReplicatedParameter:
     ) -> None:
         self.name = name
         self.offloaded: OffloadedMaster | None = None
+        self.take_gradient: Callable[[nn.Parameter], None] | None = None
         self.parts = 1 if shard_mesh is None or value.dim() == 0 else shard_mesh.size()
         index = 0 if self.parts == 1 else shard_mesh.get_local_rank()  # type: ignore[union-attr]
         wide = master_dtype(value.dtype)
@@ -102,3 +103,5 @@ class ReplicatedParameter:
             )
         else:
             self.master.grad = part
+        if self.take_gradient is not None:
+            self.take_gradient(self.master)

@@ -103,6 +103,7 @@ class Engine(LoopMethods):
         if slots is not None:
             trained = self._gradients.trained
             self._offloaded = offload_states(self.optimizer, optimizer, head_groups, sharded, trained, mesh, slots)
+            self._gradients.offloaded = self._offloaded.gradients
         copied = () if self._offloaded is None else self._offloaded.written
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
         self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters(copied))

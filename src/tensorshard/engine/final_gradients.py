@@ -8,6 +8,7 @@ import torch
 from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.mesh import Mesh
+from tensorshard.offload.offloaded_gradients import OffloadedGradients
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
@@ -40,6 +41,7 @@ class FinalGradients:
 
     Attributes:
         norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
+        offloaded: the gradients that are on another tier; None if they stay on the device.
         left: what the last gradients were, or are still to be, multiplied by; None for nothing.
     """
 
@@ -49,6 +51,7 @@ class FinalGradients:
         self.trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
         self.norm: torch.Tensor | None = None
         self.left: torch.Tensor | float | None = None
+        self.offloaded: OffloadedGradients | None = None
         self._num_shards = sharded.num_shards()
         self._plan = plan
         self._mesh = mesh
@@ -125,6 +128,7 @@ class FinalGradients:
             device=self._device,
             always_sum=self._mesh.degrees["pp"] > 1,
             dtype=dtype,
+            known=None if self.offloaded is None else self.offloaded.norm,
         )
 
     def scale(self, factor: torch.Tensor | float) -> None:

@@ -73,6 +73,8 @@ def offload_states(
         )
 
     offloaded = succeed_together(offload, mesh.world_group, "parallelize")
+    if offloaded.gradients is not None:
+        sharded.watch_gradients(offloaded.gradients.take, offloaded.gradients.finish)
     if mesh.rank == 0:
         logger.info("what is offloaded, on rank 0:\n%s", slots.describe())
     return offloaded

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import to_local
-from tensorshard.offload.slots import TILE_ALIGNMENT, OffloadedMaster, Slot, Slots, SlotSpec
+from tensorshard.offload.offloaded_gradients import OffloadedGradients
+from tensorshard.offload.slots import TILE_ALIGNMENT, OffloadedMaster, Slot, Slots, SlotSpec, laid_out_like
 from tensorshard.offload.transfers import Move, Transfers, Work
 from tensorshard.offload.updates import (
     begins_with_gradient,
@@ -46,6 +46,7 @@ class Offloaded:
     options: dict[str, Any] = field(default_factory=dict)  # of its group, at this step
     step: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # its count before this step
     fresh: frozenset[str] = frozenset()  # states that begin with this step
+    gradient: Slot | None = None  # of this step, where it is offloaded
 
     def shown(self, slot: Slot) -> torch.Tensor:
         """A state as the optimizer has it without offload: laid out as the master."""
@@ -68,6 +69,7 @@ class OffloadedOptimizer:
 
     Attributes:
         factor: what the next step multiplies gradients by on the way; None for nothing.
+        gradients: those that are offloaded; None if they stay on the device.
     """
 
     def __init__(
@@ -101,6 +103,13 @@ class OffloadedOptimizer:
             for name, master in tensors.items()
         }
         self._transfers = self._make_transfers()
+        self.gradients: OffloadedGradients | None = None
+        if slots.offload.gradients is not None:
+            every = [SlotSpec("gradients", to_local(m).numel(), m.dtype) for m in tensors.values()]
+            gradient_slots = slots.add(slots.offload.gradients, every)
+            self.gradients = OffloadedGradients(
+                dict(zip(tensors.values(), gradient_slots, strict=True)), slots, self._transfers
+            )
         self._adopt()
         optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
         this = self
@@ -128,9 +137,11 @@ class OffloadedOptimizer:
             with torch.enable_grad():
                 loss = closure()
         factor, self.factor = self.factor, None
+        failure = None if self.gradients is None else self.gradients.begin_update()
         changed = [o for o in self._offloaded.values() if o.master.grad is not None]
-        failure: OSError | None = None
         try:
+            if failure is not None:
+                raise failure
             self._slots.settle()
             self._update_offloaded(changed, factor)
         except OSError as error:
@@ -166,6 +177,7 @@ class OffloadedOptimizer:
                 f"made"
             )
         o.weights = to_local(o.master.detach()).view(-1)
+        o.gradient = None if self.gradients is None else self.gradients.slot(o.master)
         if counts_steps(self._optimizer):
             state = self._optimizer.state[o.master]
             if "step" not in state:
@@ -188,6 +200,8 @@ class OffloadedOptimizer:
                 ]
                 if o.place is not None:
                     moves.append(Move(o.place.slot, start, numel, o.weights.dtype))
+                if o.gradient is not None:
+                    moves.append(Move(o.gradient, start, numel, o.gradient.tensor.dtype, write=False))
                 size = sum(move.buffer_bytes for move in moves)
                 if together and held + size > self._work_bytes:
                     yield self._work(together, factor)
@@ -208,13 +222,16 @@ class OffloadedOptimizer:
     ) -> None:
         position = 0
         for o, start, moves in tiles:
-            mine = dict(zip([*o.states, "master"], tensors[position : position + len(moves)], strict=False))
+            moved = tensors[position : position + len(moves)]
             position += len(moves)
             numel = moves[0].numel if moves else min(self._elements_of(o), o.weights.numel() - start)
-            gradient = to_local(o.master.grad).reshape(-1)[start : start + numel]  # type: ignore[arg-type]
-            weights, copy = o.weights[start : start + numel], None
+            tile = slice(start, start + numel)
+            mine = {key: moved.pop(0) for key in o.states}
+            weights, copy = o.weights[tile], None
             if o.place is not None:
-                weights, copy = mine.pop("master"), o.place.copy[start : start + numel]
+                weights, copy = moved.pop(0), o.place.copy[tile]
+            assert o.master.grad is not None
+            gradient = moved.pop(0) if o.gradient is not None else to_local(o.master.grad).reshape(-1)[tile]
             for a, count in _tiles(numel, _CACHE_ELEMENTS * torch.get_num_threads()):
                 within = slice(a, a + count)
                 self._update_tile(
@@ -334,18 +351,10 @@ class OffloadedOptimizer:
         each = sum(slot.tensor.dtype.itemsize for slot in o.states.values())
         if o.place is not None:
             each += o.weights.dtype.itemsize
+        if self.gradients is not None:
+            each += o.weights.dtype.itemsize
         most = self._work_bytes // max(each, 1)
         return max(TILE_ALIGNMENT, most // TILE_ALIGNMENT * TILE_ALIGNMENT)
-
-
-def laid_out_like(master: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """A state of `master`, whose shard on this rank is `flat`: of the same shape, and a DTensor if that is one."""
-    local = flat.view(to_local(master).shape)
-    if not isinstance(master, DTensor):
-        return local
-    return DTensor.from_local(
-        local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
-    )
 
 
 def _tiles(numel: int, most: int) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.sharding import to_local
 from tensorshard.offload.folders import BLOCK, scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
 from tensorshard.offload_fields import Offload
@@ -189,3 +191,13 @@ class Slots:
     def _count(self, spec: SlotSpec, where: str) -> None:
         place = spec.kind, where
         self._held[place] = self._held.get(place, 0) + spec.nbytes
+
+
+def laid_out_like(master: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape of `master`, whose shard on this rank is `flat`: a DTensor if that is one."""
+    local = flat.view(to_local(master).shape)
+    if not isinstance(master, DTensor):
+        return local
+    return DTensor.from_local(
+        local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+    )

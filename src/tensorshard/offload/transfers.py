@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tensorshard.offload.scratch_file import round_up
-from tensorshard.offload.slots import Slot
+from tensorshard.offload.slots import TILE_ALIGNMENT, Slot
 
 _THREADS = 8  # requests under way at once; a disk is at its full rate with four of some MiB each
 
@@ -66,6 +66,10 @@ class _UnderWay:
         self.transfers.clear()
 
 
+def _nothing(_: list[torch.Tensor]) -> None:
+    """What is computed where tiles are written alone."""
+
+
 class Transfers:
     """A fixed number of buffers, and threads that fill and empty them.
 
@@ -76,12 +80,43 @@ class Transfers:
     """
 
     def __init__(self, buffer_bytes: int, largest: int, threads: int = _THREADS) -> None:
-        self._largest = round_up(max(largest, 1))
+        self._largest = round_up(max(largest, 16 * TILE_ALIGNMENT))
         self._count = max(1, buffer_bytes // self._largest)
         self._threads = threads
         self._buffers: list[mmap.mmap] = []  # made when they are first needed, aligned to pages
         self._made = 0
         self._pool: ThreadPoolExecutor | None = None
+        self._written: deque[_UnderWay] = deque()  # by write
+
+    def write(self, slot: Slot, values: torch.Tensor) -> None:
+        """Has all of `slot` written in the background; `values`, [numel], may change once this returns.
+
+        Raises:
+            OSError: the disk failed, with this or an earlier write.
+        """
+        each = self._largest // values.dtype.itemsize // TILE_ALIGNMENT * TILE_ALIGNMENT
+        for start in range(0, values.numel(), each):
+            part = values[start : start + each]
+            move = Move(slot, start, part.numel(), values.dtype, read=False)
+            started = self._start(Work([move], _nothing), self._written, zero=False)
+            self._written.append(started)
+            started.tensors[0].copy_(part)
+            self._submit_writes(started)
+
+    def drain(self) -> None:
+        """Waits until all that :meth:`write` began is written.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        failure: OSError | None = None
+        while self._written:
+            try:
+                self._recycle(self._written.popleft())
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     def run(self, works: Iterable[Work]) -> None:
         """Does each of `works` in turn, here, while threads read what comes next and write what was done.
@@ -89,8 +124,7 @@ class Transfers:
         Raises:
             OSError: the disk failed. All threads are at rest then.
         """
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tensorshard-offload")
+        self.drain()
         ahead: deque[_UnderWay] = deque()
         behind: deque[_UnderWay] = deque()
         most_ahead = self._count // 2 if self._count > 2 else 0
@@ -111,10 +145,11 @@ class Transfers:
                 self._buffers.append(under_way.buffer)
             raise
 
-    def _start(self, work: Work, behind: deque[_UnderWay]) -> _UnderWay:
+    def _start(self, work: Work, behind: deque[_UnderWay], zero: bool = True) -> _UnderWay:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tensorshard-offload")
         if work.buffer_bytes > self._largest:
             raise ValueError(f"a work needs {work.buffer_bytes} bytes, and buffers have {self._largest}")
-        assert self._pool is not None
         started = _UnderWay(work, self._buffer(behind))
         view, offset = memoryview(started.buffer), 0
         for move in work.moves:
@@ -127,7 +162,7 @@ class Transfers:
             started.memories.append(memory)
             if move.read:
                 started.transfers.append(self._pool.submit(move.slot.read, move.start, tensor, memory))
-            else:
+            elif zero:
                 tensor.zero_()
         return started
 
@@ -146,10 +181,13 @@ class Transfers:
             self._buffers.append(written.buffer)
 
     def _finish(self, started: _UnderWay, behind: deque[_UnderWay]) -> None:
-        assert self._pool is not None
         behind.append(started)  # where a failure finds it
         started.wait()
         started.work.compute(started.tensors)
+        self._submit_writes(started)
+
+    def _submit_writes(self, started: _UnderWay) -> None:
+        assert self._pool is not None
         for move, tensor, memory in zip(started.work.moves, started.tensors, started.memories, strict=True):
             if move.write:
                 started.transfers.append(self._pool.submit(move.slot.write, move.start, tensor, memory))

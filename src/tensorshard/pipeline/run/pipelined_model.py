@@ -1,6 +1,6 @@
 """The stages that one rank of a pipeline has, seen as one laid-out model."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from tensorshard.pipeline.cut.placement import unit_stages
 from tensorshard.pipeline.run.shared_gradients import SharedGradients, local_of
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.schedules import find_schedule
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.sharded_model import ShardedModel, TakeGradient
 from tensorshard.transforms.precision import master_dtype
 
 
@@ -157,6 +157,11 @@ class PipelinedModel(ShardedModel):
                 else:
                     local_of(first.grad).add_(local_of(copy.grad))
                 copy.grad = None
+
+    def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
+        super().watch_gradients(take, finish)
+        for part in self.parts:
+            part.watch_gradients(take, finish)
 
     def offloaded_masters(self) -> dict[str, OffloadedMaster]:
         found: dict[str, OffloadedMaster] = {}
