@@ -82,6 +82,7 @@ class Engine(LoopMethods):
         self._modules = list(sharded.model.modules())  # listing them takes a tenth of a millisecond a block
         self.sharded = sharded
         self.loss_fn = loss_fn
+        self.slots = slots
         self.step_count = 0
         self.measure_grad_norm = False
         self.scaler = LossScaler() if plan.precision == "fp16" else None
@@ -379,7 +380,8 @@ class Engine(LoopMethods):
 
     def summary(self) -> Summary:
         """What is held where: dtypes, and parameters on this rank."""
-        return summarize(self.plan, self.sharded, self.optimizer)
+        offload = None if self.slots is None else self.slots.describe()
+        return summarize(self.plan, self.sharded, self.optimizer, offload)
 
 
 def _step_runner_for(

@@ -75,8 +75,8 @@ def offload_states(
     offloaded = succeed_together(offload, mesh.world_group, "parallelize")
     if offloaded.gradients is not None:
         sharded.watch_gradients(offloaded.gradients.take, offloaded.gradients.finish)
-    if mesh.rank == 0:
-        logger.info("what is offloaded, on rank 0:\n%s", slots.describe())
+    if mesh.rank == 0 and slots.offload.host_memory is not None:  # else the plan says it
+        print(f"offloaded by rank 0:\n{slots.describe()}", flush=True)
     return offloaded
 
 

@@ -9,6 +9,7 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.offload.slots import Slot, Slots, laid_out_like
 from tensorshard.offload.transfers import Transfers
 from tensorshard.torch_private.operators import foreach_norm
+from tensorshard.torch_private.tensors import tensor_version
 
 
 class OffloadedGradients:
@@ -87,4 +88,4 @@ class OffloadedGradients:
 
 def _version(master: nn.Parameter) -> int:
     """A number that each change in place of the gradient of `master` adds to."""
-    return -2 if master.grad is None else to_local(master.grad)._version
+    return -2 if master.grad is None else tensor_version(to_local(master.grad))

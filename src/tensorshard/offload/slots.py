@@ -12,6 +12,8 @@ from tensorshard.offload.folders import BLOCK, scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
 from tensorshard.offload_fields import Offload
 
+_LEAST_ON_DISK = 1 << 16  # bytes that are worth a request of their own
+
 TILE_ALIGNMENT = BLOCK
 """Tiles begin at multiples of so many elements: whole blocks of any dtype, and whole vectors of any processor."""
 
@@ -191,6 +193,34 @@ class Slots:
     def _count(self, spec: SlotSpec, where: str) -> None:
         place = spec.kind, where
         self._held[place] = self._held.get(place, 0) + spec.nbytes
+
+
+class SpareRoom:
+    """Room for offloaded tensors once more, such as for those that are being read from a checkpoint.
+
+    What the plan has on disk, or may have there, gets it in a scratch file, which is gone with the tensors.
+
+    Args:
+        slots: those of the plan; None without offload.
+    """
+
+    def __init__(self, slots: Slots | None) -> None:
+        self._file: ScratchFile | None = None
+        if slots is not None and slots.offload.uses_disk:
+            self._file = ScratchFile(scratch_folder(slots.offload.path))
+
+    def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Zeros of the shape and layout of `tensor`.
+
+        Raises:
+            ValueError: the disk has no space for them.
+        """
+        dtype = dtype or tensor.dtype
+        numel = to_local(tensor).numel()
+        if self._file is None or numel * dtype.itemsize < _LEAST_ON_DISK or tensor.device.type != "cpu":
+            return torch.zeros_like(tensor, dtype=dtype)
+        reserved = self._file.reserve(numel * dtype.itemsize)
+        return laid_out_like(tensor, self._file.tensor(reserved, 0, numel, dtype))
 
 
 def laid_out_like(master: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
