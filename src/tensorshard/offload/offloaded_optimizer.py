@@ -186,7 +186,7 @@ class OffloadedOptimizer:
         if o.states:
             state = self._optimizer.state[o.master]
             o.fresh = frozenset(key for key in o.states if key not in state)
-            state.update({key: o.shown(o.states[key]) for key in o.fresh})
+            state.update({key: o.shown(slot) for key, slot in o.states.items() if key in o.fresh})
 
     def _works(self, changed: Iterable[Offloaded], factor: torch.Tensor | float | None) -> Iterator[Work]:
         """Tiles of all parameters in their order, as many at once as a buffer holds."""
