@@ -165,9 +165,9 @@ class ShardedModel(ABC):
         """Called after a step's last backward: every master's gradient is final when this returns."""
 
     def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
-        """Has `take` called with each master whose gradient a backward has completed, `finish` when they all are.
+        """Has `take` called with each master whose gradient was reduced, and `finish` before any is added to or read.
 
-        It may put another tensor of the same values in the gradient's place.
+        `take` may put another tensor of the same values in the gradient's place.
         """
         self._take_gradient = take
         self._finish_gradients = finish

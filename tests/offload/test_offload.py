@@ -68,6 +68,7 @@ TWO = [
     dict(zero=1, micro_batches=2),
     dict(zero=2, precision="bf16", micro_batches=2, clip_grad_norm=0.5),
     dict(zero=3, micro_batches=2, clip_grad_norm=0.5),
+    dict(zero=3, clip_grad_norm=0.5),
 ]
 
 

@@ -161,7 +161,7 @@ class ReplicatedModel(ShardedModel):
     def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
         super().watch_gradients(take, finish)
         for parameter in self._parameters.values():
-            parameter.take_gradient = take
+            parameter.take_gradient, parameter.finish_gradients = take, finish
 
     def offloaded_masters(self) -> dict[str, OffloadedMaster]:
         return {name: p.offloaded for name, p in self._parameters.items() if p.offloaded is not None}

@@ -28,6 +28,7 @@ class ReplicatedParameter:
         self.name = name
         self.offloaded: OffloadedMaster | None = None
         self.take_gradient: Callable[[nn.Parameter], None] | None = None
+        self.finish_gradients: Callable[[], None] | None = None
         self.parts = 1 if shard_mesh is None or value.dim() == 0 else shard_mesh.size()
         index = 0 if self.parts == 1 else shard_mesh.get_local_rank()  # type: ignore[union-attr]
         wide = master_dtype(value.dtype)
@@ -91,6 +92,8 @@ class ReplicatedParameter:
         local = self.local(self.master.detach())
         part = flat[: local.numel()].view(local.shape)
         if self.master.grad is not None:
+            if self.finish_gradients is not None:
+                self.finish_gradients()
             self.local(self.master.grad).add_(part)
         elif isinstance(self.master, DTensor):
             self.master.grad = DTensor.from_local(

@@ -33,7 +33,7 @@ class ShardedGradients:
     Attributes:
         last: whether the gradients are complete after the next backward.
         take: called with each parameter whose gradient was reduced; None to leave them.
-        finish: called at the end of each backward; None for nothing.
+        finish: called before a gradient that was taken is added to, and at the end of each backward; None for nothing.
     """
 
     def __init__(
@@ -71,6 +71,8 @@ class ShardedGradients:
     def fill(self, fsdp_group: Any) -> None:
         """Gives the parameters of `fsdp_group` that have no gradient one of zeros."""
         self._enter_backward()
+        if self.finish is not None and any(p.sharded_param.grad is not None for p in fsdp_group.fsdp_params):
+            self.finish()  # a unit that is used twice: what was taken of it is about to be added to
         for fsdp_param in fsdp_group.fsdp_params:
             unsharded = unsharded_parameter(fsdp_param)
             if unsharded is None or not unsharded.requires_grad:
