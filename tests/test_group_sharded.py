@@ -81,6 +81,21 @@ def test_the_callers_loop_trains_as_on_one_process(ranks, tmp_path, level, optio
         parity.assert_same_state(saved["state"][names[parameter]], values, 1e-5)
 
 
+def _trained(level: str, offload: bool) -> list[torch.Tensor]:
+    model = Regular()
+    optimizer = _optimizer(model)
+    ts.group_sharded_parallel(model, optimizer, level, offload=offload)
+    _train(model, optimizer, dist.get_rank(), dist.get_world_size())
+    return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+def test_offload_trains_the_same_to_the_last_bit(ranks, level):
+    plain, offloaded = (ranks(2, _trained, level, offload) for offload in (False, True))
+    for expected, found in zip(plain, offloaded, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 def _scaled(level: str, fused: bool) -> list[Any]:
     model = Regular()
     optimizer = _optimizer(model, fused=fused)
@@ -203,7 +218,7 @@ def _no_gradients() -> dict[str, Any]:
     ("changed", "error", "message"),
     [
         (dict(level="p_g"), ValueError, "level is 'p_g'; it must be one of 'os', 'os_g', 'p_g_os'"),
-        (dict(offload=True), ValueError, "offload=True is not implemented"),
+        (dict(offload="disk"), TypeError, "offload is 'disk'; it must be True or False"),
         (dict(model=Regular), TypeError, "model is a type; it must be a built nn.Module"),
         (dict(optimizer=torch.optim.SGD), TypeError, "optimizer is a type; it must be a torch Optimizer"),
         (dict(segment_size=0), ValueError, "segment_size is 0; it must be a number of bytes, at least 1"),

@@ -26,6 +26,7 @@ FP32: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-2x2-zero1-clip": ("gpt", 4, dict(dp_replicate=2, zero=1, clip_grad_norm=CLIP)),
     "gpt-2x2-zero3-micro4-clip": ("gpt", 4, dict(dp_replicate=2, zero=3, micro_batches=4, clip_grad_norm=CLIP)),
     "gpt-2x1-zero3-replicas": ("gpt", 2, dict(dp_replicate=2, dp_shard=1, zero=3)),
+    "gpt-2-zero2-micro2-clip-offload": ("gpt", 2, dict(zero=2, micro_batches=2, clip_grad_norm=CLIP, offload="cpu")),
     "tied-2-zero0-micro4": ("gpt_tied", 2, dict(zero=0, micro_batches=4)),
     "tied-4-zero2-clip": ("gpt_tied", 4, dict(zero=2, clip_grad_norm=CLIP)),
     "tied-2x2-zero3": ("gpt_tied", 4, dict(dp_replicate=2, zero=3)),

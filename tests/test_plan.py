@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tensorshard import Plan
+from tensorshard import Offload, Plan
 
 
 def test_defaults_shard_everything_over_the_world():
@@ -99,9 +99,35 @@ def test_options_that_would_have_no_effect_are_not_ignored():
         Plan(tp_plan={"layers.*": "colwise"}).resolve(1)
 
 
-def test_offload_is_not_ignored():
-    with pytest.raises(ValueError, match=r"offload='cpu' is not implemented.*None"):
-        Plan(offload="cpu").resolve(1)
+def test_offload_is_written_in_several_ways():
+    plan = Plan(offload="disk")
+    assert plan.offload == Offload(optimizer="disk", gradients="disk")
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert Plan(offload=dict(optimizer="cpu", host_memory="1.5GiB")).offloaded.host_bytes == 3 * 2**29
+    assert "offload        optimizer: disk, gradients: device, in /data" in (
+        Plan(offload=Offload(optimizer="disk", path="/data")).resolve(1).describe()
+    )
+
+
+@pytest.mark.parametrize(
+    ("offload", "error", "message"),
+    [
+        ("dusk", ValueError, "offload is 'dusk'; it must be one of 'cpu', 'disk' .did you mean 'disk'"),
+        (1, TypeError, "offload is 1; it must be None, 'cpu', 'disk' or a tensorshard.Offload"),
+        (dict(optimiser="cpu"), ValueError, "Offload has no field 'optimiser'; did you mean 'optimizer'"),
+        (dict(optimizer="gpu"), ValueError, "offload.optimizer is 'gpu'; it must be one of 'cpu', 'disk'"),
+        (dict(host_memory="6 goats"), ValueError, "offload.host_memory is '6 goats', which is no size; .*'6GiB'"),
+        (dict(host_memory=0), ValueError, "offload.host_memory is 0; it must be at least one byte"),
+        (dict(host_memory=1.5), TypeError, "offload.host_memory is 1.5; it must be a number of bytes, or text"),
+        (dict(buffer_memory="1KiB"), ValueError, "offload.buffer_memory is '1KiB'; it must be at least 512KiB"),
+        (dict(optimizer="cpu", activations="disk"), ValueError, "offload.activations='disk' is not implemented"),
+        (dict(optimizer="cpu", parameters="disk"), ValueError, "offload.parameters='disk' is not implemented"),
+        (dict(path="/data"), ValueError, "offload was given without optimizer="),
+    ],
+)
+def test_an_offload_that_cannot_be_honoured_is_refused(offload, error, message):
+    with pytest.raises(error, match=message):
+        Plan(offload=offload).resolve(1)
 
 
 @pytest.mark.parametrize(

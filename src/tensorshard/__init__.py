@@ -5,6 +5,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tensorshard.offload_fields import Offload
 from tensorshard.plan import Plan
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "Engine",
     "Estimate",
     "Mesh",
+    "Offload",
     "Plan",
     "collect_state_dict",
     "distributed",

@@ -20,6 +20,7 @@ from tensorshard.comm.marks import ParallelMark, get_mark
 from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world, world_size
+from tensorshard.engine.offload import offload_states, open_tiers
 from tensorshard.heads.under_plan.head_checks import refuse_updates
 from tensorshard.lay_out.apply_plan import apply_plan
 from tensorshard.lay_out.laid_out_mark import check_not_laid_out, mark_laid_out
@@ -67,7 +68,8 @@ def group_sharded_parallel(
         level: "os" (optimizer states), "os_g" (and gradients) or "p_g_os" (and parameters): ZeRO 1, 2 and 3.
         scaler: a ``torch.amp.GradScaler``, or None. Its overflow checks then agree over the group.
         group: the processes to shard over; the whole world if None.
-        offload: not implemented.
+        offload: whether optimizer states and gradients are kept in host memory, see ``docs/offload.md``. Training is
+            the same to the last bit.
         segment_size: bytes of parameters that are gathered and reduced together at least; None for one block of the
             model at a time.
 
@@ -76,13 +78,13 @@ def group_sharded_parallel(
 
     Raises:
         ValueError: an unknown level; a group without this process; an optimizer that has already stepped or holds
-            parameters of another model; a model that cannot be sharded; ``offload=True``.
+            parameters of another model; a model that cannot be sharded; with `offload`, one that couples parameters.
         TypeError: a model or an optimizer of another type.
     """
     if level not in ZERO_NAMES:
         raise ValueError(f"level is {level!r}; it must be one of {', '.join(map(repr, ZERO_NAMES))}")
-    if offload:
-        raise ValueError("offload=True is not implemented in this version; leave it at False")
+    if not isinstance(offload, bool):
+        raise TypeError(f"offload is {offload!r}; it must be True or False")
     if segment_size is not None and (not isinstance(segment_size, int) or segment_size < 1):
         raise ValueError(f"segment_size is {segment_size!r}; it must be a number of bytes, at least 1, or None")
     if not isinstance(model, nn.Module):
@@ -92,7 +94,7 @@ def group_sharded_parallel(
         raise ValueError("this process is not in the group; call group_sharded_parallel on the group's own ranks alone")
     names = _check_optimizer(model, optimizer)
     size = world_size() if group is None else dist.get_world_size(group)
-    plan = Plan(zero=level, shard_units=segment_size).resolve(size)
+    plan = Plan(zero=level, shard_units=segment_size, offload="cpu" if offload else None).resolve(size)
     ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else []
     check_model(model, plan, split="outside", ranks=ranks)
     refuse_updates(model)
@@ -102,16 +104,25 @@ def group_sharded_parallel(
     mesh = Mesh(plan, device.type, group)
     if mesh.rank == 0:
         print(mesh.describe(), flush=True)
+    slots = open_tiers(plan, mesh, device)
     with UsersModules() as users:
         users.keep(model)
-        sharded = apply_plan(from_module(model), plan, mesh, device, broadcast=mesh.world_size > 1)
+        sharded = apply_plan(from_module(model), plan, mesh, device, broadcast=mesh.world_size > 1, slots=slots)
     mark_laid_out([model], "tensorshard.group_sharded_parallel")
     object.__setattr__(model, _ATTRIBUTE, _Layout(sharded, mesh, split))
     masters = sharded.masters()
     for group_options in optimizer.param_groups:
         group_options["params"] = [masters[names[p]] for p in group_options["params"]]
+    copied: set[torch.Tensor] = set()
+    if slots is not None:
+        trained = {name: master for name, master in masters.items() if master.requires_grad}
+
+        def again(parameters: Any) -> torch.optim.Optimizer:
+            return type(optimizer)(parameters, **optimizer.defaults)
+
+        copied = offload_states(optimizer, again, (), sharded, trained, mesh, slots).written
     optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
-    optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters())
+    optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters(copied))
     if scaler is not None:
         set_unscaling(scaler, _unscaler([mesh.world_group, *_groups_of(split)]))
     return model, optimizer, scaler

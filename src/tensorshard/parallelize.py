@@ -14,6 +14,7 @@ from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, world_size
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.engine import Engine, LossFunction
+from tensorshard.engine.offload import open_tiers
 from tensorshard.engine.optimizer import OptimizerFactory, check_trains_heads
 from tensorshard.engine.other_optimizers import mark_replaced
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state
@@ -107,10 +108,13 @@ def parallelize(
         if not isinstance(model, nn.Module):
             _check_updates(source.module, updates, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
+        slots = open_tiers(plan, mesh, device)
         broadcast = not agreed and mesh.world_size > 1
         cache = GenerationCache(source.module)
         with cache.off():
-            sharded = apply_plan(source, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
+            sharded = apply_plan(
+                source, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs, slots=slots
+            )
         # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
         random = RandomStreams(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank, device)
         groups = [update.group() for update in updates]
@@ -126,6 +130,7 @@ def parallelize(
             cache=cache,
             head_groups=groups,
             debug=debug,
+            slots=slots,
         )
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")

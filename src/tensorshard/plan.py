@@ -5,21 +5,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from tensorshard.field_checks import check_choice, check_int, check_positive, data_with_known_fields, unknown_field
+from tensorshard.offload_fields import Offload, as_offload
 from tensorshard.plan_fields import (
     ZERO_NAMES,
     as_module_names,
     as_shard_units,
     as_zero_level,
-    check_choice,
     check_degree,
-    check_int,
-    check_positive,
     check_table,
-    data_with_known_fields,
-    unknown_field,
 )
 
-__all__ = ["AXES", "ZERO_NAMES", "Plan"]
+__all__ = ["AXES", "ZERO_NAMES", "Offload", "Plan"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first."""
@@ -72,7 +69,8 @@ class Plan:
             few as it does.
         pp_units: names of modules (globs allowed) that a pipeline is not to cut through, beside the model's blocks; or
             of parts of blocks, between which it may then cut.
-        offload: where optimizer states go; None keeps them on the device.
+        offload: what is kept in host memory or on disk, an :class:`Offload`. "cpu" and "disk" mean optimizer states
+            and gradients; None keeps all on the device.
 
     Raises:
         ValueError: a value that no hardware could honour; the message says what would work.
@@ -95,7 +93,7 @@ class Plan:
     pp_split: list[str] | None = None
     shard_units: int | list[str] | None = None
     compile: bool = False
-    offload: Any = None
+    offload: Offload | str | None = None
     reduce_dtype: str | None = None
     tp_check: bool = True
     pp_stages_per_rank: int | None = None
@@ -123,6 +121,7 @@ class Plan:
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         object.__setattr__(self, "shard_units", as_shard_units(self.shard_units))
         check_table(self.tp_plan)
+        object.__setattr__(self, "offload", as_offload(self.offload))
         for name in ("pp_split", "pp_units"):
             object.__setattr__(self, name, as_module_names(name, getattr(self, name)))
         if self.pp_stages_per_rank is not None:
@@ -206,11 +205,13 @@ class Plan:
             )
         if self.tp_plan is not None and self.tp == 1:
             raise ValueError("tp_plan was given, but tp=1 splits nothing; set tp, or leave tp_plan at None")
-        if self.offload is not None:
-            raise ValueError(
-                f"offload={self.offload!r} is not implemented in this version; leave it at None "
-                f"(dp_shard over more processes and recompute='full' save memory)"
-            )
+        if self.offloaded is not None:
+            self.offloaded.check_implemented()
+
+    @property
+    def offloaded(self) -> Offload | None:
+        """``offload``, whose short forms ("cpu", "disk") are spelled out."""
+        return as_offload(self.offload)
 
     @property
     def dp_size(self) -> int:
@@ -243,6 +244,8 @@ class Plan:
         if self.tp != 1:
             lines.append(f"tp_plan        {'to be found' if self.tp_plan is None else f'{len(self.tp_plan)} entries'}")
             lines.append(f"sequences      {'split between split layers' if self.sequence_parallel else 'whole'}")
+        if self.offloaded is not None:
+            lines.append(f"offload        {self.offloaded.describe()}")
         return "\n".join(lines)
 
     def _describe_units(self) -> str:

@@ -4,7 +4,7 @@ Its *masters* are what the optimizer updates.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -13,7 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.modules.parameters import parameter_aliases
+from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.transforms.precision import master_dtype
+
+TakeGradient = Callable[[nn.Parameter], None]
 
 
 class ParameterSplit(Protocol):
@@ -55,6 +58,8 @@ class ShardedModel(ABC):
     def __init__(self, model: nn.Module, split: ParameterSplit) -> None:
         self.model = model
         self.split = split
+        self._take_gradient: TakeGradient | None = None
+        self._finish_gradients: Callable[[], None] | None = None
         self._aliases = parameter_aliases(model)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -159,9 +164,25 @@ class ShardedModel(ABC):
     def finish_backward(self) -> None:
         """Called after a step's last backward: every master's gradient is final when this returns."""
 
+    def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
+        """Has `take` called with each master whose gradient was reduced, and `finish` before any is added to or read.
+
+        `take` may put another tensor of the same values in the gradient's place.
+        """
+        self._take_gradient = take
+        self._finish_gradients = finish
+
+    def offloaded_masters(self) -> dict[str, OffloadedMaster]:
+        """Those of :meth:`masters` that are not in the device's memory."""
+        return {}
+
     @abstractmethod
-    def all_gather_parameters(self) -> None:
-        """Called after the masters were changed: what forward computes with follows them."""
+    def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
+        """Called after the masters were changed: what forward computes with follows them.
+
+        Args:
+            copied: the masters whose 16-bit copies on this rank follow them already.
+        """
 
     def all_gather_loaded(self) -> None:
         """Called after the masters were overwritten, frozen ones included, which no update changes."""

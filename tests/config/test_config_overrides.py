@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from tensorshard import Plan
+from tensorshard import Offload, Plan
 from tensorshard.config import ConfigError, LazyCall, apply_overrides, instantiate
 
 
@@ -67,6 +67,9 @@ def config() -> DictConfig:
         ("train.plan.clip_grad_norm=1", 1.0),
         ("train.plan.shard_units=[a.*, b]", ["a.*", "b"]),
         ("train.plan.tp_plan={'layers.*.q': colwise}", {"layers.*.q": "colwise"}),
+        ("train.plan.offload=disk", "disk"),
+        ("train.plan.offload.optimizer=disk", "disk"),
+        ("train.plan.offload.host_memory=6GiB", "6GiB"),
         ("optimizer.lr=1", 1.0),
         ("optimizer.weight_decay=0", 0.0),
         ("optimizer.betas=[0.8, 0.9]", [0.8, 0.9]),
@@ -155,3 +158,10 @@ def test_a_call_can_be_given_another_target(config: DictConfig) -> None:
 def test_what_cannot_be_is_refused(config: DictConfig, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         apply_overrides(config, [override])
+
+
+def test_fields_of_an_offload_that_was_not_there(config: DictConfig) -> None:
+    changed = apply_overrides(config, ["train.plan.offload.optimizer=disk", "train.plan.offload.path=/data"])
+    assert instantiate(changed.train.plan) == Plan(zero=3, offload=Offload(optimizer="disk", path="/data"))
+    with pytest.raises(ConfigError, match=r"no argument 'optimiser'; did you mean 'optimizer'"):
+        apply_overrides(config, ["train.plan.offload.optimiser=disk"])

@@ -53,7 +53,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "free axis": (dict(plan=ts.Plan(dp_replicate=2)), ValueError, r"dp_shard=-1 cannot be inferred: 1 processes"),
     "pipeline": (dict(plan=ts.Plan(pp=2)), ValueError, "1 processes do not divide by the other axes .pp 2"),
     "context": (dict(plan=ts.Plan(cp=2)), ValueError, "cp=2 asks for context parallelism.*not implement"),
-    "offload": (dict(plan=ts.Plan(offload="cpu")), ValueError, "offload='cpu' is not implemented"),
+    "offload": (
+        dict(plan=ts.Plan(offload=ts.Offload(parameters="cpu"))),
+        ValueError,
+        "offload.parameters='cpu' is not implemented",
+    ),
     "optimizer, no callable": (dict(optimizer="adamw"), TypeError, "optimizer is a str; it must be a callable"),
     "optimizer, already built": (
         dict(optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),

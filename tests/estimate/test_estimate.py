@@ -12,8 +12,8 @@ import tensorshard as ts
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate, summarize
 from tensorshard.estimate.watched_steps import watch_steps
 
-# A real collective holds what it moves until it is waited for, that of a fake group is over at once: of a tiny model that
-# is a few percent.
+# A real collective holds what it moves until it is waited for, that of a fake group is over at once: of a tiny model
+# that is a few percent.
 NEAR = 0.05
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {

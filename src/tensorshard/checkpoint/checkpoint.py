@@ -24,6 +24,7 @@ from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, 
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.comm.sharding import to_local
 from tensorshard.mesh import Mesh
+from tensorshard.offload.slots import Slots, SpareRoom
 from tensorshard.plan import AXES, Plan
 from tensorshard.pretrained.export import write_configs
 from tensorshard.pretrained.safe_reader import SafeReader, read_metadata
@@ -50,6 +51,7 @@ class TrainingState(Protocol):
     random: "RandomStreams"
     loaders: Any
     loader_states: dict[str, dict[str, int]]
+    slots: Slots | None
 
 
 def save(engine: TrainingState, path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
@@ -101,7 +103,8 @@ def _complete_folder(target: Path, temporary: Path, document: str, structure: nn
 def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads the checkpoint at `path` into `engine`; :meth:`tensorshard.Engine.load` calls it.
 
-    All is read and checked before anything of the engine is changed; that takes room for the tensors once more.
+    All is read and checked before anything of the engine is changed; that takes room for the tensors once more, on disk
+    where the plan offloads to it.
     """
     source, group = Path(path), engine.mesh.world_group
     meet("engine.load", group, engine.device)
@@ -109,8 +112,9 @@ def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
     engine.sharded.finish_gather()
     masters = {name: master.detach() for name, master in engine.sharded.masters().items()}
     buffers = engine.sharded.persistent_buffers()
-    new_masters, new_buffers = _room_like(masters), _room_like(buffers)
-    states = empty_optimizer_states(engine, metadata)
+    room = succeed_together(lambda: SpareRoom(engine.slots), group, "engine.load")
+    new_masters, new_buffers = _room_like(masters, room), _room_like(buffers, room)
+    states = empty_optimizer_states(engine, metadata, room)
     tensors = _model_tensors(engine, new_masters, new_buffers)
     for name, values in states.items():
         shape = engine.sharded.masters()[name].shape
@@ -161,9 +165,9 @@ def _read_description(engine: TrainingState, source: Path) -> tuple[dict[str, An
     return document, metadata
 
 
-def _room_like(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _room_like(tensors: Mapping[str, torch.Tensor], room: SpareRoom) -> dict[str, torch.Tensor]:
     """As much room as `tensors` have on this rank, laid out like them."""
-    return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    return {name: room.like(tensor) for name, tensor in tensors.items()}
 
 
 @torch.no_grad()

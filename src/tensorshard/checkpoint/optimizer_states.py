@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from tensorshard.offload.slots import SpareRoom
+
 if TYPE_CHECKING:
     from tensorshard.checkpoint.checkpoint import TrainingState
 
@@ -25,8 +27,14 @@ def check_optimizer(engine: "TrainingState", stored: dict[str, Any], source: Pat
         )
 
 
-def empty_optimizer_states(engine: "TrainingState", metadata: Metadata) -> dict[str, dict[str, torch.Tensor]]:
-    """Room for the stored states of each parameter: laid out as the parameter where they have its shape."""
+def empty_optimizer_states(
+    engine: "TrainingState", metadata: Metadata, spare: SpareRoom
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Room for the stored states of each parameter: laid out as the parameter where they have its shape.
+
+    Args:
+        spare: where it is.
+    """
     masters = engine.sharded.masters()
     states: dict[str, dict[str, torch.Tensor]] = {}
     for full_key, entry in metadata.state_dict_metadata.items():
@@ -38,7 +46,7 @@ def empty_optimizer_states(engine: "TrainingState", metadata: Metadata) -> dict[
         master = masters[name]
         dtype = entry.properties.dtype
         if entry.size == engine.sharded.full_shape(name) and master.dim() > 0:
-            room = torch.zeros_like(master.detach(), dtype=dtype)
+            room = spare.like(master.detach(), dtype)
         else:
             room = torch.zeros(entry.size, dtype=dtype)
         states.setdefault(name, {})[key] = room

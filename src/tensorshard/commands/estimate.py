@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--world-size {given}; it must be the number of ranks, 1 or more, as in --world-size 8")
     if os.getcwd() not in sys.path:  # where the user's own modules are, as for `tensorshard train`
         sys.path.insert(0, os.getcwd())
-    from tensorshard.estimate.hardware import find_hardware, size_in_bytes
+    from tensorshard.estimate.hardware import find_hardware
+    from tensorshard.field_checks import size_in_bytes
     from tensorshard.trainer.estimated_run import estimate_run
 
     config = load_config(*config_and_overrides(args.words), allow=args.allow)

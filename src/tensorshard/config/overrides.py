@@ -3,8 +3,8 @@
 import copy
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, is_dataclass
+from typing import Any, get_args
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
@@ -12,7 +12,7 @@ from yaml import YAMLError
 
 from tensorshard.config.config_error import ConfigError, suggest
 from tensorshard.config.kinds import Kinds
-from tensorshard.config.lazy import CALL_KEYS, WEIGHTS_KEY, check_calls, find_target, parameters
+from tensorshard.config.lazy import CALL_KEYS, WEIGHTS_KEY, check_calls, find_target, parameters, target_name
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class _Slot:
         now: what holds there now: the same, or the default of the argument.
         kinds: what it takes.
         whole: a mapping here is one value, to be replaced as a whole, and no group of keys.
+        made_of: the dataclass whose fields are the keys here, where an argument takes one and none is given.
     """
 
     key: str | int
@@ -87,13 +88,18 @@ class _Slot:
     now: Any
     kinds: Kinds
     whole: bool = False
+    made_of: type | None = None
 
 
 def _apply(config: DictConfig, override: Override) -> None:
     *path, last = override.key.split(".")
     group: Any = config
     for depth, part in enumerate(path, start=1):
-        group = _slot(group, part, override.key).current
+        slot = _slot(group, part, override.key)
+        if slot.current is None and slot.made_of is not None:
+            group[slot.key] = {"_target_": target_name(slot.made_of)}
+            slot = _slot(group, part, override.key)
+        group = slot.current
         if not isinstance(group, DictConfig | ListConfig):
             at = ".".join(path[:depth])
             raise ConfigError(f"{override.key}={override.raw}: {at} is {group!r} and has no keys of its own")
@@ -152,7 +158,13 @@ def _slot(group: DictConfig | ListConfig, part: str, where: str) -> _Slot:
     if kinds.anything:
         kinds = Kinds.of_value(current) | Kinds.of_value(parameter.default)
     now = None if parameter.default is parameter.empty else parameter.default
-    return _Slot(part, current, current if part in group else now, kinds, whole)
+    return _Slot(part, current, current if part in group else now, kinds, whole, _dataclass(parameter.annotation))
+
+
+def _dataclass(annotation: Any) -> type | None:
+    """The dataclass that satisfies a parameter's `annotation`, beside other types perhaps."""
+    members = [annotation, *get_args(annotation)]
+    return next((member for member in members if isinstance(member, type) and is_dataclass(member)), None)
 
 
 def _current(group: DictConfig, key: str) -> Any:

@@ -2,7 +2,7 @@
 
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.heads.under_plan.method_calls import gather_for_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces, like
-from tensorshard.sharded_model import ParameterSplit, ShardedModel
+from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
 from tensorshard.torch_private.fsdp import AllGather, ReduceScatter, reset_iteration
 from tensorshard.torch_private.modules import own_parameters
 from tensorshard.transforms.precision import compute_dtype, master_dtype
@@ -87,6 +87,10 @@ class FullyShardedModel(ShardedModel):
                 module.set_custom_all_gather(_AllGather(name or type(model).__name__, order))
                 module.set_custom_reduce_scatter(_ReduceScatter(name or type(model).__name__))
 
+    def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
+        super().watch_gradients(take, finish)
+        self._gradients.take, self._gradients.finish = take, finish
+
     def masters(self) -> dict[str, nn.Parameter]:
         return self._masters
 
@@ -120,7 +124,7 @@ class FullyShardedModel(ShardedModel):
     def finish_backward(self) -> None:
         """FSDP finishes by itself at the end of backward."""
 
-    def all_gather_parameters(self) -> None:
+    def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         """FSDP gathers the masters themselves."""
 
     def finish_gather(self) -> None:

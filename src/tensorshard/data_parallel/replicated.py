@@ -12,7 +12,7 @@ the backward that follows: so ``model.parameters()`` is what an optimizer or ``c
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,8 @@ from tensorshard.heads.under_plan.method_calls import call_before_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces
 from tensorshard.modules.running_statistics import keeps_statistics
-from tensorshard.sharded_model import ParameterSplit, ShardedModel
+from tensorshard.offload.slots import OffloadedMaster, Slot
+from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 from tensorshard.transforms.precision import master_dtype
@@ -46,6 +47,7 @@ class ReplicatedModel(ShardedModel):
         units: lists of modules whose parameters travel together.
         level: 0, 1 or 2.
         reduce_dtype: gradients are summed over the ranks in this type.
+        keep_master: where a rank's shard of the fp32 masters of 16-bit parameters goes; None for the device.
     """
 
     def __init__(
@@ -59,9 +61,11 @@ class ReplicatedModel(ShardedModel):
         level: int,
         precision: str,
         reduce_dtype: torch.dtype,
+        keep_master: Callable[[torch.Tensor], Slot] | None = None,
     ) -> None:
         super().__init__(model, split)
         self._level = level
+        self._keep_master = keep_master
         self._reduce_dtype = reduce_dtype
         self._shard_mesh, self._groups = _layout(mesh, level)
         everything = self._materialize(values, precision)
@@ -154,9 +158,17 @@ class ReplicatedModel(ShardedModel):
         self.finish_gather()
         self._show(computing=False)
 
-    def all_gather_parameters(self) -> None:
+    def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
+        super().watch_gradients(take, finish)
+        for parameter in self._parameters.values():
+            parameter.take_gradient, parameter.finish_gradients = take, finish
+
+    def offloaded_masters(self) -> dict[str, OffloadedMaster]:
+        return {name: p.offloaded for name, p in self._parameters.items() if p.offloaded is not None}
+
+    def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         for bucket in self._buckets:
-            self._publish(bucket)
+            self._publish(bucket, copied)
 
     def all_gather_loaded(self) -> None:
         self.all_gather_parameters()
@@ -173,7 +185,9 @@ class ReplicatedModel(ShardedModel):
         templates = dict(self.model.named_parameters())
         places = ParameterPlaces(self.model)
         for name, value in values:
-            made[name] = ReplicatedParameter(name, value, templates[name], precision, self._shard_mesh)
+            made[name] = ReplicatedParameter(
+                name, value, templates[name], precision, self._shard_mesh, self._keep_master
+            )
             places.replace(templates[name], made[name].compute)
         return made
 
@@ -235,7 +249,7 @@ class ReplicatedModel(ShardedModel):
         if not self._in_backward:
             self._in_backward = True
             call_after_backward(self._end_of_backward)
-        if not self._last:
+        if not self._last and (self._groups.communicate or self._take_gradient is None):
             self._keep(parameter)
             return
         self._complete = False
@@ -267,6 +281,8 @@ class ReplicatedModel(ShardedModel):
             gradient = self._take(parameter)
             assert gradient is not None
             parameter.set_gradient(gradient.to(parameter.master.dtype).view(-1))
+        elif self._take_gradient is not None:
+            self._take_gradient(parameter.master)
 
     def _take(self, parameter: ReplicatedParameter) -> torch.Tensor | None:
         """The gradient of all micro-batches since the last reduction; the parameter gives it up."""
@@ -278,6 +294,11 @@ class ReplicatedModel(ShardedModel):
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
+        self._end_backward()
+        if self._finish_gradients is not None:
+            self._finish_gradients()
+
+    def _end_backward(self) -> None:
         if self._interleaved:  # who runs the backwards says when one is over
             return
         self._show(computing=False)
@@ -296,6 +317,8 @@ class ReplicatedModel(ShardedModel):
         else:  # what had a gradient in an earlier micro-batch alone
             for parameter in list(self._accumulated):
                 self._take_local(parameter)
+        if self._finish_gradients is not None:
+            self._finish_gradients()
         self._complete = True
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -312,10 +335,10 @@ class ReplicatedModel(ShardedModel):
     # -- parameters after an update --
 
     @torch.no_grad()
-    def _publish(self, bucket: Bucket) -> None:
+    def _publish(self, bucket: Bucket, copied: Container[torch.Tensor] = ()) -> None:
         self._wait(bucket)
         for p in bucket.parameters:
-            if p.master is not p.compute and p.storage.dtype != p.master.dtype:
+            if p.master is not p.compute and p.storage.dtype != p.master.dtype and p.master not in copied:
                 local = p.local(p.master)
                 p.storage[p.own][: local.numel()].copy_(local.reshape(-1))
         if self._groups.shard is not None:

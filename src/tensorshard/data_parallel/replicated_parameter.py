@@ -1,5 +1,6 @@
 """A parameter that every rank holds whole, and of which each rank may update a part."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.modules.parameters import like
+from tensorshard.offload.slots import OffloadedMaster, Slot
 from tensorshard.transforms.precision import compute_dtype, master_dtype
 
 
@@ -15,9 +17,18 @@ class ReplicatedParameter:
     """One parameter: what forward computes with, and the part of it that this rank updates."""
 
     def __init__(
-        self, name: str, value: torch.Tensor, template: nn.Parameter, precision: str, shard_mesh: DeviceMesh | None
+        self,
+        name: str,
+        value: torch.Tensor,
+        template: nn.Parameter,
+        precision: str,
+        shard_mesh: DeviceMesh | None,
+        keep_master: Callable[[torch.Tensor], Slot] | None = None,
     ) -> None:
         self.name = name
+        self.offloaded: OffloadedMaster | None = None
+        self.take_gradient: Callable[[nn.Parameter], None] | None = None
+        self.finish_gradients: Callable[[], None] | None = None
         self.parts = 1 if shard_mesh is None or value.dim() == 0 else shard_mesh.size()
         index = 0 if self.parts == 1 else shard_mesh.get_local_rank()  # type: ignore[union-attr]
         wide = master_dtype(value.dtype)
@@ -41,7 +52,8 @@ class ReplicatedParameter:
         if narrow == wide:
             local = whole[mine] if value.dim() else whole
         else:
-            local = (value[mine] if value.dim() else value).to(wide).clone()
+            local = (value[mine] if value.dim() else value).to(wide)
+            local = local.clone() if keep_master is None or not value.dim() else self._keep(local, keep_master)
         if self.parts > 1:
             assert shard_mesh is not None
             shard: Any = DTensor.from_local(
@@ -50,6 +62,12 @@ class ReplicatedParameter:
             self.master = like(template, shard)
         else:
             self.master = like(template, local)
+
+    def _keep(self, local: torch.Tensor, keep_master: Callable[[torch.Tensor], Slot]) -> torch.Tensor:
+        """Has the master's shard in a slot; returns how it looks from there."""
+        slot = keep_master(local)
+        self.offloaded = OffloadedMaster(slot, self.storage[self.own][: local.numel()])
+        return slot.tensor.view(local.shape)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a master or of its gradient."""
@@ -74,6 +92,8 @@ class ReplicatedParameter:
         local = self.local(self.master.detach())
         part = flat[: local.numel()].view(local.shape)
         if self.master.grad is not None:
+            if self.finish_gradients is not None:
+                self.finish_gradients()
             self.local(self.master.grad).add_(part)
         elif isinstance(self.master, DTensor):
             self.master.grad = DTensor.from_local(
@@ -86,3 +106,5 @@ class ReplicatedParameter:
             )
         else:
             self.master.grad = part
+        if self.take_gradient is not None:
+            self.take_gradient(self.master)

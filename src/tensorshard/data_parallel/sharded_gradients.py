@@ -7,7 +7,7 @@ alone; their gradients are averaged in the same message.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ class ShardedGradients:
 
     Attributes:
         last: whether the gradients are complete after the next backward.
+        take: called with each parameter whose gradient was reduced; None to leave them.
+        finish: called before a gradient that was taken is added to, and at the end of each backward; None for nothing.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class ShardedGradients:
         group: dist.ProcessGroup,
     ) -> None:
         self.last = True
+        self.take: Callable[[nn.Parameter], None] | None = None
+        self.finish: Callable[[], None] | None = None
         self._group = group
         self._scalars = [scalar for scalar in scalars if scalar.requires_grad]
         self._trained = [p for p in masters.values() if p.requires_grad]
@@ -67,6 +71,8 @@ class ShardedGradients:
     def fill(self, fsdp_group: Any) -> None:
         """Gives the parameters of `fsdp_group` that have no gradient one of zeros."""
         self._enter_backward()
+        if self.finish is not None and any(p.sharded_param.grad is not None for p in fsdp_group.fsdp_params):
+            self.finish()  # a unit that is used twice: what was taken of it is about to be added to
         for fsdp_param in fsdp_group.fsdp_params:
             unsharded = unsharded_parameter(fsdp_param)
             if unsharded is None or not unsharded.requires_grad:
@@ -82,8 +88,19 @@ class ShardedGradients:
             self._used = {p for p in self._used if p.grad is not None}
             call_after_backward(self._end_backward)
 
-    @torch.no_grad()
+    def reduced(self, fsdp_group: Any) -> None:
+        """Called when the gradients of `fsdp_group` were reduced, if they were to be."""
+        if self.take is not None:
+            for fsdp_param in fsdp_group.fsdp_params:
+                self.take(fsdp_param.sharded_param)
+
     def _end_backward(self) -> None:
+        self._complete()
+        if self.finish is not None:
+            self.finish()
+
+    @torch.no_grad()
+    def _complete(self) -> None:
         self._in_backward = False
         for parameter, gradient in self._apart.items():
             average = gradient / self._group.size()
@@ -112,3 +129,5 @@ def _post_backward(this: Any, fsdp_group: Any, original: Any, *args: Any) -> Non
     if gradients is not None:
         gradients.fill(fsdp_group)
     original(*args)
+    if gradients is not None:
+        gradients.reduced(fsdp_group)

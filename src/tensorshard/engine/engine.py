@@ -16,6 +16,7 @@ from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
+from tensorshard.engine.offload import offload_states
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.engine.other_optimizers import mark_trained, warn_of_schedulers
 from tensorshard.engine.own_loop import OwnLoop
@@ -28,6 +29,8 @@ from tensorshard.mesh import Mesh
 from tensorshard.modules.buffer_values import BufferValues, Place
 from tensorshard.modules.generation_cache import GenerationCache
 from tensorshard.modules.surrounded import surround_forwards
+from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
+from tensorshard.offload.slots import Slots
 from tensorshard.paths import as_path
 from tensorshard.plan import Plan
 from tensorshard.pretrained.export import MAX_SHARD_SIZE
@@ -72,6 +75,7 @@ class Engine(LoopMethods):
         cache: GenerationCache,
         head_groups: Sequence[HeadGroup] = (),
         debug: bool = False,
+        slots: Slots | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -80,6 +84,7 @@ class Engine(LoopMethods):
         self._modules = list(sharded.model.modules())  # listing them takes a tenth of a millisecond a block
         self.sharded = sharded
         self.loss_fn = loss_fn
+        self.slots = slots
         self.step_count = 0
         self.measure_grad_norm = False
         self.scaler = LossScaler() if plan.precision == "fp16" else None
@@ -101,8 +106,14 @@ class Engine(LoopMethods):
                 surround_forwards(sharded.model, self._compile_log.watched)
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         self.optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
+        self._offloaded: OffloadedOptimizer | None = None
+        if slots is not None:
+            trained = self._gradients.trained
+            self._offloaded = offload_states(self.optimizer, optimizer, head_groups, sharded, trained, mesh, slots)
+            self._gradients.offloaded = self._offloaded.gradients
+        copied = () if self._offloaded is None else self._offloaded.written
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
-        self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters())
+        self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters(copied))
         self._own_loop = OwnLoop(
             sharded,
             plan,
@@ -180,7 +191,15 @@ class Engine(LoopMethods):
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
-        if self._gradients.prepare(loss.mean, factor, steps_taken=self.step_count, measure=self.measure_grad_norm):
+        if self._gradients.prepare(
+            loss.mean,
+            factor,
+            steps_taken=self.step_count,
+            measure=self.measure_grad_norm,
+            scale=self._offloaded is None,
+        ):
+            if self._offloaded is not None:
+                self._offloaded.factor = self._gradients.left
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._count_step()
@@ -372,7 +391,8 @@ class Engine(LoopMethods):
 
     def summary(self) -> Summary:
         """What is held where: dtypes, and parameters on this rank."""
-        return summarize(self.plan, self.sharded, self.optimizer)
+        offload = None if self.slots is None else self.slots.describe()
+        return summarize(self.plan, self.sharded, self.optimizer, offload)
 
 
 def _step_runner_for(

@@ -8,6 +8,7 @@ import torch
 from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.mesh import Mesh
+from tensorshard.offload.offloaded_gradients import OffloadedGradients
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
@@ -40,6 +41,8 @@ class FinalGradients:
 
     Attributes:
         norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
+        offloaded: the gradients that are on another tier; None if they stay on the device.
+        left: what the last gradients were, or are still to be, multiplied by; None for nothing.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class FinalGradients:
     ) -> None:
         self.trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
         self.norm: torch.Tensor | None = None
+        self.left: torch.Tensor | float | None = None
+        self.offloaded: OffloadedGradients | None = None
         self._num_shards = sharded.num_shards()
         self._plan = plan
         self._mesh = mesh
@@ -77,6 +82,7 @@ class FinalGradients:
         *,
         steps_taken: int,
         measure: bool = False,
+        scale: bool = True,
     ) -> bool:
         """Normalizes, checks and clips the gradients in one pass; False if fp16 overflowed and the step is off.
 
@@ -85,6 +91,7 @@ class FinalGradients:
             factor: what they still have to be multiplied by; None for nothing.
             steps_taken: how many steps were taken before this one.
             measure: whether :attr:`norm` is set even where the plan does not need it.
+            scale: whether gradients are multiplied; else :attr:`left` says by what the update has to do so.
 
         Raises:
             NonFiniteLossError: the `loss`, or the gradient, is not finite.
@@ -111,8 +118,9 @@ class FinalGradients:
         if clip is not None:
             clipping = clip_factor(norm, clip)
             factor = clipping if factor is None else factor * clipping
-        if factor is not None and not _is_one(factor):
-            self.scale(factor)
+        self.left = None if factor is None or _is_one(factor) else factor
+        if scale and self.left is not None:
+            self.scale(self.left)
         return True
 
     def measure(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -128,6 +136,7 @@ class FinalGradients:
             device=self._device,
             always_sum=self._mesh.degrees["pp"] > 1,
             dtype=dtype,
+            known=None if self.offloaded is None else self.offloaded.norm,
         )
 
     def scale(self, factor: torch.Tensor | float) -> None:

@@ -1,6 +1,7 @@
 """The norm of a whole model's gradient, however it is laid out, and scaling it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ def global_norm(
     device: torch.device | None = None,
     always_sum: bool = False,
     dtype: torch.dtype | None = None,
+    known: Callable[[Any], torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """L2 norm over the gradients of all `parameters`, on every rank the same: a scalar in fp64.
 
@@ -35,6 +37,7 @@ def global_norm(
         always_sum: whether ranks have different parameters, as in a pipeline, so that each takes part in the sum
             whatever its own are like.
         dtype: in which squares are summed; the gradients' own by default.
+        known: this rank's norm of a parameter's gradient where it is known already, else None.
     """
     world_size = group.size()
     with_gradient = [p for p in parameters if p.grad is not None]
@@ -43,7 +46,7 @@ def global_norm(
         if always_sum:
             all_reduce_(total, group, what="the norm of the gradient")
         return total.sqrt()
-    norms = foreach_norm(local_gradients(with_gradient), 2.0, dtype)
+    norms = _local_norms(with_gradient, dtype, known)
     alike = len({n.dtype for n in norms}) == 1
     squares = (torch.stack(list(norms)).double() if alike else torch.stack([n.double() for n in norms])).square()
     shards = [num_shards[p] for p in with_gradient]
@@ -56,6 +59,18 @@ def global_norm(
     else:
         total = total * world_size  # every rank holds everything
     return total.sqrt()
+
+
+def _local_norms(
+    parameters: list[torch.Tensor], dtype: torch.dtype | None, known: Callable[[Any], torch.Tensor | None] | None
+) -> list[torch.Tensor]:
+    if known is None or dtype is not None:
+        return list(foreach_norm(local_gradients(parameters), 2.0, dtype))
+    norms = {p: norm for p in parameters if (norm := known(p)) is not None}
+    for p in parameters:
+        if p not in norms:
+            [norms[p]] = foreach_norm(local_gradients([p]), 2.0, dtype)
+    return [norms[p] for p in parameters]
 
 
 def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:

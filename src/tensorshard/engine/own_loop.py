@@ -224,7 +224,8 @@ class OwnLoop:
         if self._scaler is not None or counted:  # what is to be scaled in the end must not meet what is final
             for parameter in self._gradients.trained.values():
                 if parameter.grad is not None:
-                    self._earlier.append((parameter, parameter.grad))
+                    offloaded = self._gradients.offloaded is not None  # its place is that of the next one, too
+                    self._earlier.append((parameter, parameter.grad.clone() if offloaded else parameter.grad))
                     parameter.grad = None
 
     @torch.no_grad()

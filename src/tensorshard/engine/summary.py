@@ -25,6 +25,7 @@ class Summary:
     optimizer: str
     tensor_plan: str | None
     pipeline: str | None
+    offload: str | None = None
 
     def describe(self) -> str:
         """A few lines for a person."""
@@ -39,10 +40,14 @@ class Summary:
             lines.append(self.tensor_plan)
         if self.pipeline is not None:
             lines.append(self.pipeline)
+        if self.offload is not None:
+            lines.append(f"offloaded by this rank:\n{self.offload}")
         return "\n".join(lines)
 
 
-def summarize(plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Summary:
+def summarize(
+    plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimizer, offload: str | None = None
+) -> Summary:
     """Counts what a laid-out model holds on this rank."""
     masters = sharded.masters()
     trained = {p for p in masters.values() if p.requires_grad}
@@ -61,6 +66,7 @@ def summarize(plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimize
         optimizer=type(optimizer).__name__ + (" (fused)" if fused else ""),
         tensor_plan=sharded.split.describe(),
         pipeline=sharded.describe_stages(),
+        offload=offload,
     )
 
 

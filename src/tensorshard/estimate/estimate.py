@@ -12,9 +12,10 @@ from torch import nn
 
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
-from tensorshard.estimate.hardware import Hardware, find_hardware, size_in_bytes
+from tensorshard.estimate.hardware import Hardware, find_hardware
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate, summarize
 from tensorshard.estimate.watched_steps import watch_steps
+from tensorshard.field_checks import size_in_bytes
 from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.parallelize import parallelize

@@ -12,6 +12,7 @@ from tensorshard.lay_out.parallel_layers import split_by_hand, tensor_split_of
 from tensorshard.materialize.source import TensorSource
 from tensorshard.mesh import Mesh
 from tensorshard.modules.blocks import find_blocks
+from tensorshard.offload.slots import Slots
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
@@ -25,12 +26,14 @@ def apply_plan(
     *,
     broadcast: bool,
     sample_inputs: Any = None,
+    slots: Slots | None = None,
 ) -> ShardedModel:
     """The source's model, laid out over `mesh` as `plan` says, its values on `device`.
 
     Args:
         broadcast: whether the values of the mesh's first rank count, because the ranks' own may differ.
         sample_inputs: what the model is run on to find out how it can be split and cut; None to guess.
+        slots: where what is offloaded goes; None if the plan offloads nothing.
     """
     model = source.module
     by_hand = split_by_hand(model) if mesh.degrees["tp"] > 1 else {}
@@ -38,7 +41,9 @@ def apply_plan(
     if mesh.degrees["pp"] > 1:
         from tensorshard.lay_out.pipeline_stages import apply_pipeline
 
-        return apply_pipeline(source, found, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs)
+        return apply_pipeline(
+            source, found, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs, slots=slots
+        )
 
     def value_of(name: str) -> torch.Tensor:
         value = gather_full(source.tensor(name).to(device), by_hand.get(name))
@@ -56,4 +61,4 @@ def apply_plan(
             return tensor_split_of(by_hand, mesh.group("tp"))
         return split_over_tensor_ranks(model, found, plan, mesh)
 
-    return lay_out(part, value_of, split_tensors, plan, mesh, device)
+    return lay_out(part, value_of, split_tensors, plan, mesh, device, slots)

@@ -11,6 +11,7 @@ from torch import nn
 from tensorshard.data_parallel.batch_norm import synchronize_batch_norm
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import assign_buffers
+from tensorshard.offload.slots import Slots
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
@@ -48,10 +49,12 @@ def lay_out(
     plan: Plan,
     mesh: Mesh,
     device: torch.device,
+    slots: Slots | None = None,
 ) -> ShardedModel:
     """Applies the transforms to `part`, and fills it.
 
     Args:
+        slots: where what is offloaded goes.
         value_of: asked for one name after the other, in the order of the model where that matters to other ranks.
         split_tensors: splits the part over the tensor-parallel ranks.
     """
@@ -90,6 +93,7 @@ def lay_out(
         level=int(plan.zero),
         precision=plan.precision,
         reduce_dtype=reduce_dtype,
+        keep_master=None if slots is None else slots.keep,
     )
 
 

@@ -17,6 +17,7 @@ from tensorshard.modules.fake_copies import copy_with
 from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.parameters import ParameterPlaces, like
 from tensorshard.modules.sample_inputs import example_inputs
+from tensorshard.offload.slots import Slots
 from tensorshard.pipeline.cut.cut import Cut, cut_model
 from tensorshard.pipeline.run.crossings import Shapes
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
@@ -44,12 +45,13 @@ def apply_pipeline(
     *,
     broadcast: bool,
     sample_inputs: Any,
+    slots: Slots | None = None,
 ) -> PipelinedModel:
     """The stages of the source's model that this rank has, laid out over the other axes of `mesh`.
 
     Args:
         found: the tensor-parallel table; None without.
-        broadcast, sample_inputs: as for :func:`tensorshard.lay_out.lay_out.apply_plan`.
+        broadcast, sample_inputs, slots: as for :func:`tensorshard.lay_out.lay_out.apply_plan`.
 
     Raises:
         ValueError: the model cannot be cut; it says where and why.
@@ -65,7 +67,7 @@ def apply_pipeline(
     shapes = Shapes(tracer, cut)
     stages = [StageModule(model, shapes, index) for index in mesh.stages]
     value_of = _values(source, stages, mesh, device, broadcast=broadcast)
-    parts = [_lay_out_stage(stage, model, value_of, found, plan, mesh, device) for stage in stages]
+    parts = [_lay_out_stage(stage, model, value_of, found, plan, mesh, device, slots) for stage in stages]
     return PipelinedModel(model, stages, parts, mesh)
 
 
@@ -77,6 +79,7 @@ def _lay_out_stage(
     plan: Plan,
     mesh: Mesh,
     device: torch.device,
+    slots: Slots | None,
 ) -> ShardedModel:
     blocks = [
         stage.module.get_submodule(name)
@@ -93,7 +96,7 @@ def _lay_out_stage(
     def split() -> TensorSplit:
         return TensorSplit() if found is None else split_stage(stage, model, found, plan, mesh.group("tp"))
 
-    return lay_out(part, value_of, split, plan, mesh, device)
+    return lay_out(part, value_of, split, plan, mesh, device, slots)
 
 
 def _tracer(source: TensorSource, found: VerifiedTable | None, plan: Plan, mesh: Mesh, device: torch.device) -> Tracer:

@@ -22,6 +22,7 @@ __all__ = [
     "assert_async",
     "foreach_mul_",
     "foreach_norm",
+    "fused_adam_",
     "schema",
     "unscale_",
 ]
@@ -105,3 +106,37 @@ def assert_async(condition: torch.Tensor, message: str) -> None:
     Public way: ``assert condition.item()``, which waits for the device.
     """
     torch._assert_async(condition, message)
+
+
+def fused_adam_(
+    weights: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor], step: torch.Tensor, options: Any
+) -> None:
+    """One fused update of Adam or AdamW, in place.
+
+    Args:
+        states: averages of gradients, of their squares and, with amsgrad, the largest of these.
+        step: the count of steps, this one included.
+        options: of the parameter's group.
+
+    Why: what the optimizers' functions do around it takes as long as the update of a tile.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``torch.optim.adam.adam``.
+    """
+    update = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
+    update(
+        [weights],
+        [gradient],
+        [states[0]],
+        [states[1]],
+        [states[2]] if options["amsgrad"] else [],
+        [step],
+        amsgrad=options["amsgrad"],
+        lr=options["lr"],
+        beta1=options["betas"][0],
+        beta2=options["betas"][1],
+        weight_decay=options["weight_decay"],
+        eps=options["eps"],
+        maximize=options["maximize"],
+    )

@@ -17,7 +17,7 @@ TOTAL_NORM = "_get_total_norm"
 # Checked: torch 2.11 and 2.13. Public way: a subclass of GradScaler, where the scaler is not the user's own object.
 UNSCALE_GRADIENTS = "_unscale_grads_"
 
-__all__ = ["TOTAL_NORM", "UNSCALE_GRADIENTS", "clip_grad", "set_last_rates", "set_unscaling"]
+__all__ = ["TOTAL_NORM", "UNSCALE_GRADIENTS", "clip_grad", "set_last_rates", "set_unscaling", "step_without_hooks"]
 
 
 def set_unscaling(scaler: Any, unscale: Callable[..., dict[torch.device, torch.Tensor]]) -> None:
@@ -46,3 +46,19 @@ def set_last_rates(schedule: torch.optim.lr_scheduler.LRScheduler, rates: list[f
     Public way: ``schedule.load_state_dict``, by the same private name.
     """
     schedule._last_lr = rates
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """The update of `optimizer`'s class, without what hooks around a step do.
+
+    Why: an offloaded optimizer takes one step in several calls, and hooks (gathering parameters among them) belong
+    around all of them. torch wraps each class's ``step`` when the first optimizer of it is made.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    step: Callable[..., Any] = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(optimizer)

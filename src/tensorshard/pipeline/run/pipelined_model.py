@@ -1,6 +1,6 @@
 """The stages that one rank of a pipeline has, seen as one laid-out model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -10,11 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.mesh import Mesh
+from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.pipeline.cut.placement import unit_stages
 from tensorshard.pipeline.run.shared_gradients import SharedGradients, local_of
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.schedules import find_schedule
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.sharded_model import ShardedModel, TakeGradient
 from tensorshard.transforms.precision import master_dtype
 
 
@@ -157,10 +158,21 @@ class PipelinedModel(ShardedModel):
                     local_of(first.grad).add_(local_of(copy.grad))
                 copy.grad = None
 
-    def all_gather_parameters(self) -> None:
+    def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
+        super().watch_gradients(take, finish)
+        for part in self.parts:
+            part.watch_gradients(take, finish)
+
+    def offloaded_masters(self) -> dict[str, OffloadedMaster]:
+        found: dict[str, OffloadedMaster] = {}
+        for part in reversed(self.parts):  # of several copies the first is the master
+            found.update(part.offloaded_masters())
+        return found
+
+    def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         self._update_copies()
         for part in self.parts:
-            part.all_gather_parameters()
+            part.all_gather_parameters(copied)
 
     def all_gather_loaded(self) -> None:
         self._update_copies()

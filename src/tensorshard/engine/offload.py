@@ -1,0 +1,97 @@
+"""What an Engine offloads: checked before anything is allocated, and put in the place of its optimizer's step."""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.decisions import succeed_together
+from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
+from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
+from tensorshard.mesh import Mesh
+from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
+from tensorshard.offload.slots import Slots
+from tensorshard.offload.state_probe import probe_states
+from tensorshard.offload.updates import tile_update
+from tensorshard.plan import Plan
+from tensorshard.sharded_model import ShardedModel
+
+logger = logging.getLogger("tensorshard")
+
+
+def open_tiers(plan: Plan, mesh: Mesh, device: torch.device) -> Slots | None:
+    """Where what `plan` offloads goes; None if that is nothing. A collective of the mesh. Nothing is allocated yet.
+
+    Raises:
+        ValueError: the folder cannot hold a scratch file, or the device is none that can be offloaded from.
+    """
+    offload = plan.offloaded
+    if offload is None:
+        return None
+    if device.type != "cpu":
+        raise ValueError(
+            f"offload is implemented for CPU ranks in this version, and the device is {device}; set offload=None "
+            f"(dp_shard over more processes and recompute='full' save memory)"
+        )
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
+    slots = succeed_together(lambda: Slots(offload, ranks_here), mesh.world_group, "parallelize")
+    if mesh.rank == 0 and "cpu" in (offload.optimizer, offload.gradients):
+        logger.warning("offload to host memory saves nothing on CPU ranks, whose own memory that is; 'disk' does")
+    return slots
+
+
+def offload_states(
+    optimizer: torch.optim.Optimizer,
+    factory: OptimizerFactory,
+    heads: Sequence[HeadGroup],
+    sharded: ShardedModel,
+    trained: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+    slots: Slots,
+) -> OffloadedOptimizer:
+    """Has the states of `optimizer` in `slots`. A collective of the mesh.
+
+    Args:
+        factory, heads: what it was made of.
+        trained: the masters that it updates.
+
+    Raises:
+        ValueError: it couples parameters; there is no space for its states.
+    """
+
+    def offload() -> OffloadedOptimizer:
+        states: Mapping[str, Mapping[str, torch.dtype]] = {}
+        if tile_update(optimizer) is None:
+            states = probe_states(partial(build_optimizer, factory, heads=heads), trained)
+        masters = {name: m for name, m in sharded.offloaded_masters().items() if name in trained}
+        return OffloadedOptimizer(
+            optimizer, trained, states, slots, offloaded=masters, agree=partial(_stop_together, mesh.world_group)
+        )
+
+    offloaded = succeed_together(offload, mesh.world_group, "parallelize")
+    if offloaded.gradients is not None:
+        sharded.watch_gradients(offloaded.gradients.take, offloaded.gradients.finish)
+    if mesh.rank == 0 and slots.offload.host_memory is not None:  # else the plan says it
+        print(f"offloaded by rank 0:\n{slots.describe()}", flush=True)
+    return offloaded
+
+
+def _stop_together(group: torch.distributed.ProcessGroup, failure: Exception | None) -> None:
+    """Raises the `failure` of any rank on all of them. A collective of `group`."""
+    if group.size() > 1:
+        failures = torch.tensor([float(failure is not None)])
+        all_reduce_(failures, group, what="whether the scratch files could be read and written")
+        if not failures.item():
+            return
+    elif failure is None:
+        return
+
+    def fail() -> None:
+        if failure is not None:
+            raise failure
+
+    succeed_together(fail, group, "the update of offloaded states")

@@ -1,0 +1,96 @@
+"""Checks of single fields of a Plan and what is in it. Each raises a sentence that names the field."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import FrozenInstanceError, fields
+from functools import wraps
+from typing import Any, TypeVar
+
+_Class = TypeVar("_Class")
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS.update({"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40})
+
+
+def unknown_field(cls: type, values: Iterable[Any]) -> str | None:
+    """What is wrong with the first of `values` that is no field of the dataclass `cls`."""
+    known = [f.name for f in fields(cls)]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
+            return f"{cls.__name__} has no field {key!r}; {hint}"
+    return None
+
+
+def data_with_known_fields(cls: type[_Class]) -> type[_Class]:
+    """Has the frozen dataclass `cls` say what to do where it is given a field that does not exist, or is changed."""
+    initialize = cls.__init__
+
+    @wraps(initialize)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        unknown = unknown_field(cls, values)
+        if unknown is not None:
+            raise TypeError(unknown)
+        initialize(self, *args, **values)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        raise FrozenInstanceError(
+            f"{name} of {_article(cls.__name__)} cannot be changed, as a run may stand on it; make another one: "
+            f"dataclasses.replace({cls.__name__.lower()}, {name}={value!r})"
+        )
+
+    cls.__init__ = __init__  # type: ignore[assignment]
+    cls.__setattr__ = __setattr__  # type: ignore[assignment,method-assign]
+    return cls
+
+
+def check_int(name: str, value: Any, least: int) -> None:
+    """Whether `value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Whether `value` is a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; it must be a positive number or None")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} is {value}; it must be a positive, finite number, or None to turn it off")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Whether `value` is one of `choices`; names the nearest."""
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}{hint}")
+
+
+def size_in_bytes(name: str, value: Any) -> int:
+    """Bytes of a number, or of text such as "6GiB" or "500 MB".
+
+    Raises:
+        ValueError, TypeError: `value` is no such thing, or less than a byte.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{name} is {value!r}; it must be a number of bytes, or text such as '6GiB'")
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value)
+        if found is None or found[2].upper() not in _UNITS:
+            raise ValueError(
+                f"{name} is {value!r}, which is no size; it must be a number of bytes, or text such as '6GiB' or "
+                f"'500MB'"
+            )
+        value = int(float(found[1]) * _UNITS[found[2].upper()])
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least one byte")
+    return value
+
+
+def _article(name: str) -> str:
+    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"

@@ -1,0 +1,108 @@
+"""One rank's room on disk."""
+
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorshard.offload.folders import BLOCK, free_bytes, open_unnamed
+
+
+class ScratchFile:
+    """A file without a name, for direct I/O and for plain reads as tensors. What is asked for is reserved at once.
+
+    Steps read and write it past the page cache, by :meth:`read` and :meth:`write`, from several threads at once. Who
+    looks at it between steps (checkpoints, the user) gets tensors that are mapped to it: :meth:`tensor`. The two must
+    not meet: :meth:`settle` stands between them.
+
+    Args:
+        folder: where it is.
+
+    Raises:
+        ValueError: the folder cannot hold it, see :func:`.folders.open_unnamed`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nbytes = 0
+        self._maps: dict[int, mmap.mmap] = {}
+        self._descriptor = open_unnamed(folder)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)  # mapped tensors keep their part of the file
+
+    def reserve(self, nbytes: int) -> int:
+        """Makes the file larger by `nbytes`, in whole blocks; returns where they begin.
+
+        Raises:
+            ValueError: there is no such space left.
+        """
+        start, size = self.nbytes, max(BLOCK, round_up(nbytes))
+        try:
+            os.posix_fallocate(self._descriptor, start, size)
+        except OSError as error:
+            raise ValueError(
+                f"offload to {str(self.folder)!r} needs {start + size:,} bytes for this rank, and after the first "
+                f"{start:,} of them the disk has {free_bytes(self.folder):,} left ({error.strerror}); set offload.path "
+                f"to a folder on a larger disk, or shard over more processes"
+            ) from error
+        self._maps[start] = mmap.mmap(self._descriptor, size, offset=start)
+        self.nbytes = start + size
+        return start
+
+    def tensor(self, reserved: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements that lie `offset` bytes into what was reserved at `reserved`, as a tensor mapped to the file.
+
+        They are zeros before the first write. What is read through it goes through the page cache, which the system
+        takes back when it needs the memory.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._maps[reserved], dtype=dtype, count=numel, offset=offset)
+
+    def read(self, into: memoryview, offset: int) -> None:
+        """Fills `into`, whole blocks at an aligned address, from byte `offset`.
+
+        Raises:
+            OSError: the disk failed; names the folder.
+        """
+        self._transfer(os.preadv, into, offset, "read")
+
+    def write(self, values: memoryview, offset: int) -> None:
+        """Writes `values`, whole blocks at an aligned address, to byte `offset`.
+
+        Raises:
+            OSError: the disk failed; names the folder.
+        """
+        self._transfer(os.pwritev, values, offset, "written")
+
+    def settle(self) -> None:
+        """What was written through mapped tensors reaches the disk, and nothing of the file stays in the page cache."""
+        for mapped in self._maps.values():
+            mapped.flush()
+            mapped.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _transfer(self, call: Callable[[int, list[Any], int], int], memory: memoryview, offset: int, done: str) -> None:
+        total = 0
+        try:
+            while total < len(memory):
+                count = call(self._descriptor, [memory[total:]], offset + total)
+                if count == 0:
+                    raise OSError(f"the file ends at byte {offset + total}")
+                total += count
+        except OSError as error:
+            raise OSError(
+                f"{len(memory):,} bytes of the scratch file in {str(self.folder)!r} could not be {done} at byte "
+                f"{offset:,}: {error.strerror or error}. Weights and optimizer states are lost; go on from the last "
+                f"checkpoint, with offload.path on another disk"
+            ) from error
+
+
+def round_up(nbytes: int) -> int:
+    """`nbytes` in whole blocks."""
+    return -(-nbytes // BLOCK) * BLOCK

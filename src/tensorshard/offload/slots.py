@@ -1,0 +1,233 @@
+"""Where an offloaded tensor is kept: in host memory, or in a scratch file."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tensorshard.comm.sharding import to_local
+from tensorshard.offload.folders import BLOCK, scratch_folder
+from tensorshard.offload.scratch_file import ScratchFile, round_up
+from tensorshard.offload_fields import Offload
+
+_LEAST_ON_DISK = 1 << 16  # bytes that are worth a request of their own
+
+TILE_ALIGNMENT = BLOCK
+"""Tiles begin at multiples of so many elements: whole blocks of any dtype, and whole vectors of any processor."""
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """A tensor that is to be kept on a tier.
+
+    Args:
+        kind: what it is, for people: "optimizer states", "master weights" or "gradients".
+        numel: elements of this rank's shard.
+        dtype: of its elements.
+    """
+
+    kind: str
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return round_up(self.numel * self.dtype.itemsize)
+
+
+class Slot(ABC):
+    """One offloaded tensor, flat.
+
+    Attributes:
+        tensor: all of it, [numel], for who looks at it between steps, or writes to it.
+    """
+
+    tensor: torch.Tensor
+
+    @abstractmethod
+    def read(self, start: int, into: torch.Tensor, memory: memoryview) -> None:
+        """Copies the elements from `start` on, as many as `into` has.
+
+        Args:
+            start: a multiple of :data:`TILE_ALIGNMENT`.
+            into: the beginning of `memory`.
+            memory: whole blocks.
+        """
+
+    @abstractmethod
+    def write(self, start: int, values: torch.Tensor, memory: memoryview) -> None:
+        """Copies `values`, the beginning of `memory`, to the elements from `start` on."""
+
+
+class HostSlot(Slot):
+    """A tensor in host memory."""
+
+    def __init__(self, spec: SlotSpec) -> None:
+        self.tensor = torch.zeros(spec.numel, dtype=spec.dtype)
+
+    def read(self, start: int, into: torch.Tensor, memory: memoryview) -> None:
+        into.copy_(self.tensor[start : start + into.numel()])
+
+    def write(self, start: int, values: torch.Tensor, memory: memoryview) -> None:
+        self.tensor[start : start + values.numel()].copy_(values)
+
+
+class DiskSlot(Slot):
+    """A tensor in a scratch file.
+
+    Args:
+        reserved: where the space begins that was reserved for it and others.
+        offset: how many bytes into that it begins.
+    """
+
+    def __init__(self, spec: SlotSpec, file: ScratchFile, reserved: int, offset: int) -> None:
+        self.tensor = file.tensor(reserved, offset, spec.numel, spec.dtype)
+        self._file = file
+        self._offset = reserved + offset
+        self._itemsize = spec.dtype.itemsize
+
+    def read(self, start: int, into: torch.Tensor, memory: memoryview) -> None:
+        self._file.read(memory, self._offset + start * self._itemsize)
+
+    def write(self, start: int, values: torch.Tensor, memory: memoryview) -> None:
+        self._file.write(memory, self._offset + start * self._itemsize)
+
+
+@dataclass(frozen=True)
+class OffloadedMaster:
+    """Where the fp32 weights are that a 16-bit parameter is a copy of.
+
+    Args:
+        slot: this rank's shard of them.
+        copy: the same shard of the parameter that forward computes with, flat, on the device.
+    """
+
+    slot: Slot
+    copy: torch.Tensor
+
+
+class Slots:
+    """Makes the slots of one rank: in host memory as long as its budget lasts, then in one scratch file.
+
+    Args:
+        offload: what goes where.
+        ranks_here: how many ranks share the host's memory.
+
+    Raises:
+        ValueError: the folder cannot hold a scratch file, see :func:`.folders.open_unnamed`; `host_memory` is less than
+            the buffers of this machine's ranks.
+    """
+
+    def __init__(self, offload: Offload, ranks_here: int = 1) -> None:
+        self.offload = offload
+        self._file: ScratchFile | None = None
+        self._left: int | None = None  # of the budget
+        self._held: dict[tuple[str, str], int] = {}
+        if offload.host_bytes is not None:
+            self._left = offload.host_bytes // ranks_here - offload.buffer_bytes
+            if self._left < 0:
+                raise ValueError(
+                    f"offload.host_memory={offload.host_memory!r} is less than the buffers of this machine's "
+                    f"{ranks_here} ranks, {offload.buffer_memory} each; make buffer_memory smaller, or host_memory "
+                    f"larger"
+                )
+        if offload.uses_disk:
+            self._file = ScratchFile(scratch_folder(offload.path))
+
+    def add(self, tier: str, specs: Sequence[SlotSpec]) -> list[Slot]:
+        """A slot for each of `specs`, zeros; on disk where `tier` says so, or where the budget does not last.
+
+        Raises:
+            ValueError: the disk has no space for them.
+        """
+        in_memory = [tier == "cpu" and self._takes(spec) for spec in specs]
+        on_disk = [spec for spec, here in zip(specs, in_memory, strict=True) if not here]
+        reserved = offset = 0
+        if on_disk:
+            assert self._file is not None
+            reserved = self._file.reserve(sum(spec.nbytes for spec in on_disk))
+        made: list[Slot] = []
+        for spec, here in zip(specs, in_memory, strict=True):
+            self._count(spec, "host memory" if here else "disk")
+            if here:
+                made.append(HostSlot(spec))
+                continue
+            assert self._file is not None
+            made.append(DiskSlot(spec, self._file, reserved, offset))
+            offset += spec.nbytes
+        return made
+
+    def keep(self, values: torch.Tensor) -> Slot:
+        """A slot that holds the master weights `values`.
+
+        Raises:
+            ValueError: the disk has no space for them.
+        """
+        spec = SlotSpec("master weights", values.numel(), values.dtype)
+        [slot] = self.add(self.offload.optimizer or "cpu", [spec])
+        slot.tensor.copy_(values.reshape(-1))
+        return slot
+
+    def settle(self) -> None:
+        """Called before transfers, for those who wrote to or read from :attr:`Slot.tensor` in between."""
+        if self._file is not None:
+            self._file.settle()
+
+    def describe(self) -> str:
+        """A table of what is held where on this rank, a line for each kind and tier."""
+        lines = [f"{kind:<16} {where:<11} {held / 2**20:>12,.1f} MiB" for (kind, where), held in self._held.items()]
+        lines.append(f"{'buffers':<16} {'host memory':<11} {self.offload.buffer_bytes / 2**20:>12,.1f} MiB")
+        return "\n".join(lines)
+
+    def _takes(self, spec: SlotSpec) -> bool:
+        """Whether host memory has room for it, which it then takes."""
+        if self._left is None:
+            return True
+        if spec.nbytes > self._left:
+            return False
+        self._left -= spec.nbytes
+        return True
+
+    def _count(self, spec: SlotSpec, where: str) -> None:
+        place = spec.kind, where
+        self._held[place] = self._held.get(place, 0) + spec.nbytes
+
+
+class SpareRoom:
+    """Room for offloaded tensors once more, such as for those that are being read from a checkpoint.
+
+    What the plan has on disk, or may have there, gets it in a scratch file, which is gone with the tensors.
+
+    Args:
+        slots: those of the plan; None without offload.
+    """
+
+    def __init__(self, slots: Slots | None) -> None:
+        self._file: ScratchFile | None = None
+        if slots is not None and slots.offload.uses_disk:
+            self._file = ScratchFile(scratch_folder(slots.offload.path))
+
+    def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Zeros of the shape and layout of `tensor`.
+
+        Raises:
+            ValueError: the disk has no space for them.
+        """
+        dtype = dtype or tensor.dtype
+        numel = to_local(tensor).numel()
+        if self._file is None or numel * dtype.itemsize < _LEAST_ON_DISK or tensor.device.type != "cpu":
+            return torch.zeros_like(tensor, dtype=dtype)
+        reserved = self._file.reserve(numel * dtype.itemsize)
+        return laid_out_like(tensor, self._file.tensor(reserved, 0, numel, dtype))
+
+
+def laid_out_like(master: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape of `master`, whose shard on this rank is `flat`: a DTensor if that is one."""
+    local = flat.view(to_local(master).shape)
+    if not isinstance(master, DTensor):
+        return local
+    return DTensor.from_local(
+        local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+    )

@@ -1,0 +1,193 @@
+"""Moving tiles between their tiers and buffers while others are computed with."""
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from tensorshard.offload.scratch_file import round_up
+from tensorshard.offload.slots import TILE_ALIGNMENT, Slot
+
+_THREADS = 8  # requests under way at once; a disk is at its full rate with four of some MiB each
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tile of one slot, which is read before its work and written after it.
+
+    Args:
+        start, numel: which elements.
+        read: whether its old values are needed; else it is zeros.
+        write: whether it has new values.
+    """
+
+    slot: Slot
+    start: int
+    numel: int
+    dtype: torch.dtype
+    read: bool = True
+    write: bool = True
+
+    @property
+    def buffer_bytes(self) -> int:
+        return round_up(self.numel * self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed with some tiles at once.
+
+    Args:
+        compute: called with a tensor for each of `moves`, [numel], which is its own until it returns.
+    """
+
+    moves: Sequence[Move]
+    compute: Callable[[list[torch.Tensor]], None]
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(move.buffer_bytes for move in self.moves)
+
+
+@dataclass
+class _UnderWay:
+    work: Work
+    buffer: mmap.mmap
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    memories: list[memoryview] = field(default_factory=list)
+    transfers: list[Future[None]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        for transfer in self.transfers:
+            transfer.result()
+        self.transfers.clear()
+
+
+def _nothing(_: list[torch.Tensor]) -> None:
+    """What is computed where tiles are written alone."""
+
+
+class Transfers:
+    """A fixed number of buffers, and threads that fill and empty them.
+
+    Args:
+        buffer_bytes: of all buffers together.
+        largest: bytes of the largest work's buffer.
+        threads: how many requests are under way at once.
+    """
+
+    def __init__(self, buffer_bytes: int, largest: int, threads: int = _THREADS) -> None:
+        self._largest = round_up(max(largest, 16 * TILE_ALIGNMENT))
+        self._count = max(1, buffer_bytes // self._largest)
+        self._threads = threads
+        self._buffers: list[mmap.mmap] = []  # made when they are first needed, aligned to pages
+        self._made = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._written: deque[_UnderWay] = deque()  # by write
+
+    def write(self, slot: Slot, values: torch.Tensor) -> None:
+        """Has all of `slot` written in the background; `values`, [numel], may change once this returns.
+
+        Raises:
+            OSError: the disk failed, with this or an earlier write.
+        """
+        each = self._largest // values.dtype.itemsize // TILE_ALIGNMENT * TILE_ALIGNMENT
+        for start in range(0, values.numel(), each):
+            part = values[start : start + each]
+            move = Move(slot, start, part.numel(), values.dtype, read=False)
+            started = self._start(Work([move], _nothing), self._written, zero=False)
+            self._written.append(started)
+            started.tensors[0].copy_(part)
+            self._submit_writes(started)
+
+    def drain(self) -> None:
+        """Waits until all that :meth:`write` began is written.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        failure: OSError | None = None
+        while self._written:
+            try:
+                self._recycle(self._written.popleft())
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def run(self, works: Iterable[Work]) -> None:
+        """Does each of `works` in turn, here, while threads read what comes next and write what was done.
+
+        Raises:
+            OSError: the disk failed. All threads are at rest then.
+        """
+        self.drain()
+        ahead: deque[_UnderWay] = deque()
+        behind: deque[_UnderWay] = deque()
+        most_ahead = self._count // 2 if self._count > 2 else 0
+        try:
+            for work in works:
+                ahead.append(self._start(work, behind))
+                if len(ahead) > most_ahead:
+                    self._finish(ahead.popleft(), behind)
+            while ahead:
+                self._finish(ahead.popleft(), behind)
+            while behind:
+                self._recycle(behind.popleft())
+        except BaseException:
+            for under_way in (*ahead, *behind):
+                for transfer in under_way.transfers:
+                    transfer.cancel()
+                    transfer.exception() if not transfer.cancelled() else None
+                self._buffers.append(under_way.buffer)
+            raise
+
+    def _start(self, work: Work, behind: deque[_UnderWay], zero: bool = True) -> _UnderWay:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tensorshard-offload")
+        if work.buffer_bytes > self._largest:
+            raise ValueError(f"a work needs {work.buffer_bytes} bytes, and buffers have {self._largest}")
+        started = _UnderWay(work, self._buffer(behind))
+        view, offset = memoryview(started.buffer), 0
+        for move in work.moves:
+            memory = view[offset : offset + move.buffer_bytes]
+            tensor = torch.empty(0, dtype=move.dtype)
+            if move.numel:
+                tensor = torch.frombuffer(started.buffer, dtype=move.dtype, count=move.numel, offset=offset)
+            offset += move.buffer_bytes
+            started.tensors.append(tensor)
+            started.memories.append(memory)
+            if move.read:
+                started.transfers.append(self._pool.submit(move.slot.read, move.start, tensor, memory))
+            elif zero:
+                tensor.zero_()
+        return started
+
+    def _buffer(self, behind: deque[_UnderWay]) -> mmap.mmap:
+        if not self._buffers and self._made < self._count:
+            self._made += 1
+            return mmap.mmap(-1, self._largest)
+        while not self._buffers:
+            self._recycle(behind.popleft())
+        return self._buffers.pop()
+
+    def _recycle(self, written: _UnderWay) -> None:
+        try:
+            written.wait()
+        finally:
+            self._buffers.append(written.buffer)
+
+    def _finish(self, started: _UnderWay, behind: deque[_UnderWay]) -> None:
+        behind.append(started)  # where a failure finds it
+        started.wait()
+        started.work.compute(started.tensors)
+        self._submit_writes(started)
+
+    def _submit_writes(self, started: _UnderWay) -> None:
+        assert self._pool is not None
+        for move, tensor, memory in zip(started.work.moves, started.tensors, started.memories, strict=True):
+            if move.write:
+                started.transfers.append(self._pool.submit(move.slot.write, move.start, tensor, memory))

@@ -1,0 +1,121 @@
+"""What a Plan offloads, and where to, as pure data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tensorshard.field_checks import check_choice, data_with_known_fields, size_in_bytes, unknown_field
+
+TIERS = ("cpu", "disk")
+_LEAST_BUFFERS = 512 * 1024
+
+
+@data_with_known_fields
+@dataclass(frozen=True)
+class Offload:
+    """What a rank keeps in host memory or on disk, in place of its device's memory.
+
+    Each of the first four is None (on the device), "cpu" (host memory) or "disk" (a scratch file). Training is the same
+    to the last bit. See ``docs/offload.md``.
+
+    Args:
+        optimizer: states of the optimizer, and the fp32 master weights where forward computes with 16-bit ones.
+        gradients: gradients, from the end of their reduction to the update.
+        parameters: not implemented yet.
+        activations: not implemented yet.
+        path: the folder of the scratch files, on a local disk; None for the system's folder for temporary files. Each
+            rank has one file there, without a name, which is gone when the process ends, however it ends.
+        host_memory: how many bytes all of this machine's ranks may keep in host memory, or text such as "6GiB". What
+            does not fit goes to disk. None for no bound.
+        buffer_memory: how many bytes a rank may use for buffers between the tiers.
+
+    Raises:
+        ValueError, TypeError: a value that makes no sense; the message says what would work.
+    """
+
+    optimizer: str | None = None
+    gradients: str | None = None
+    parameters: str | None = None
+    activations: str | None = None
+    path: str | None = None
+    host_memory: int | str | None = None
+    buffer_memory: int | str = "128MiB"
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "gradients", "parameters", "activations"):
+            if getattr(self, name) is not None:
+                check_choice(f"offload.{name}", getattr(self, name), TIERS)
+        if self.path is not None and not isinstance(self.path, str):
+            object.__setattr__(self, "path", str(self.path))
+        if self.host_memory is not None:
+            size_in_bytes("offload.host_memory", self.host_memory)
+        if size_in_bytes("offload.buffer_memory", self.buffer_memory) < _LEAST_BUFFERS:
+            raise ValueError(
+                f"offload.buffer_memory is {self.buffer_memory!r}; it must be at least 512KiB, for several "
+                f"transfers at once"
+            )
+
+    @property
+    def host_bytes(self) -> int | None:
+        """`host_memory` as a number of bytes."""
+        return None if self.host_memory is None else size_in_bytes("offload.host_memory", self.host_memory)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """`buffer_memory` as a number of bytes."""
+        return size_in_bytes("offload.buffer_memory", self.buffer_memory)
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything is, or may be, on disk."""
+        return self.host_memory is not None or "disk" in (self.optimizer, self.gradients)
+
+    def describe(self) -> str:
+        """What is where, in words."""
+        where = {None: "device", "cpu": "host memory", "disk": "disk"}
+        places = [f"{name}: {where[getattr(self, name)]}" for name in ("optimizer", "gradients")]
+        if self.host_memory is not None:
+            places.append(f"at most {self.host_memory} of host memory, the rest on disk")
+        if self.path is not None:
+            places.append(f"in {self.path}")
+        return ", ".join(places)
+
+    def check_implemented(self) -> None:
+        """Refuses what this version does not do.
+
+        Raises:
+            ValueError: names the field, and what works in its place.
+        """
+        for name in ("parameters", "activations"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"offload.{name}={getattr(self, name)!r} is not implemented in this version; leave it at None "
+                    f"(offload.optimizer and offload.gradients work, and zero=3 and recompute='full' save memory)"
+                )
+        if self.optimizer is None:
+            raise ValueError(
+                "offload was given without optimizer=: what is offloaded are the optimizer's states, and gradients "
+                "beside them; set offload.optimizer to 'cpu' or 'disk', or offload=None"
+            )
+
+
+def as_offload(value: Any) -> Offload | None:
+    """The Offload that a Plan's `value` means: one, "cpu" or "disk", its fields in a mapping, or None.
+
+    Raises:
+        ValueError, TypeError: it is none of these.
+    """
+    if value is None or isinstance(value, Offload):
+        return value
+    if isinstance(value, str):
+        check_choice("offload", value, TIERS)
+        return Offload(optimizer=value, gradients=value)
+    if isinstance(value, Mapping):
+        unknown = unknown_field(Offload, value)
+        if unknown is not None:
+            raise ValueError(unknown)
+        return Offload(**value)  # type: ignore[misc]
+    raise TypeError(
+        f"offload is {value!r}; it must be None, 'cpu', 'disk' or a tensorshard.Offload, such as "
+        f"Offload(optimizer='disk')"
+    )

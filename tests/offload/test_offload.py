@@ -1,0 +1,196 @@
+"""An Engine whose plan offloads: the same weights as without, to the last bit."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import parity
+import tensorshard as ts
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+
+
+class Uneven(nn.Module):
+    """Tied, frozen and unused parameters, a module used twice, a number, and a matrix of several tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 35)
+        self.blocks = nn.ModuleList(nn.Linear(35, 35) for _ in range(2))
+        self.wide = nn.Linear(35, 1001)
+        self.narrow = nn.Linear(1001, 35, bias=False)
+        self.frozen = nn.Linear(35, 35)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in (*self.blocks, self.blocks[0]):
+            hidden = hidden + torch.tanh(block(hidden))
+        hidden = self.frozen(hidden) + self.narrow(torch.relu(self.wide(hidden)))
+        return (self.scale * hidden) @ self.embedding.weight.T
+
+
+def _engine(fields: dict[str, Any], build: Any = None) -> ts.Engine:
+    torch.manual_seed(3)
+    loss = parity.loss_function("gpt")
+    return ts.parallelize(build or Uneven, ts.Plan(**fields), optimizer=ADAMW, loss_fn=loss)
+
+
+def _train(engine: ts.Engine, steps: range, norms: list[Any] | None = None) -> dict[str, torch.Tensor]:
+    for step in steps:
+        engine.step(*parity.shard(engine, *parity.batch("gpt", step)))
+        if norms is not None:
+            norms.append(None if engine.grad_norm is None else engine.grad_norm.item())
+    return engine.full_state_dict()
+
+
+def _both(cases: list[dict[str, Any]], offload: dict[str, Any], steps: int = 3) -> list[str]:
+    """The cases in which a weight or a norm differs from that without offload."""
+    differ = []
+    for fields in cases:
+        norms: list[list[Any]] = [[], []]
+        plans = [fields, {**fields, "offload": {**offload, "buffer_memory": "512KiB"}}]
+        plain, found = (_train(_engine(plan), range(steps), kept) for plan, kept in zip(plans, norms, strict=True))
+        same = list(plain) == list(found) and all(torch.equal(found[name], plain[name]) for name in plain)
+        if not same or norms[0] != norms[1]:
+            differ.append(f"{fields}: weights {same}, norms {norms}")
+    return differ
+
+
+ONE = [dict(precision="bf16", micro_batches=2, clip_grad_norm=0.5), dict(recompute="full")]
+TWO = [
+    dict(zero=0, precision="bf16", clip_grad_norm=0.5),
+    dict(zero=1, micro_batches=2),
+    dict(zero=2, precision="bf16", micro_batches=2, clip_grad_norm=0.5),
+    dict(zero=3, micro_batches=2, clip_grad_norm=0.5),
+    dict(zero=3, clip_grad_norm=0.5),
+]
+
+
+@pytest.mark.parametrize(("world_size", "cases"), [(1, ONE), (2, TWO)])
+def test_weights_are_the_same_to_the_last_bit(ranks, tmp_path, world_size, cases):
+    offload = dict(optimizer="disk", gradients="disk", path=str(tmp_path))
+    assert ranks(world_size, _both, cases, offload)[0] == []
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+@pytest.mark.parametrize(("world_size", "cases"), [(1, ONE), (2, TWO)])
+def test_the_same_after_20_steps(ranks, tmp_path, world_size, cases, tier):
+    offload = dict(optimizer=tier, gradients=tier, path=str(tmp_path))
+    assert ranks(world_size, _both, cases, offload, 20)[0] == []
+
+
+@pytest.mark.parametrize("fields", [dict(zero=1), dict(zero=3, micro_batches=2)])
+def test_the_same_with_hybrid_sharding(ranks, tmp_path, fields):
+    fields = dict(dp_replicate=2, clip_grad_norm=0.5, **fields)
+    offload = dict(optimizer="disk", gradients="disk", path=str(tmp_path))
+    assert ranks(4, _both, [fields], offload, 20)[0] == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [dict(tp=2), dict(pp=2, micro_batches=2), dict(tp=2, pp=2, micro_batches=2)],
+    ids=["tp", "pp", "tp and pp"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_with_the_other_axes(ranks, tmp_path, fields, precision):
+    fields = dict(precision=precision, clip_grad_norm=1.1, **fields)
+    world_size = fields.get("tp", 1) * fields.get("pp", 1)
+    found = [
+        ranks(world_size, parity.train, "gpt_tied", {**fields, **more})[0]
+        for more in ({}, dict(offload=dict(optimizer="disk", gradients="disk", path=str(tmp_path))))
+    ]
+    assert found[0]["losses"] == found[1]["losses"]
+    for name, value in found[0]["state"].items():
+        assert torch.equal(found[1]["state"][name], value), name
+
+
+def _through_a_checkpoint(first: dict[str, Any], second: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
+    engine = _engine(first)
+    _train(engine, range(2))
+    engine.save(folder)
+    engine = _engine(second)
+    engine.load(folder)
+    shown = {name: p.detach().clone() for name, p in engine.sharded.masters().items() if engine.mesh.world_size == 1}
+    weights = _train(engine, range(2, 4))
+    assert not shown or not torch.equal(shown["wide.weight"], engine.sharded.masters()["wide.weight"])
+    return weights
+
+
+def test_checkpoints_are_read_by_offloaded_plans_and_others(ranks, tmp_path):
+    offload = dict(offload=dict(optimizer="disk", gradients="cpu", path=str(tmp_path)))
+    plain = dict(zero=2, precision="bf16", clip_grad_norm=0.5)
+    expected = ranks(1, _through_a_checkpoint, plain, plain, str(tmp_path / "plain"))[0]
+    for name, first, second in (("to", plain, offload), ("from", offload, plain)):
+        found = ranks(1, _through_a_checkpoint, {**plain, **first}, {**plain, **second}, str(tmp_path / name))[0]
+        assert all(torch.equal(found[key], value) for key, value in expected.items()), name
+
+
+def _refused(fields: dict[str, Any]) -> str:
+    try:
+        _engine(fields)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_a_folder_that_one_rank_cannot_use_stops_all(ranks, tmp_path):
+    found = ranks(2, _refused, dict(offload=dict(optimizer="disk", path=str(tmp_path / "nothing"))))
+    assert all("does not exist; set offload.path" in message for message in found), found
+
+
+def _fails(folder: str) -> str:
+    import errno
+    import os
+
+    engine = _engine(dict(zero=2, offload=dict(optimizer="disk", path=folder)))
+    _train(engine, range(1))
+    if engine.mesh.rank == 1:
+        preadv = os.preadv
+
+        def fail(*_: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        os.preadv = fail  # type: ignore[assignment]
+    try:
+        _train(engine, range(1, 2))
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    finally:
+        if engine.mesh.rank == 1:
+            os.preadv = preadv
+    return "nothing failed"
+
+
+def test_a_disk_that_fails_on_one_rank_stops_all_with_its_path(ranks, tmp_path):
+    found = ranks(2, _fails, str(tmp_path))
+    assert all(f"scratch file in '{tmp_path}' could not be read" in message for message in found), found
+    assert "failed on rank 1" in found[0]
+
+
+def test_a_loop_of_ones_own_sees_finished_updates(ranks, tmp_path):
+    expected, found = (
+        ranks(1, _own_loop, dict(precision="bf16", clip_grad_norm=0.5, **more))[0]
+        for more in ({}, dict(offload=dict(optimizer="disk", gradients="disk", path=str(tmp_path))))
+    )
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def _own_loop(fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine = _engine(fields)
+    loss_fn = parity.loss_function("gpt")
+    for step in range(2):
+        inputs, targets = parity.batch("gpt", step)
+        engine.backward(loss_fn(engine.model(inputs), targets))
+        engine.optimizer.step()
+        seen = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+        seen.update({f"grad {n}": p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None})
+        engine.optimizer.zero_grad()
+    return seen
