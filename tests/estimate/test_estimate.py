@@ -113,7 +113,7 @@ def test_a_module_is_left_as_it_is(ranks):
     assert ranks(1, _leaves_the_module_alone)[0]
 
 
-def _refusal(**changed: Any) -> str:
+def _refusal(plan: dict[str, Any], **changed: Any) -> str:
     if not changed.pop("joined", False):
         dist.destroy_process_group()
     arguments = {
@@ -121,19 +121,20 @@ def _refusal(**changed: Any) -> str:
         "loss_fn": torch.nn.functional.mse_loss, **changed,
     }  # fmt: skip
     try:
-        ts.estimate(torch.nn.Linear(8, 4), ts.Plan(tp=2), **arguments)
+        ts.estimate(torch.nn.Linear(8, 4), ts.Plan(tp=2, **plan), **arguments)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("plan", "changed", "said"),
     [
-        (dict(world_size=3), "3"),
-        (dict(hardware="a100"), "a100-80"),
-        (dict(joined=True), "in a world of ranks already"),
+        ({}, dict(world_size=3), "3"),
+        ({}, dict(hardware="a100"), "a100-80"),
+        ({}, dict(joined=True), "in a world of ranks already"),
+        (dict(offload="cpu"), {}, "estimate the plan without it"),
     ],
 )
-def test_refusals(ranks, changed, said):
-    assert said in ranks(1, partial(_refusal, **changed))[0]
+def test_refusals(ranks, plan, changed, said):
+    assert said in ranks(1, partial(_refusal, plan, **changed))[0]

@@ -124,6 +124,11 @@ def estimate(
     """
     found = find_hardware(hardware)
     resolved = plan.resolve(world_size)
+    if resolved.offload is not None:
+        raise ValueError(
+            f"estimate was given a plan with offload={resolved.offload!r}, which it cannot tell the memory of in this "
+            f"version; estimate the plan without it, and see the table that parallelize prints of what is held where"
+        )
     if dist.is_initialized():
         raise RuntimeError(
             "estimate was called in a process that is in a world of ranks already; call it before parallelize, or in "
