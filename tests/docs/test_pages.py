@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 
 import pretrained_models
@@ -29,6 +30,7 @@ RANKS = {
     "docs/custom-parallel-layer.md": 2,
     "docs/estimate.md": 1,
     "docs/heads.md": 2,
+    "docs/offload.md": 1,
     "docs/pipelines.md": 4,
     "docs/pretrained.md": 4,
     "docs/tensor-parallelism.md": 2,
@@ -71,6 +73,8 @@ def _write_inputs(folder: Path) -> None:
 def _run_page(page: str, folder: Path) -> dict[str, Any]:
     """Runs a page's Python blocks one after the other; returns what they left that can be told."""
     names: dict[str, Any] = {"__name__": "page"}
+    if page == "docs/estimate.md":  # which is about a world that is not there
+        dist.destroy_process_group()
     short = mock.patch.object(StdlibText, "__len__", lambda self: 40)  # an epoch of 3 batches, the last of 8 samples
     torch.manual_seed(1)
     with contextlib.chdir(folder), short:

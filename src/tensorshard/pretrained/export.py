@@ -1,6 +1,5 @@
 """Weights for others: a directory as Hugging Face's ``save_pretrained`` makes it, written a tensor at a time."""
 
-import re
 import shutil
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -11,14 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from tensorshard.field_checks import size_in_bytes
 from tensorshard.pretrained.safetensors_writer import SafetensorsWriter
 from tensorshard.pretrained.stored_names import StoredNames
 from tensorshard.pretrained.stored_weights import is_of_transformers
 
 MAX_SHARD_SIZE = "5GB"
 """How large a file of weights may be where nothing is said: as Hugging Face has it."""
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 class Export:
@@ -45,7 +43,7 @@ class Export:
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = MAX_SHARD_SIZE,
     ) -> None:
-        size = parse_size(max_shard_size)
+        size = size_in_bytes("max_shard_size", max_shard_size)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"dtype={dtype!r} was given; it must be a floating-point torch.dtype, or None")
         check_is_new(directory)
@@ -121,21 +119,6 @@ def model_from_configs(directory: Path) -> nn.Module | None:
 
     with torch.device("meta"):
         return model_of(directory)()
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes from a number or from text such as "5GB" or "200MiB".
-
-    Raises:
-        ValueError: it is neither, or not positive.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if isinstance(size, bool) or not found or found[2].upper() not in _UNITS:
-        raise ValueError(f"max_shard_size={size!r} was given; it must be a number of bytes, or text such as '5GB'")
-    number = int(float(found[1]) * _UNITS[found[2].upper()])
-    if number < 1:
-        raise ValueError(f"max_shard_size={size!r} was given; it must be at least one byte")
-    return number
 
 
 def _cast(layout: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
