@@ -20,6 +20,7 @@ from benchmarks.models.registry import FAMILIES, find_cases
 from benchmarks.suites.models import select_cases
 
 import tensorshard as ts
+from tensorshard.comm.sharding import shard_range
 
 
 def trained(weight: float = 1.0, loss: float = 2.0) -> Trained:
@@ -71,9 +72,9 @@ def test_only_what_tensorshard_raises_itself_is_one_of_its_sentences():
     refusal = _failure(lambda: ts.Plan(tp=0))
     assert refusal.is_sentence
     assert refusal.first_sentence.startswith("tp is 0")
-    crash = _failure(lambda: ts.Plan.from_yaml("/nowhere/plan.yaml"))
-    assert (crash.kind, crash.is_sentence) == ("FileNotFoundError", False)
-    assert "plan.py" in crash.where
+    crash = _failure(lambda: shard_range("ten", 2, 0))  # type: ignore[arg-type]
+    assert (crash.kind, crash.is_sentence) == ("TypeError", False)
+    assert "sharding.py" in crash.where
 
 
 def test_results_are_read_as_they_were_written(tmp_path, monkeypatch):

@@ -86,7 +86,8 @@ def find_sequence_splits(
             f"sequence_parallel=True: no block of this {type(model).__name__} can be split along a sequence:\n{why}\n"
             f"set sequence_parallel=False"
         )
-    features = run.guessed and all(tensor.is_floating_point() for tensor in tensor_leaves(run.inputs))
+    # What was guessed may as well be features alone; token ids and images are not.
+    features = run.guessed and all(t.is_floating_point() and t.ndim < 4 for t in tensor_leaves(run.inputs))
     if features and not any(checks.of(n).relates_positions(s.input, s.dim) for n, s in splits.items()):
         raise NoSequenceParallelError(
             f"sequence_parallel=True: nothing of this {type(model).__name__} relates positions of a sequence to each "
