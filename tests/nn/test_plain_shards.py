@@ -138,3 +138,23 @@ def _load_anothers() -> None:
 def test_another_ranks_shards_are_refused(ranks):
     with pytest.raises(RankError, match="weight holds part 0 of 2, saved by another rank; this one has part 1 of 2"):
         ranks(2, _load_anothers)
+
+
+def _norms(group_size: int) -> tuple[float, float]:
+    ts.init_process_group(group_size)
+    torch.manual_seed(1)
+    whole = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+    layers = nn.Sequential(
+        ts.nn.ParallelLinear.from_linear(whole[0], 1), ts.nn.ParallelLinear.from_linear(whole[1], 0), nn.Linear(5, 2)
+    )
+    whole.append(copy.deepcopy(layers[2]))
+    x = torch.randn(3, 5)
+    for model in (whole, layers):
+        model(x).square().sum().backward()
+    return tuple(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item() for model in (whole, layers))
+
+
+@pytest.mark.parametrize(("world", "group_size"), [(1, 1), (2, 1), (2, 2)])
+def test_the_norm_counts_all_shards_once(ranks, world, group_size):
+    for whole, found in ranks(world, _norms, group_size):
+        assert found == pytest.approx(whole, rel=1e-6)

@@ -55,7 +55,8 @@ def norm_of_all_shards(original: Callable[..., torch.Tensor]) -> Callable[..., t
         foreach: bool | None = None,
     ) -> torch.Tensor:
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        split = split_parameters_by_gradient()
+        # Groups of one hold all of what they split.
+        split = {key: p for key, p in split_parameters_by_gradient().items() if own_group(p).size() > 1}
         shards = [tensor for tensor in listed if id(tensor) in split]
         if not shards:
             return original(listed, norm_type, error_if_nonfinite, foreach)
@@ -72,5 +73,4 @@ def norm_of_all_shards(original: Callable[..., torch.Tensor]) -> Callable[..., t
 
 def _groups_of(split: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
     """The groups over which parameters are split, in the order of the list, which is that of every rank."""
-    groups = [own_group(parameter) for parameter in split]
-    return [group for group in dict.fromkeys(groups) if group.size() > 1]
+    return list(dict.fromkeys(own_group(parameter) for parameter in split))
