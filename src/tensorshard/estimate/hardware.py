@@ -38,7 +38,7 @@ def find_hardware(hardware: str | Hardware | None) -> Hardware | None:
         return hardware
     name = str(hardware).lower().replace("_", "-").replace(" ", "-")
     if name not in _DEVICES:
-        near = difflib.get_close_matches(name, _DEVICES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = [known for known in _DEVICES if known.startswith(name)] or difflib.get_close_matches(name, _DEVICES, n=1)
+        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise ValueError(f"hardware={hardware!r} is not known; {hint}known are {', '.join(_DEVICES)}")
     return Hardware(name, _DEVICES[name] * _GIB)
