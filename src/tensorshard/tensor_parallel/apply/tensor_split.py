@@ -87,9 +87,12 @@ class TensorSplit:
             return local
         shapes = [layout.local_shape(shape, rank, self.size) for rank in range(self.size)]
         longest = max(part.numel() for part in shapes)
-        mine = local.new_zeros(longest)
-        mine[: local.numel()] = local.reshape(-1)
+        mine = local.reshape(-1)
+        if mine.numel() < longest:
+            mine = torch.cat([mine, mine.new_zeros(longest - mine.numel())])
         gathered = local.new_empty(longest * self.size)
         all_gather_into(gathered, mine, self.group)
+        if layout.dim == 0 and len(layout.parts) == 1 and longest * self.size == shape.numel():
+            return gathered.view(shape)  # the shards lie as they are to, and nothing is copied
         parts = [flat[: part.numel()].view(part) for flat, part in zip(gathered.chunk(self.size), shapes, strict=True)]
         return join_shards(parts, layout)
