@@ -154,8 +154,11 @@ class CellRunner:
             )
             return cell
         if isinstance(plain, Trained):
-            away = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found.losses, plain.losses, strict=True))
-            if not away <= 0.05:
+            away, alone_away = (
+                max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(trained.losses, plain.losses, strict=True))
+                for trained in (found, alone)
+            )
+            if not away <= max(0.05, 1.2 * alone_away):  # batch norms over few samples go far in bf16 by themselves
                 cell.status, cell.detail = "wrong", f"losses are {away:.1%} from those of fp32"
         return cell
 

@@ -86,7 +86,7 @@ CASES = [
     _case("MobileNet v3", "mobilenetv3_small_050", size=64),
     _case("RegNet", "regnet.RegNet", cfg=lambda home: home.RegNetCfg(w0=16, wa=16.0, wm=1.5, group_size=8, depth=5)),
     _case("ConvMixer", "convmixer.ConvMixer", dim=32, depth=2, kernel_size=3, patch_size=4),
-    _case("GhostNet", "ghostnet.GhostNet", size=64,
+    _case("GhostNet", "ghostnet.GhostNet", size=64, drop_rate=0.0,
           cfgs=[[[3, 16, 16, 0, 1]], [[3, 48, 24, 0, 2]], [[5, 72, 40, 0.25, 2]]]),
     _case("RepVGG", "byobnet.ByobNet", cfg=lambda home: home.ByoModelCfg(
         blocks=home._rep_vgg_bcfg(d=(1, 1, 1, 1), wf=(0.125, 0.125, 0.125, 0.0625)), stem_type="rep", stem_chs=8)),
