@@ -87,5 +87,4 @@ class CachingAllocator:
         self._keep(block)
 
     def _keep(self, block: _Block) -> None:
-        block.free = True
         insort(self._free[block.small], (block.size, id(block), block), key=lambda entry: entry[:2])

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.sharding import to_local
 from tensorshard.torch_private.dispatch import TorchDispatchMode
-from tensorshard.torch_private.dtensor import local_tensor
 from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.torch_private.storages import runs_backward, watched_resizes
 from tensorshard.torch_private.tensors import storage_address
@@ -136,5 +135,4 @@ class StorageLedger(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()
+    return to_local(tensor).untyped_storage()
