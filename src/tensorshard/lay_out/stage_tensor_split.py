@@ -63,7 +63,7 @@ def split_stage(
         found.plan,
         group,
         shared_inputs=shared_inputs,
-        outputs=outputs,
+        outputs=outputs if stage.is_last else None,  # what goes to another stage is full
         whole=whole,
         elsewhere=stage.elsewhere,
     )
