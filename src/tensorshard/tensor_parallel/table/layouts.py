@@ -1,4 +1,4 @@
-"""How a parameter lies over the tensor-parallel ranks: whole on each, or cut along one dimension."""
+"""How a parameter lies over the tensor-parallel ranks: full on each, or cut along one dimension."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Layout:
     """Where the elements of one parameter are.
 
     Args:
-        dim: the dimension that is cut; None for a parameter that every rank holds whole.
+        dim: the dimension that is cut; None for a parameter that every rank holds in full.
         parts: sizes, along `dim`, of what is packed into the parameter one after the other (a fused
             query-key-value weight has three). Each of them is cut over the ranks, and a rank holds its pieces
             in the same order. Most parameters are one part.
@@ -50,7 +50,7 @@ def local_shard(full: torch.Tensor, layout: Layout, rank: int, size: int) -> tor
 
 
 def join_shards(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """The whole of a parameter, of which ``held[rank]`` is what each rank holds: undoes
+    """The full parameter, of which ``held[rank]`` is what each rank holds: undoes
     :func:`local_shard`."""
     if layout.dim is None:
         return held[0]
@@ -73,5 +73,5 @@ def check_can_split(layout: Layout, size: int, what: str) -> None:
             packed = "" if len(layout.parts) == 1 else f" (one of the parts {', '.join(map(str, layout.parts))})"
             raise ValueError(
                 f"{what} has {part} elements along dimension {layout.dim}{packed}, which cannot be split over {size} "
-                f"ranks: each needs one at least; leave it whole, or lower tp"
+                f"ranks: each needs one at least; leave it replicated, or lower tp"
             )
