@@ -39,9 +39,6 @@ def _serve(connection: Connection) -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if os.environ.get("ATEN_CPU_CAPABILITY", "avx512") != "avx512":
-        # On a processor with AVX-512 torch's kernel for bf16 packs as if this variable were not set, and raises.
-        torch.backends.cuda.enable_flash_sdp(False)
     record_comparisons()
     gc.freeze()  # what was imported stays, and need not be searched for garbage
     while True:

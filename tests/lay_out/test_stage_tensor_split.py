@@ -1,8 +1,9 @@
-"""Tensor parallelism within the stages of a pipeline, where stages share more than what crosses a cut."""
+"""Stages of a pipeline that share modules: split by tp, and sharded."""
 
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,9 +48,41 @@ class DiffusionTransformer(nn.Module):
         return self.out(x * self.blocks[0].embed(time))
 
 
-def _build() -> nn.Module:
+class SharedBlock(nn.Module):
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class SharedLayers(nn.Module):
+    """Layers that the model calls by themselves, and its blocks as parts of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(SharedBlock(self.up, self.down) for _ in range(3))
+        self.out = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(torch.relu(self.up(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+SPLIT = {
+    DiffusionTransformer: {"condition", "blocks.0.embed.0", "blocks.0.embed.2", "blocks.0.shared.0"},
+    SharedLayers: {"up", "down"},
+}
+
+
+def _build(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(3)
-    return DiffusionTransformer().double()
+    return kind().double()
 
 
 def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,18 +90,28 @@ def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.cat([x.sin(), x.cos()], -1)
 
 
-def _train(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train(kind: type[nn.Module], fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
     engine = ts.parallelize(
-        _build(), ts.Plan(**fields), optimizer=ADAMW, loss_fn=nn.functional.mse_loss, sample_inputs=_batch(0)[0]
+        _build(kind), ts.Plan(**fields), optimizer=ADAMW, loss_fn=nn.functional.mse_loss, sample_inputs=_batch(0)[0]
     )
-    return [engine.step(*_batch(step)).item() for step in range(3)], engine.full_state_dict()
+    steps = [parity.shard(engine, *_batch(step)) for step in range(3)]
+    return [engine.step(*step).item() for step in steps], engine.full_state_dict()
 
 
-def test_a_stage_that_calls_a_split_part_of_another_stages_block(ranks):
-    split = find_tensor_plan(_build(), 2, inputs=_batch(0)[0]).plan.to_dict()
-    assert {"condition", "blocks.0.embed.0", "blocks.0.embed.2", "blocks.0.shared.0"} <= split.keys()
-    for rank, (losses, state) in enumerate(ranks(4, _train, dict(tp=2, pp=2, micro_batches=2))):
-        model = _build()
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (DiffusionTransformer, dict(tp=2)),
+        (DiffusionTransformer, dict(zero=3)),
+        (SharedLayers, dict(tp=2)),
+    ],
+)
+def test_stages_that_share_modules(ranks, kind, fields):
+    if "tp" in fields:
+        split = find_tensor_plan(_build(kind), 2, inputs=_batch(0)[0]).plan.to_dict()
+        assert SPLIT[kind] <= split.keys()
+    for rank, (losses, state) in enumerate(ranks(4, _train, kind, dict(pp=2, micro_batches=2, **fields))):
+        model = _build(kind)
         steps = [[_batch(step)] for step in range(3)]
         expected = list(plain_loop(model, ADAMW(model.parameters()), steps, loss_fn=nn.functional.mse_loss))
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)

@@ -1,7 +1,6 @@
 """ZeRO 3: parameters are sharded too, and gathered unit by unit for forward and backward. On PyTorch's FSDP2."""
 
 import zlib
-from collections import Counter
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -155,19 +154,27 @@ class FullyShardedModel(ShardedModel):
 def _shared_between(model: nn.Module, units: list[list[nn.Module]]) -> set[nn.Parameter]:
     """Parameters that are tied across units, or to a place in none of them (such as one that another pipeline stage
     computes); FSDP wants all who use one in one group, so these units join the root's."""
-    everywhere = _places([model])
-    seen: set[nn.Parameter] = set()
+    seen = _parameters_outside(model, {module for unit in units for module in unit})
     shared: set[nn.Parameter] = set()
     for unit in units:
-        own = _places(unit)
-        shared |= {parameter for parameter, count in own.items() if parameter in seen or count < everywhere[parameter]}
-        seen |= set(own)
+        own = {parameter for module in unit for parameter in module.parameters()}
+        shared |= own & seen
+        seen |= own
     return shared
 
 
-def _places(modules: list[nn.Module]) -> Counter[nn.Parameter]:
-    inner = dict.fromkeys(inner for module in modules for inner in module.modules())
-    return Counter(p for module in inner for p in own_parameters(module).values())
+def _parameters_outside(model: nn.Module, modules: Container[nn.Module]) -> set[nn.Parameter]:
+    """Parameters of `model` that are reached without going through one of `modules`."""
+    visited: set[nn.Module] = set()
+    found: set[nn.Parameter] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in visited and module not in modules:
+            visited.add(module)
+            found |= set(own_parameters(module).values())
+            waiting += module.children()
+    return found
 
 
 class _Allocate:

@@ -49,7 +49,9 @@ class StageModule:
         self.elsewhere = frozenset(
             f"{stub}.{inner}" if inner else stub
             for stub in called_elsewhere
-            for inner in _computed_elsewhere(model.get_submodule(stub), self.module.get_submodule(stub))
+            for inner in _computed_elsewhere(
+                model.get_submodule(stub), self.module.get_submodule(stub), nested=stub in graph.nested
+            )
         )
         self.units = {name: self.module.get_submodule(name) for name in graph.parameters if name in own}
         self.blocks = {name: self.module.get_submodule(name) for name in find_blocks(model) if name in own}
@@ -183,12 +185,16 @@ class StageModule:
         return run.placeholder(self._device)
 
 
-def _computed_elsewhere(unit: nn.Module, remains: nn.Module) -> Iterator[str]:
+def _computed_elsewhere(unit: nn.Module, remains: nn.Module, *, nested: bool) -> Iterator[str]:
     """Names in a `unit` that other stages call, itself ("") included, of what this stage does not compute.
 
     This stage may call modules inside of it by themselves, between units: a diffusion transformer's end lets its first
     block embed the time step. Or the unit shares modules with a unit of this stage. In both cases the stage has these
-    modules' parameters; `remains` is what it has of the unit.
+    modules' parameters.
+
+    Args:
+        remains: what the stage has of the unit.
+        nested: whether other units call it as a part of themselves.
     """
     held = {name for name, _ in remains.named_parameters(remove_duplicate=False)}
     computed: dict[str, bool] = {}
@@ -196,7 +202,7 @@ def _computed_elsewhere(unit: nn.Module, remains: nn.Module) -> Iterator[str]:
         prefix = f"{name}." if name else ""
         if any(True for _ in module.parameters()):
             own_ones_held = all(prefix + key in held for key in own_parameters(module))
-            computed[name] = bool(name) and own_ones_held and any(key.startswith(prefix) for key in held)
+            computed[name] = own_ones_held and any(key.startswith(prefix) for key in held) and bool(name or nested)
         else:  # an attention's core without parameters, say
             computed[name] = computed.get(name.rpartition(".")[0], False)
         if not computed[name]:
