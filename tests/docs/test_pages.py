@@ -78,7 +78,7 @@ def _run_page(page: str, folder: Path) -> dict[str, Any]:
         dist.destroy_process_group()
     short = mock.patch.object(StdlibText, "__len__", lambda self: 40)  # an epoch of 3 batches, the last of 8 samples
     torch.manual_seed(1)
-    # Where this variable forbids AVX-512 to a processor that has it, torch's kernel for bf16 packs all the same, and raises.
+    # Where this forbids AVX-512 to a processor that has it, torch's kernel for bf16 packs all the same, and raises.
     narrow = os.environ.get("ATEN_CPU_CAPABILITY", "avx512") != "avx512"
     kernels = sdpa_kernel(SDPBackend.MATH) if narrow else contextlib.nullcontext()
     with contextlib.chdir(folder), short, kernels:
