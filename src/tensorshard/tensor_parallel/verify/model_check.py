@@ -56,7 +56,7 @@ class ModelCheck:
         """With compact matrices; None if the model does not run with these."""
         try:
             return BlockCheck(self.model, self._call, self._size, compact=True)
-        except Exception as error:  # of what needs a weight in one piece, or writes into it
+        except Exception as error:  # of what needs a weight in one piece
             if not raised_by_model(error):
                 raise
             return None
