@@ -21,7 +21,7 @@ _LARGEST_REAL_COPY = 500_000_000
 # Matrices of at least so many elements can be made compact: 4 MB.
 _LARGE_MATRIX = 1 << 20
 # How many elements further on the next row of a compact matrix begins: a prime, which no size of a layer is.
-_COMPACT_STRIDE = 61
+_COMPACT_STRIDE = 17
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _Mode = TypeVar("_Mode", bound=TorchDispatchMode)
