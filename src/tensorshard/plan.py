@@ -7,6 +7,7 @@ from typing import Any
 
 from tensorshard.field_checks import check_choice, check_int, check_positive, data_with_known_fields, unknown_field
 from tensorshard.offload_fields import Offload, as_offload
+from tensorshard.paths import read_utf8
 from tensorshard.plan_fields import (
     ZERO_NAMES,
     as_module_names,
@@ -275,7 +276,7 @@ class Plan:
         """Writes the fields to `path` as YAML."""
         import yaml
 
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Plan":
@@ -290,7 +291,7 @@ class Plan:
         if not Path(path).is_file():
             raise FileNotFoundError(f"a plan was to be read from {path}, but there is no file of that name")
         try:
-            values = yaml.safe_load(Path(path).read_text())
+            values = yaml.safe_load(read_utf8(Path(path)))
         except yaml.YAMLError as error:
             raise ValueError(f"{path} cannot be read as YAML: {error}") from error
         if values is None:

@@ -18,6 +18,7 @@ from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.engine.offload import offload_states
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
+from tensorshard.engine.optimizer_parts import guard_optimizer_states
 from tensorshard.engine.other_optimizers import mark_trained, warn_of_schedulers
 from tensorshard.engine.own_loop import OwnLoop
 from tensorshard.engine.random_streams import RandomStreams
@@ -125,7 +126,8 @@ class Engine(LoopMethods):
             count_step=self._count_step,
         )
         self._own_loop.surround(sharded.model, self.optimizer)
-        GuardedStateDicts(sharded, plan)
+        if GuardedStateDicts(sharded, plan).holds_parts:
+            guard_optimizer_states(self.optimizer, plan, mesh)
         mark_trained(self._gradients.trained.values(), self.optimizer)
 
     # -- one step --

@@ -102,7 +102,7 @@ def find_tensor_plan(
 
 def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> VerifiedTable:
     units = find_units(model)
-    run = run_once(model, list(units), inputs, sequences=sequence_parallel)
+    run = run_once(model, list(units), inputs, size, sequences=sequence_parallel)
     checks = BlockChecks(units, run, size)
     published = published_plan(model)
     whole = {name: "its block was not called" for name in units if name not in run.calls}

@@ -49,6 +49,13 @@ def local_shard(full: torch.Tensor, layout: Layout, rank: int, size: int) -> tor
     return pieces[0].clone(memory_format=torch.contiguous_format) if len(pieces) == 1 else torch.cat(pieces, layout.dim)
 
 
+def shard_view(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
+    """What :func:`local_shard` returns, in the memory of `full` where it is in one piece there and as contiguous."""
+    if layout.dim is not None and len(layout.parts) == 1 and (layout.dim == 0 or not full.is_contiguous()):
+        return full.narrow(layout.dim, *layout.ranges(rank, size)[0])
+    return local_shard(full, layout, rank, size)
+
+
 def join_shards(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     """The full parameter, of which ``held[rank]`` is what each rank holds: undoes
     :func:`local_shard`."""
