@@ -207,12 +207,18 @@ class Plan:
         if self.tp_plan is not None and self.tp == 1:
             raise ValueError("tp_plan was given, but tp=1 splits nothing; set tp, or leave tp_plan at None")
         if self.offloaded is not None:
-            self.offloaded.check_implemented()
+            self.offloaded.check_implemented(int(self.zero))
 
     @property
     def offloaded(self) -> Offload | None:
         """``offload``, whose short forms ("cpu", "disk") are spelled out."""
         return as_offload(self.offload)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a resolved plan gathers parameters unit by unit: ZeRO 3 over several ranks, or from another tier."""
+        offloaded = self.offloaded is not None and self.offloaded.parameters is not None
+        return self.zero == 3 and (self.dp_shard > 1 or offloaded)
 
     @property
     def dp_size(self) -> int:

@@ -16,7 +16,7 @@ from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
-from tensorshard.engine.offload import offload_states
+from tensorshard.engine.offload import check_reads, offload_states
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.engine.optimizer_parts import guard_optimizer_states
 from tensorshard.engine.other_optimizers import mark_trained, warn_of_schedulers
@@ -105,6 +105,9 @@ class Engine(LoopMethods):
             surround_forwards(sharded.model, partial(cache.off_in_training, sharded.model))
             if self._compile_log is not None:
                 surround_forwards(sharded.model, self._compile_log.watched)
+            sharded.model.register_forward_hook(
+                lambda *_: None if torch.is_grad_enabled() else check_reads(slots, mesh)
+            )
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         self.optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
         self._offloaded: OffloadedOptimizer | None = None
@@ -190,6 +193,7 @@ class Engine(LoopMethods):
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
+        check_reads(self.slots, self.mesh)
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
@@ -223,7 +227,9 @@ class Engine(LoopMethods):
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
         with self._call("evaluate"), self._cache.off(), self._evaluation_mode():
-            return self._step_runner.evaluate(inputs, targets)
+            loss = self._step_runner.evaluate(inputs, targets)
+            check_reads(self.slots, self.mesh)
+            return loss
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
@@ -243,7 +249,9 @@ class Engine(LoopMethods):
         # Micro-batches of a pipeline have no cache in common.
         cache = self._cache.off() if self.plan.pp > 1 else nullcontext()
         with cache:
-            return self._step_runner.predict(inputs, compare=compare)
+            output = self._step_runner.predict(inputs, compare=compare)
+        check_reads(self.slots, self.mesh)
+        return output
 
     @torch.no_grad()
     def generate(

@@ -39,7 +39,7 @@ def open_tiers(plan: Plan, mesh: Mesh, device: torch.device) -> Slots | None:
         )
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
     slots = succeed_together(lambda: Slots(offload, ranks_here), mesh.world_group, "parallelize")
-    if mesh.rank == 0 and "cpu" in (offload.optimizer, offload.gradients):
+    if mesh.rank == 0 and "cpu" in (offload.optimizer, offload.gradients, offload.parameters):
         logger.warning("offload to host memory saves nothing on CPU ranks, whose own memory that is; 'disk' does")
     return slots
 
@@ -69,7 +69,12 @@ def offload_states(
             states = probe_states(partial(build_optimizer, factory, heads=heads), trained)
         masters = {name: m for name, m in sharded.offloaded_masters().items() if name in trained}
         return OffloadedOptimizer(
-            optimizer, trained, states, slots, offloaded=masters, agree=partial(_stop_together, mesh.world_group)
+            optimizer,
+            trained,
+            states,
+            slots,
+            offloaded=masters,
+            agree=partial(_stop_together, mesh.world_group, "the update of offloaded states"),
         )
 
     offloaded = succeed_together(offload, mesh.world_group, "parallelize")
@@ -80,8 +85,18 @@ def offload_states(
     return offloaded
 
 
-def _stop_together(group: torch.distributed.ProcessGroup, failure: Exception | None) -> None:
-    """Raises the `failure` of any rank on all of them. A collective of `group`."""
+def check_reads(slots: Slots | None, mesh: Mesh) -> None:
+    """Called after forwards and backwards, on all ranks of the mesh, whose parameters may have been read from disk.
+
+    Raises:
+        OSError: they could not be on some rank; names the folder.
+    """
+    if slots is not None and slots.offload.parameters is not None and slots.offload.uses_disk:
+        _stop_together(mesh.world_group, "reading offloaded parameters", slots.take_failure())
+
+
+def _stop_together(group: torch.distributed.ProcessGroup, what: str, failure: Exception | None) -> None:
+    """Raises the `failure` of any rank on all of them, in doing `what`. A collective of `group`."""
     if group.size() > 1:
         failures = torch.tensor([float(failure is not None)])
         all_reduce_(failures, group, what="whether the scratch files could be read and written")
@@ -94,4 +109,4 @@ def _stop_together(group: torch.distributed.ProcessGroup, failure: Exception | N
         if failure is not None:
             raise failure
 
-    succeed_together(fail, group, "the update of offloaded states")
+    succeed_together(fail, group, what)

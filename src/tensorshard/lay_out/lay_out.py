@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.comm.decisions import succeed_together
 from tensorshard.data_parallel.batch_norm import synchronize_batch_norm
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import assign_buffers
+from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.slots import Slots
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
@@ -76,12 +78,23 @@ def lay_out(
         return split.local(name, value_of(name))
 
     assign_buffers(part.module, local_value, device)
-    if plan.zero == 3 and mesh.degrees["dp_shard"] > 1:
+    if plan.shards_parameters:
         from tensorshard.data_parallel.fully_sharded import FullyShardedModel
 
-        return FullyShardedModel(
-            part.module, local_value, part.units, mesh, split, precision=plan.precision, reduce_dtype=reduce_dtype
+        offloads = slots is not None and slots.offload.parameters is not None
+        sharded = FullyShardedModel(
+            part.module,
+            local_value,
+            part.units,
+            mesh,
+            split,
+            precision=plan.precision,
+            reduce_dtype=reduce_dtype,
+            offloaded=OffloadedParameters(slots) if slots is not None and offloads else None,
         )
+        if offloads:
+            succeed_together(sharded.check_offloaded, mesh.world_group, "parallelize")
+        return sharded
     from tensorshard.data_parallel.replicated import ReplicatedModel
 
     return ReplicatedModel(

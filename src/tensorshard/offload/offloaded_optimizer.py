@@ -137,7 +137,9 @@ class OffloadedOptimizer:
             with torch.enable_grad():
                 loss = closure()
         factor, self.factor = self.factor, None
-        failure = None if self.gradients is None else self.gradients.begin_update()
+        failure = self._slots.take_failure()
+        if self.gradients is not None:
+            failure = self.gradients.begin_update() or failure
         changed = [o for o in self._offloaded.values() if o.master.grad is not None]
         try:
             if failure is not None:
@@ -229,7 +231,7 @@ class OffloadedOptimizer:
             mine = {key: moved.pop(0) for key in o.states}
             weights, copy = o.weights[tile], None
             if o.place is not None:
-                weights, copy = moved.pop(0), o.place.copy[tile]
+                weights, copy = moved.pop(0), None if o.place.copy is None else o.place.copy[tile]
             assert o.master.grad is not None
             gradient = moved.pop(0) if o.gradient is not None else to_local(o.master.grad).reshape(-1)[tile]
             for a, count in _tiles(numel, _CACHE_ELEMENTS * torch.get_num_threads()):

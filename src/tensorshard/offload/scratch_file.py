@@ -82,8 +82,8 @@ class ScratchFile:
 
     def settle(self) -> None:
         """What was written through mapped tensors reaches the disk, and nothing of the file stays in the page cache."""
+        os.fdatasync(self._descriptor)  # of mapped pages too
         for mapped in self._maps.values():
-            mapped.flush()
             mapped.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -23,7 +23,7 @@ class SlotSpec:
     """A tensor that is to be kept on a tier.
 
     Args:
-        kind: what it is, for people: "optimizer states", "master weights" or "gradients".
+        kind: what it is, for people: "parameters", "optimizer states", "master weights" or "gradients".
         numel: elements of this rank's shard.
         dtype: of its elements.
     """
@@ -97,15 +97,16 @@ class DiskSlot(Slot):
 
 @dataclass(frozen=True)
 class OffloadedMaster:
-    """Where the fp32 weights are that a 16-bit parameter is a copy of.
+    """Where weights are that the optimizer updates.
 
     Args:
         slot: this rank's shard of them.
-        copy: the same shard of the parameter that forward computes with, flat, on the device.
+        copy: the same shard of the 16-bit parameter that forward computes with, flat, on the device; None where the
+            weights themselves are read for it.
     """
 
     slot: Slot
-    copy: torch.Tensor
+    copy: torch.Tensor | None
 
 
 class Slots:
@@ -115,6 +116,9 @@ class Slots:
         offload: what goes where.
         ranks_here: how many ranks share the host's memory.
 
+    Attributes:
+        failure: what went wrong in reading parameters, until all ranks are told; None for nothing.
+
     Raises:
         ValueError: the folder cannot hold a scratch file, see :func:`.folders.open_unnamed`; `host_memory` is less than
             the buffers of this machine's ranks.
@@ -122,6 +126,7 @@ class Slots:
 
     def __init__(self, offload: Offload, ranks_here: int = 1) -> None:
         self.offload = offload
+        self.failure: OSError | None = None
         self._file: ScratchFile | None = None
         self._left: int | None = None  # of the budget
         self._held: dict[tuple[str, str], int] = {}
@@ -130,8 +135,8 @@ class Slots:
             if self._left < 0:
                 raise ValueError(
                     f"offload.host_memory={offload.host_memory!r} is less than the buffers of this machine's "
-                    f"{ranks_here} ranks, {offload.buffer_memory} each; make buffer_memory smaller, or host_memory "
-                    f"larger"
+                    f"{ranks_here} ranks, {offload.buffer_memory} each; set host_memory to at least "
+                    f"{ranks_here * offload.buffer_bytes} bytes, or make buffer_memory smaller"
                 )
         if offload.uses_disk:
             self._file = ScratchFile(scratch_folder(offload.path))
@@ -169,6 +174,11 @@ class Slots:
         [slot] = self.add(self.offload.optimizer or "cpu", [spec])
         slot.tensor.copy_(values.reshape(-1))
         return slot
+
+    def take_failure(self) -> OSError | None:
+        """:attr:`failure`, which is forgotten."""
+        failure, self.failure = self.failure, None
+        return failure
 
     def settle(self) -> None:
         """Called before transfers, for those who wrote to or read from :attr:`Slot.tensor` in between."""
