@@ -16,7 +16,7 @@ from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
-from tensorshard.engine.offload import offload_states
+from tensorshard.engine.offload import check_activations, offload_states
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.engine.other_optimizers import mark_trained, warn_of_schedulers
 from tensorshard.engine.own_loop import OwnLoop
@@ -107,11 +107,12 @@ class Engine(LoopMethods):
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         self.optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
         self._offloaded: OffloadedOptimizer | None = None
-        if slots is not None:
+        if slots is not None and slots.offload.optimizer is not None:
             trained = self._gradients.trained
             self._offloaded = offload_states(self.optimizer, optimizer, head_groups, sharded, trained, mesh, slots)
             self._gradients.offloaded = self._offloaded.gradients
         copied = () if self._offloaded is None else self._offloaded.written
+        self.optimizer.register_step_pre_hook(lambda *_: check_activations(slots, mesh.world_group))
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
         self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters(copied))
         self._own_loop = OwnLoop(
@@ -188,6 +189,7 @@ class Engine(LoopMethods):
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
+        check_activations(self.slots, self.mesh.world_group)
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale

@@ -333,7 +333,7 @@ class OffloadedOptimizer:
                     state[key] = o.shown(slot)
 
     def _make_transfers(self) -> Transfers:
-        budget = self._slots.offload.buffer_bytes
+        budget = self._slots.offload.buffer_bytes - self._slots.offload.activation_buffer_bytes
         self._work_bytes = budget // _WORKS
         if self._update is None:
             largest = max((sum(s.nbytes for s in _specs(o)) for o in self._offloaded.values()), default=1)

@@ -35,8 +35,11 @@ class ScratchFile:
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)  # mapped tensors keep their part of the file
 
-    def reserve(self, nbytes: int) -> int:
+    def reserve(self, nbytes: int, *, mapped: bool = True) -> int:
         """Makes the file larger by `nbytes`, in whole blocks; returns where they begin.
+
+        Args:
+            mapped: whether :meth:`tensor` will be asked for tensors in them.
 
         Raises:
             ValueError: there is no such space left.
@@ -50,7 +53,8 @@ class ScratchFile:
                 f"{start:,} of them the disk has {free_bytes(self.folder):,} left ({error.strerror}); set offload.path "
                 f"to a folder on a larger disk, or shard over more processes"
             ) from error
-        self._maps[start] = mmap.mmap(self._descriptor, size, offset=start)
+        if mapped:
+            self._maps[start] = mmap.mmap(self._descriptor, size, offset=start)
         self.nbytes = start + size
         return start
 
