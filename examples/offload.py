@@ -1,4 +1,4 @@
-"""Trains a GPT whose masters, optimizer states and gradients are on disk; says what went there and back, and its memory.
+"""Trains a GPT whose masters, optimizer states and gradients are on disk, and says what went there and back.
 
     python examples/offload.py --path /scratch                                      # GPT-2 small
     torchrun --nproc-per-node 2 examples/offload.py --path /scratch --size xl       # GPT-2 XL, 1.5 billion parameters

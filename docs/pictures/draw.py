@@ -1,7 +1,7 @@
 """Draws the pictures of README and docs: ``python docs/pictures/draw.py`` writes them anew, beside this file.
 
-They have a ground of their own, light or dark as the reader's system is, and take their numbers from the package, or from
-the results of the benchmarks.
+They have a ground of their own, light or dark as the reader's system is, and take their numbers from the package, or
+from the results of the benchmarks.
 """
 
 import json

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import re
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -147,11 +148,10 @@ def test_memory_of_what_was_moved_is_freed(tmp_path):
     for block in blocks:
         hidden = moved.forward(block, block, hidden)
         seen.append(torch.multiprocessing.reductions.StorageWeakRef(hidden.untyped_storage()))
-    assert moved.space.lent_bytes == 5 * 512 * 64 * 4  # inputs of layers and of activations; the first is the user's
+    assert moved.space.lent_bytes == 6 * 512 * 64 * 4  # inputs of three layers and of three activations
     assert [each.expired() for each in seen] == [True, True, False]
-    before = hidden.detach().clone()
     hidden.sum().backward()
-    del hidden, before
+    del hidden
     assert moved.space.lent_bytes == 0
 
 
@@ -233,14 +233,12 @@ def _fails(folder: str, call: str) -> str:
     [
         (
             "posix_fallocate",
-            "needs 16,777,216 bytes for this rank, and .*set offload.path to a folder on a larger disk",
+            r"needs [\d,]+ bytes for this rank, and .*set offload.path to a folder on a larger disk",
         ),
         ("pwritev", "scratch file in '{}' could not be written"),
-        ("preadv", "scratch file in '{}' could not be read"),
+        ("preadv", "scratch file in '{}' could not be read .*weights are as before it"),
     ],
 )
 def test_a_disk_that_fails_on_one_rank_stops_all_before_the_update(ranks, tmp_path, call, message):
-    import re
-
     for rank, found in enumerate(ranks(2, _fails, str(tmp_path), call)):
         assert re.search(message.format(tmp_path), found), (rank, found)

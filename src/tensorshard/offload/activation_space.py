@@ -14,6 +14,8 @@ from tensorshard.offload.slots import HostSlot, Slot, Slots, SlotSpec
 _KIND = "activations"
 _GROWTH = 1 << 24  # bytes by which the file grows at least
 
+_LOST = "The step was not taken, and weights are as before it; save a checkpoint and go on from that"
+
 
 class ActivationSlot(Slot):
     """Bytes of a scratch file, which are read and written in the background alone."""
@@ -48,7 +50,7 @@ class ActivationSpace:
         self._tier = slots.offload.activations
         self._file: ScratchFile | None = None
         if slots.offload.uses_disk:
-            self._file = ScratchFile(scratch_folder(slots.offload.path))
+            self._file = ScratchFile(scratch_folder(slots.offload.path), _LOST)
         self._free: list[tuple[int, int]] = []  # (start, bytes) of the file, in order, never adjacent
         # Slots that are no longer needed, with the writes that must end before they can be used again. Collecting
         # garbage may call give_back at any time, in any thread: it does no more than append here.

@@ -25,6 +25,7 @@ from tensorshard.offload.activation_space import ActivationSpace
 from tensorshard.offload.slots import Slot, Slots
 from tensorshard.offload.transfers import Reading, Transfers
 from tensorshard.torch_private.autograd import is_in_backward
+from tensorshard.torch_private.modules import own_buffers, own_parameters
 from tensorshard.torch_private.tensors import storage_address, tensor_version
 
 SMALLEST = 1 << 16
@@ -146,7 +147,7 @@ class OffloadedActivations:
         share = slots.offload.activation_buffer_bytes // 2
         self._ahead_bytes = share
         self._transfers = Transfers(share, share // _REQUESTS)
-        self._blocks: dict[int, list[dict[str, Any]]] = {}  # parameters and buffers of each block's modules
+        self._modules: dict[int, list[nn.Module]] = {}  # of each block
         self._moved: dict[int, tuple[StorageWeakRef, int, ReferenceType[_Record]]] = {}  # by the storage's address
         self._ahead: WeakSet[_Record] = WeakSet()  # read, or being read, before they were asked for
         self._direct: dict[int, bool] = {}  # of blocks, whether their backward always follows their forward
@@ -170,8 +171,8 @@ class OffloadedActivations:
         call = BlockCall(id(block), latest)
         self._latest = ref(call)
         self._moved = {address: known for address, known in self._moved.items() if not known[0].expired()}
-        if call.block not in self._blocks:
-            self._blocks[call.block] = [d for m in block.modules() for d in (m._parameters, m._buffers)]
+        if call.block not in self._modules:
+            self._modules[call.block] = list(block.modules())
         stays = self._direct.get(call.block, False)
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -212,10 +213,11 @@ class OffloadedActivations:
         return _Stays(call, tensor.detach(), tensor_version(tensor))  # itself would hold the graph that holds it
 
     def _belongs_to_block(self, block: int, address: int) -> bool:
+        # Asked for each time: ZeRO 3 puts gathered parameters in the place of shards.
         return any(
-            tensor is not None and type(tensor) is not DTensor and storage_address(tensor.untyped_storage()) == address
-            for held in self._blocks[block]
-            for tensor in held.values()
+            type(tensor) is not DTensor and storage_address(tensor.untyped_storage()) == address
+            for module in self._modules[block]
+            for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
         )
 
     def _record(

@@ -11,6 +11,9 @@ import torch
 from tensorshard.offload.folders import BLOCK, free_bytes, open_unnamed
 
 
+_LOST = "Weights and optimizer states are lost; go on from the last checkpoint"
+
+
 class ScratchFile:
     """A file without a name, for direct I/O and for plain reads as tensors. What is asked for is reserved at once.
 
@@ -20,13 +23,15 @@ class ScratchFile:
 
     Args:
         folder: where it is.
+        lost: what it means when the disk fails, for people.
 
     Raises:
         ValueError: the folder cannot hold it, see :func:`.folders.open_unnamed`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lost: str = _LOST) -> None:
         self.folder = folder
+        self._lost = lost
         self.nbytes = 0
         self._maps: dict[int, mmap.mmap] = {}
         self._descriptor = open_unnamed(folder)
@@ -102,8 +107,7 @@ class ScratchFile:
         except OSError as error:
             raise OSError(
                 f"{len(memory):,} bytes of the scratch file in {str(self.folder)!r} could not be {done} at byte "
-                f"{offset:,}: {error.strerror or error}. Weights and optimizer states are lost; go on from the last "
-                f"checkpoint, with offload.path on another disk"
+                f"{offset:,}: {error.strerror or error}. {self._lost}, with offload.path on another disk"
             ) from error
 
 

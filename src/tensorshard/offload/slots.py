@@ -185,7 +185,7 @@ class Slots:
 
     @property
     def held(self) -> dict[tuple[str, str], int]:
-        """Bytes of each kind on each tier ("host memory" or "disk") of this rank; of activations, the most at a time."""
+        """Bytes of each kind on "host memory" or "disk" of this rank; of activations, the most at a time."""
         return dict(self._held)
 
     def describe(self) -> str:
