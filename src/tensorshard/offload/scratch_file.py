@@ -10,7 +10,6 @@ import torch
 
 from tensorshard.offload.folders import BLOCK, free_bytes, open_unnamed
 
-
 _LOST = "Weights and optimizer states are lost; go on from the last checkpoint"
 
 
