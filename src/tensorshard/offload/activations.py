@@ -111,6 +111,7 @@ class _Stays:
 class _Moved:
     """A view of a storage that was moved."""
 
+    call: BlockCall
     record: _Record
     dtype: torch.dtype
     size: torch.Size
@@ -203,9 +204,8 @@ class OffloadedActivations:
         record = self._record(call, local, storage, address)
         if record is None:
             return self._stay(call, tensor)
-        moved = _Moved(
-            record, local.dtype, local.shape, local.stride(), local.storage_offset(), local.is_conj(), laid_out
-        )
+        shape = local.shape, local.stride(), local.storage_offset()
+        moved = _Moved(call, record, local.dtype, *shape, local.is_conj(), laid_out)
         record.saved.add(moved)
         return moved
 
@@ -251,7 +251,7 @@ class OffloadedActivations:
     # -- backward --
 
     def _restore(self, kept: _Moved | _Stays) -> torch.Tensor:
-        call = kept.call if isinstance(kept, _Stays) else kept.record.call
+        call = kept.call
         if not call.in_backward:
             call.in_backward = True
             if self._latest is not None and self._latest() is call:
