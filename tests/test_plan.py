@@ -120,8 +120,8 @@ def test_offload_is_written_in_several_ways():
         (dict(host_memory=0), ValueError, "offload.host_memory=0 was given; it must be at least one byte"),
         (dict(host_memory=1.5), TypeError, "offload.host_memory=1.5 was given; it must be a number of bytes, or text"),
         (dict(buffer_memory="1KiB"), ValueError, "offload.buffer_memory is '1KiB'; it must be at least 512KiB"),
-        (dict(optimizer="cpu", activations="disk"), ValueError, "offload.activations='disk' is not implemented"),
         (dict(parameters="disk"), ValueError, "offload was given without optimizer="),
+        (dict(gradients="disk", activations="disk"), ValueError, "offload was given without optimizer="),
         (dict(path="/data"), ValueError, "offload was given without optimizer="),
     ],
 )

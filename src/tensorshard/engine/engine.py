@@ -16,7 +16,7 @@ from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
-from tensorshard.engine.offload import check_reads, offload_states
+from tensorshard.engine.offload import check_transfers, offload_states
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.engine.optimizer_parts import guard_optimizer_states
 from tensorshard.engine.other_optimizers import mark_trained, warn_of_schedulers
@@ -106,16 +106,17 @@ class Engine(LoopMethods):
             if self._compile_log is not None:
                 surround_forwards(sharded.model, self._compile_log.watched)
             sharded.model.register_forward_hook(
-                lambda *_: None if torch.is_grad_enabled() else check_reads(slots, mesh)
+                lambda *_: None if torch.is_grad_enabled() else check_transfers(slots, mesh.world_group)
             )
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         self.optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
         self._offloaded: OffloadedOptimizer | None = None
-        if slots is not None:
+        if slots is not None and slots.offload.optimizer is not None:
             trained = self._gradients.trained
             self._offloaded = offload_states(self.optimizer, optimizer, head_groups, sharded, trained, mesh, slots)
             self._gradients.offloaded = self._offloaded.gradients
         copied = () if self._offloaded is None else self._offloaded.written
+        self.optimizer.register_step_pre_hook(lambda *_: check_transfers(slots, mesh.world_group))
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
         self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters(copied))
         self._own_loop = OwnLoop(
@@ -193,7 +194,7 @@ class Engine(LoopMethods):
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
-        check_reads(self.slots, self.mesh)
+        check_transfers(self.slots, self.mesh.world_group)
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
@@ -228,7 +229,7 @@ class Engine(LoopMethods):
         """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
         with self._call("evaluate"), self._cache.off(), self._evaluation_mode():
             loss = self._step_runner.evaluate(inputs, targets)
-            check_reads(self.slots, self.mesh)
+            check_transfers(self.slots, self.mesh.world_group)
             return loss
 
     @torch.no_grad()
@@ -250,7 +251,7 @@ class Engine(LoopMethods):
         cache = self._cache.off() if self.plan.pp > 1 else nullcontext()
         with cache:
             output = self._step_runner.predict(inputs, compare=compare)
-        check_reads(self.slots, self.mesh)
+        check_transfers(self.slots, self.mesh.world_group)
         return output
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from tensorshard.comm.decisions import succeed_together
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.mesh import Mesh
+from tensorshard.offload.activations import OffloadedActivations
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.slots import Slots
 from tensorshard.offload.state_probe import probe_states
@@ -38,8 +39,16 @@ def open_tiers(plan: Plan, mesh: Mesh, device: torch.device) -> Slots | None:
             f"(dp_shard over more processes and recompute='full' save memory)"
         )
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
-    slots = succeed_together(lambda: Slots(offload, ranks_here), mesh.world_group, "parallelize")
-    if mesh.rank == 0 and "cpu" in (offload.optimizer, offload.gradients, offload.parameters):
+
+    def open_slots() -> Slots:
+        slots = Slots(offload, ranks_here)
+        if offload.activations is not None:
+            slots.activations = OffloadedActivations(slots)
+        return slots
+
+    slots = succeed_together(open_slots, mesh.world_group, "parallelize")
+    held = (offload.optimizer, offload.gradients, offload.parameters, offload.activations)
+    if mesh.rank == 0 and "cpu" in held:
         logger.warning("offload to host memory saves nothing on CPU ranks, whose own memory that is; 'disk' does")
     return slots
 
@@ -85,14 +94,20 @@ def offload_states(
     return offloaded
 
 
-def check_reads(slots: Slots | None, mesh: Mesh) -> None:
-    """Called after forwards and backwards, on all ranks of the mesh, whose parameters may have been read from disk.
+def check_transfers(slots: Slots | None, group: torch.distributed.ProcessGroup) -> None:
+    """Raises on all ranks what failed on any in moving parameters or activations.
+
+    Called after forwards and backwards. A collective of `group`, where a disk is used.
 
     Raises:
-        OSError: they could not be on some rank; names the folder.
+        OSError, ValueError: the disk failed, or is full. The gradients are of no use; weights are as before the step.
     """
-    if slots is not None and slots.offload.parameters is not None and slots.offload.uses_disk:
-        _stop_together(mesh.world_group, "reading offloaded parameters", slots.take_failure())
+    if slots is None or not slots.offload.uses_disk:
+        return
+    if slots.offload.parameters is not None:
+        _stop_together(group, "reading offloaded parameters", slots.take_failure())
+    if slots.activations is not None:
+        _stop_together(group, "moving offloaded activations", slots.activations.take_failure())
 
 
 def _stop_together(group: torch.distributed.ProcessGroup, what: str, failure: Exception | None) -> None:

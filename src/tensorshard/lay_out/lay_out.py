@@ -18,6 +18,7 @@ from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.transforms.compile import compile_blocks
+from tensorshard.transforms.offload_activations import offload_activations
 from tensorshard.transforms.precision import DTYPES, keep_norms_fp32
 from tensorshard.transforms.recompute import apply_recompute
 
@@ -72,6 +73,8 @@ def lay_out(
         for sentence in compile_blocks(part.repeated, plan.recompute):
             if mesh.rank == 0:
                 logger.warning("compile=True: %s", sentence)
+    if slots is not None and slots.activations is not None:
+        offload_activations(part.repeated, slots.activations)
     reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
 
     def local_value(name: str) -> torch.Tensor:
@@ -106,7 +109,7 @@ def lay_out(
         level=int(plan.zero),
         precision=plan.precision,
         reduce_dtype=reduce_dtype,
-        keep_master=None if slots is None else slots.keep,
+        keep_master=None if slots is None or slots.offload.optimizer is None else slots.keep,
     )
 
 

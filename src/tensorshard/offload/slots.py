@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,6 +12,9 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.offload.folders import BLOCK, scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
 from tensorshard.offload_fields import Offload
+
+if TYPE_CHECKING:
+    from tensorshard.offload.activations import OffloadedActivations
 
 _LEAST_ON_DISK = 1 << 16  # bytes that are worth a request of their own
 
@@ -23,7 +27,7 @@ class SlotSpec:
     """A tensor that is to be kept on a tier.
 
     Args:
-        kind: what it is, for people: "parameters", "optimizer states", "master weights" or "gradients".
+        kind: what it is, for people: "parameters", "optimizer states", "master weights", "gradients" or "activations".
         numel: elements of this rank's shard.
         dtype: of its elements.
     """
@@ -117,6 +121,7 @@ class Slots:
         ranks_here: how many ranks share the host's memory.
 
     Attributes:
+        activations: what moves them; None if they stay on the device.
         failure: what went wrong in reading parameters, until all ranks are told; None for nothing.
 
     Raises:
@@ -127,6 +132,7 @@ class Slots:
     def __init__(self, offload: Offload, ranks_here: int = 1) -> None:
         self.offload = offload
         self.failure: OSError | None = None
+        self.activations: OffloadedActivations | None = None
         self._file: ScratchFile | None = None
         self._left: int | None = None  # of the budget
         self._held: dict[tuple[str, str], int] = {}
@@ -147,7 +153,7 @@ class Slots:
         Raises:
             ValueError: the disk has no space for them.
         """
-        in_memory = [tier == "cpu" and self._takes(spec) for spec in specs]
+        in_memory = [tier == "cpu" and self.borrow(spec.nbytes) for spec in specs]
         on_disk = [spec for spec, here in zip(specs, in_memory, strict=True) if not here]
         reserved = offset = 0
         if on_disk:
@@ -185,20 +191,29 @@ class Slots:
         if self._file is not None:
             self._file.settle()
 
+    @property
+    def held(self) -> dict[tuple[str, str], int]:
+        """Bytes of each kind on "host memory" or "disk" of this rank; of activations, the most at a time."""
+        return dict(self._held)
+
     def describe(self) -> str:
         """A table of what is held where on this rank, a line for each kind and tier."""
         lines = [f"{kind:<16} {where:<11} {held / 2**20:>12,.1f} MiB" for (kind, where), held in self._held.items()]
         lines.append(f"{'buffers':<16} {'host memory':<11} {self.offload.buffer_bytes / 2**20:>12,.1f} MiB")
         return "\n".join(lines)
 
-    def _takes(self, spec: SlotSpec) -> bool:
-        """Whether host memory has room for it, which it then takes."""
+    def borrow(self, nbytes: int) -> bool:
+        """Whether host memory has room for so many bytes, which its budget then has less; below 0 gives back."""
         if self._left is None:
             return True
-        if spec.nbytes > self._left:
+        if nbytes > self._left:
             return False
-        self._left -= spec.nbytes
+        self._left -= nbytes
         return True
+
+    def note(self, kind: str, where: str, nbytes: int) -> None:
+        """Has the table say that so much of a `kind` is held at a time, if it was less before."""
+        self._held[kind, where] = max(nbytes, self._held.get((kind, where), 0))
 
     def _count(self, spec: SlotSpec, where: str) -> None:
         place = spec.kind, where
