@@ -13,6 +13,7 @@ from torch import nn
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.estimate.hardware import Hardware, find_hardware
+from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate, summarize
 from tensorshard.estimate.watched_steps import watch_steps
 from tensorshard.field_checks import size_in_bytes
@@ -147,8 +148,12 @@ def estimate(
                 made = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), [inputs, targets])
                 return made[0], made[1]
 
-            ledger, known, _ = watch_steps(build, batch)
-        ranks.append(summarize(ledger, known, rank=rank, stage=stage, device_bytes=device_bytes))
+            counter = OperationLedger()
+            ledger, known, engine = watch_steps(build, batch, counter)
+            operations = counter.operations(engine.mesh, resolved)
+        ranks.append(
+            summarize(ledger, known, rank=rank, stage=stage, device_bytes=device_bytes, operations=operations)
+        )
     return Estimate(resolved, world_size, ranks, found)
 
 

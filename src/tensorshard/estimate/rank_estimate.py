@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorshard.estimate.caching_allocator import CachingAllocator
+from tensorshard.estimate.operations import Operations, Traffic
 from tensorshard.estimate.storage_ledger import Allocation, Event, StorageLedger
 
 PARAMETERS = "parameters"
@@ -44,6 +45,7 @@ class RankEstimate:
         phase: what was going on at the peak: "initialization", "forward", "backward" or "update".
         largest: the largest tensors then.
         timeline: bytes in live tensors after each change of the steps, with the phase.
+        operations: the kernels and transfers of a step.
     """
 
     rank: int
@@ -55,16 +57,39 @@ class RankEstimate:
     phase: str
     largest: list[LargeTensor]
     timeline: list[tuple[str, int]] = field(repr=False)
+    operations: Operations = field(default_factory=Operations, repr=False)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a step: matrix products, convolutions and attention, recomputation included."""
+        return self.operations.flops
+
+    @property
+    def memory_traffic(self) -> int:
+        """Bytes that the kernels of a step read and write."""
+        return self.operations.memory_traffic
+
+    @property
+    def traffic(self) -> dict[str, dict[str, Traffic]]:
+        """What goes along each axis of the mesh by each collective in a step."""
+        return self.operations.traffic()
 
 
 def summarize(
-    ledger: StorageLedger, known: Mapping[int, str], *, rank: int, stage: int, device_bytes: int
+    ledger: StorageLedger,
+    known: Mapping[int, str],
+    *,
+    rank: int,
+    stage: int,
+    device_bytes: int,
+    operations: Operations | None = None,
 ) -> RankEstimate:
     """What `ledger` says of a rank.
 
     Args:
         known: the categories of storages whose use is known, by their numbers.
         device_bytes: what the device takes beside tensors.
+        operations: of a step; None if nobody counted.
     """
     categories = [known.get(a.number) or _category(a) for a in ledger.allocations]
     peak, at = _peak(ledger.events, ledger.start)
@@ -85,6 +110,7 @@ def summarize(
         ledger.events[at].phase if ledger.events else "initialization",
         [_described(ledger.allocations[number], held[number], categories[number]) for number in largest],
         _timeline(steady),
+        operations or Operations(),
     )
 
 
