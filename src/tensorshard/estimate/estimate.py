@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.estimate.hardware import Hardware, find_hardware
 from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate, summarize
+from tensorshard.estimate.step_time import StepTime, step_time
 from tensorshard.estimate.watched_steps import watch_steps
 from tensorshard.field_checks import size_in_bytes
+from tensorshard.modules.batches import batch_size
 from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.parallelize import parallelize
@@ -35,12 +38,36 @@ class Estimate:
         plan: with every axis set.
         ranks: one for each distinct rank: those of a pipeline's stages, each with the largest shards.
         hardware: what was asked for; None if nothing was.
+        global_batch: samples of a step.
     """
 
     plan: Plan
     world_size: int
     ranks: list[RankEstimate]
     hardware: Hardware | None = None
+    global_batch: int | None = None
+
+    @cached_property
+    def step_time(self) -> StepTime | None:
+        """Seconds of a step on the hardware, between a low and a high; None without hardware whose speed is known.
+
+        Those of a profile are not validated; those of "this-machine" are made of measured rates.
+        """
+        if self.hardware is None or self.hardware.rates is None:
+            return None
+        return step_time(self.ranks, self.plan, self.world_size, self.hardware.rates)
+
+    @property
+    def time_by_category(self) -> dict[str, float] | None:
+        """What the step time is spent with, in seconds (:data:`.step_time.TIME_CATEGORIES`); None as for it."""
+        return None if self.step_time is None else self.step_time.by_category
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples of all data ranks in a second; None as for :attr:`step_time`."""
+        if self.step_time is None or self.global_batch is None:
+            return None
+        return self.global_batch / self.step_time.seconds
 
     @property
     def largest(self) -> RankEstimate:
@@ -85,7 +112,22 @@ class Estimate:
             there = self._memory(memory)
             verb = "fits" if self.fits(memory) else "does not fit"
             lines.append(f"{verb}: {_mib(largest.peak_device)} of {_mib(there)} MiB on the device")
+        lines += self._describe_time()
         return "\n".join(lines)
+
+    def _describe_time(self) -> list[str]:
+        time = self.step_time
+        if time is None or self.hardware is None:
+            return []
+        grade = "of measured rates" if self.hardware.is_measured else "not validated"
+        rate = f", {self.samples_per_second:,.1f} samples/s" if self.samples_per_second is not None else ""
+        parts = ", ".join(
+            f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.by_category.items() if seconds > 0
+        )
+        return [
+            f"a step takes {_seconds(time.seconds)} ({_seconds(time.low)} to {_seconds(time.high)}){rate} ({grade})",
+            f"  {parts}",
+        ]
 
     def _memory(self, memory: int | str | None) -> int:
         if memory is not None:
@@ -151,10 +193,8 @@ def estimate(
             counter = OperationLedger()
             ledger, known, engine = watch_steps(build, batch, counter)
             operations = counter.operations(engine.mesh, resolved)
-        ranks.append(
-            summarize(ledger, known, rank=rank, stage=stage, device_bytes=device_bytes, operations=operations)
-        )
-    return Estimate(resolved, world_size, ranks, found)
+        ranks.append(summarize(ledger, known, rank=rank, stage=stage, device_bytes=device_bytes, operations=operations))
+    return Estimate(resolved, world_size, ranks, found, batch_size(inputs) * resolved.dp_size)
 
 
 def _first_ranks(plan: Plan) -> Iterator[int]:
@@ -174,6 +214,10 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.2f} s" if time >= 1 else f"{time * 1e3:.2f} ms"
 
 
 def _mib(nbytes: int) -> str:
