@@ -1,6 +1,7 @@
 """`estimate`: a plan's memory on every distinct rank, found by running the Engine itself on fake tensors."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.process_groups import fake_world
 
 logger = logging.getLogger("tensorshard")
+
+_RANKS_HERE = "LOCAL_WORLD_SIZE"
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,12 @@ class Estimate:
             f"\nwith a caching allocator {_mib(largest.peak_reserved)} MiB are reserved (a model of torch's for CUDA, "
             f"not validated)"
         )
+        if largest.host_bytes or largest.disk_bytes:
+            lines.append(
+                f"offloaded by a rank: {_mib(largest.host_bytes)} MiB to host memory (of which a step moves "
+                f"{_mib(largest.host_traffic)}), {_mib(largest.disk_bytes)} MiB to disk (a step moves "
+                f"{_mib(largest.disk_traffic)})"
+            )
         if memory is not None or self.hardware is not None:
             there = self._memory(memory)
             verb = "fits" if self.fits(memory) else "does not fit"
@@ -167,20 +176,23 @@ def estimate(
     """
     found = find_hardware(hardware)
     resolved = plan.resolve(world_size)
-    if resolved.offload is not None:
-        raise ValueError(
-            f"estimate was given a plan with offload={resolved.offload!r}, which it cannot tell the memory of in this "
-            f"version; estimate the plan without it, and see the table that parallelize prints of what is held where"
-        )
     if dist.is_initialized():
         raise RuntimeError(
             "estimate was called in a process that is in a world of ranks already; call it before parallelize, or in "
             "a process of its own"
         )
+    ranks_here = world_size
+    if found is not None and found.rates is not None:
+        ranks_here = min(world_size, found.rates.devices_per_node)
     device_bytes = found.context if found is not None else 0
     ranks = []
     for stage, rank in enumerate(_first_ranks(resolved)):
-        with _quiet(), fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with (
+            _quiet(),
+            _ranks_of_a_node(ranks_here),
+            fake_world(rank, world_size),
+            FakeTensorMode(allow_non_fake_inputs=True) as fake,
+        ):
 
             def build(fake: FakeTensorMode = fake) -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
@@ -193,7 +205,17 @@ def estimate(
             counter = OperationLedger()
             ledger, known, engine = watch_steps(build, batch, counter)
             operations = counter.operations(engine.mesh, resolved)
-        ranks.append(summarize(ledger, known, rank=rank, stage=stage, device_bytes=device_bytes, operations=operations))
+        ranks.append(
+            summarize(
+                ledger,
+                known,
+                rank=rank,
+                stage=stage,
+                device_bytes=device_bytes,
+                operations=operations,
+                slots=engine.slots,
+            )
+        )
     return Estimate(resolved, world_size, ranks, found, batch_size(inputs) * resolved.dp_size)
 
 
@@ -218,6 +240,20 @@ def _quiet() -> Iterator[None]:
 
 def _seconds(time: float) -> str:
     return f"{time:.2f} s" if time >= 1 else f"{time * 1e3:.2f} ms"
+
+
+@contextmanager
+def _ranks_of_a_node(count: int) -> Iterator[None]:
+    """Inside, that many ranks share a host, of whose memory each may have its part."""
+    before = os.environ.get(_RANKS_HERE)
+    os.environ[_RANKS_HERE] = str(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_RANKS_HERE]
+        else:
+            os.environ[_RANKS_HERE] = before
 
 
 def _mib(nbytes: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from tensorshard.estimate.caching_allocator import CachingAllocator
 from tensorshard.estimate.operations import Operations, Traffic
 from tensorshard.estimate.storage_ledger import Allocation, Event, StorageLedger
+from tensorshard.offload.slots import Slots
 
 PARAMETERS = "parameters"
 GATHERED = "gathered parameters"
@@ -46,6 +47,8 @@ class RankEstimate:
         largest: the largest tensors then.
         timeline: bytes in live tensors after each change of the steps, with the phase.
         operations: the kernels and transfers of a step.
+        host_bytes, disk_bytes: what the plan's offload keeps in the host's memory, buffers included, and on disk.
+        host_traffic, disk_traffic: bytes that a step reads from there and writes to there.
     """
 
     rank: int
@@ -58,6 +61,10 @@ class RankEstimate:
     largest: list[LargeTensor]
     timeline: list[tuple[str, int]] = field(repr=False)
     operations: Operations = field(default_factory=Operations, repr=False)
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    host_traffic: int = 0
+    disk_traffic: int = 0
 
     @property
     def flops(self) -> int:
@@ -83,6 +90,7 @@ def summarize(
     stage: int,
     device_bytes: int,
     operations: Operations | None = None,
+    slots: Slots | None = None,
 ) -> RankEstimate:
     """What `ledger` says of a rank.
 
@@ -90,6 +98,7 @@ def summarize(
         known: the categories of storages whose use is known, by their numbers.
         device_bytes: what the device takes beside tensors.
         operations: of a step; None if nobody counted.
+        slots: what is offloaded, with what the last step has moved; None without offload.
     """
     categories = [known.get(a.number) or _category(a) for a in ledger.allocations]
     peak, at = _peak(ledger.events, ledger.start)
@@ -111,6 +120,8 @@ def summarize(
         [_described(ledger.allocations[number], held[number], categories[number]) for number in largest],
         _timeline(steady),
         operations or Operations(),
+        *([] if slots is None else [slots.held("host memory"), slots.held("disk")]),
+        *([] if slots is None else [slots.moved("host memory"), slots.moved("disk")]),
     )
 
 

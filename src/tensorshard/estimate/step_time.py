@@ -23,6 +23,7 @@ OFFLOAD = "offload"
 TIME_CATEGORIES = (COMPUTE, COMMUNICATION, BUBBLE, OPTIMIZER, OFFLOAD)
 
 _SENDS = ("send", "receive")
+_LAUNCHES = 1.5  # how much longer, or shorter, they may take than is known
 _WORST, _MIDDLE, _BEST = 0.0, 0.5, 1.0  # within the shares of the peaks
 
 
@@ -142,7 +143,7 @@ def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, pl
         else:
             blocking[transfer.section] += seconds * count
     exposed = sum(_left_over(hidden[name], _window(name, kernels, plan)) for name in SECTIONS)
-    offload = _offload_time(rank, plan, rates)
+    offload = _offload_time(rank, world_size, rates)
     return _RankTime(
         kernels[FORWARD], kernels[BACKWARD], kernels[UPDATE], blocking, exposed, total, message, offload
     )  # fmt: skip
@@ -162,8 +163,9 @@ def kernel_time(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
     arithmetic = kernel.flops / (peak * _share(rates.matmul_efficiency, place))
     memory = kernel.nbytes / (rates.memory_bandwidth * _share(rates.memory_efficiency, place))
     work = max(arithmetic, memory)
+    launch = rates.launch * _LAUNCHES ** (1 - 2 * place)
     # A device that is given work ahead of time waits for the host only where the work is shorter than giving it.
-    return max(work, rates.launch) if rates.asynchronous else work + rates.launch
+    return max(work, launch) if rates.asynchronous else work + launch
 
 
 def transfer_time(transfer: Transfer, plan: Plan, world_size: int, rates: Rates, place: float = _MIDDLE) -> float:
@@ -216,6 +218,9 @@ def _left_over(transfers: list[tuple[float, int]], window: float) -> float:
     return max(total - window, *(seconds for seconds, _ in transfers))
 
 
-def _offload_time(rank: RankEstimate, plan: Plan, rates: Rates) -> float:
-    """Seconds of moving offloaded states in an update, which waits for them."""
-    return 0.0
+def _offload_time(rank: RankEstimate, world_size: int, rates: Rates) -> float:
+    """Seconds of moving what is offloaded: the update waits for it. A node's devices share its disk."""
+    disk = 0.0
+    if rank.disk_traffic and rates.disk_bandwidth:
+        disk = rank.disk_traffic * min(world_size, rates.devices_per_node) / rates.disk_bandwidth
+    return disk + rank.host_traffic / rates.host_bandwidth

@@ -12,6 +12,7 @@ from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.rank_estimate import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from tensorshard.estimate.storage_ledger import StorageLedger
 from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.offload.slots import Slots
 
 STEPS = 2  # the first makes the optimizer's states, at its end; the second has them all the time
 
@@ -60,10 +61,22 @@ def watch_steps(
         gc.collect()  # what searches leave in circles of references
         ledger.initialized()
         for index in range(STEPS):
-            if operations is not None and index == STEPS - 1:
-                operations.begin_step(ledger.phase)
+            if index == STEPS - 1:
+                if operations is not None:
+                    operations.begin_step(ledger.phase)
+                if engine.slots is not None:
+                    engine.slots.forget_moved()
             engine.step(inputs, targets)
         if operations is not None:
             operations.end_step()
         note([list(state.values()) for state in engine.optimizer.state.values()], OPTIMIZER)
+        if engine.slots is not None:
+            ledger.leave_out(_elsewhere(ledger, engine.slots))
     return ledger, known, engine
+
+
+def _elsewhere(ledger: StorageLedger, slots: Slots) -> set[int]:
+    """The numbers of storages that are not in the device's memory: those that are offloaded, and what the update on the
+    host makes for itself."""
+    offloaded = {number for tensor in slots.tensors if (number := ledger.number_of(tensor)) is not None}
+    return offloaded | {allocation.number for allocation in ledger.allocations if allocation.phase == "update"}
