@@ -133,7 +133,6 @@ def _refusal(plan: dict[str, Any], **changed: Any) -> str:
         ({}, dict(world_size=3), "3"),
         ({}, dict(hardware="a100"), "did you mean 'a100-80' or 'a100-40'?"),
         ({}, dict(joined=True), "in a world of ranks already"),
-        (dict(offload="cpu"), {}, "estimate the plan without it"),
     ],
 )
 def test_refusals(ranks, plan, changed, said):

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import TextIO
 
 from tensorshard.commands.help_format import HelpFormat
 from tensorshard.terminal import fit, terminal_width
@@ -39,6 +40,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
+    print(describe_machine(sys.stdout, variables=True))
+    return 0
+
+
+def describe_machine(stream: TextIO, *, variables: bool = False) -> str:
+    """A line for each version, device and backend, as wide as the terminal that `stream` writes to.
+
+    Args:
+        variables: whether environment variables that matter are added.
+    """
     import tensorshard
 
     lines = {
@@ -49,12 +60,11 @@ def run(args: argparse.Namespace) -> int:
         **_machine(),
         **_devices(),
     }
-    lines |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    if variables:
+        lines |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     width = max(map(len, lines))
-    columns = terminal_width(sys.stdout)
-    for name, value in lines.items():
-        print(fit(f"{name:<{width}}  {value}", columns))
-    return 0
+    columns = terminal_width(stream)
+    return "\n".join(fit(f"{name:<{width}}  {value}", columns) for name, value in lines.items())
 
 
 def _version(package: str) -> str:

@@ -54,7 +54,7 @@ class PipelineStepRunner(StepRunner):
             device=self._device,
             context=lambda: autocast(self._plan.precision, self._device),
             hooks=_GradientHooks(self._sharded),
-            split=_may_split_backward(self._plan),
+            split=may_split_backward(self._plan),
         )
 
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
@@ -165,7 +165,7 @@ class _GradientHooks(StageHooks):
         self._parts[stage.index].finish_micro_batch()
 
 
-def _may_split_backward(plan: Plan) -> bool:
+def may_split_backward(plan: Plan) -> bool:
     """Whether gradients of inputs and of parameters may be computed apart.
 
     Not where that would compute (or send) things twice, recomputed blocks and split layers among them, nor where

@@ -1,9 +1,11 @@
 """`estimate`: a plan's memory on every distinct rank, found by running the Engine itself on fake tensors."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,9 +15,12 @@ from torch import nn
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.estimate.hardware import Hardware, find_hardware
+from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate, summarize
+from tensorshard.estimate.step_time import StepTime, step_time
 from tensorshard.estimate.watched_steps import watch_steps
 from tensorshard.field_checks import size_in_bytes
+from tensorshard.modules.batches import batch_size
 from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.parallelize import parallelize
@@ -24,6 +29,8 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.process_groups import fake_world
 
 logger = logging.getLogger("tensorshard")
+
+_RANKS_HERE = "LOCAL_WORLD_SIZE"
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,36 @@ class Estimate:
         plan: with every axis set.
         ranks: one for each distinct rank: those of a pipeline's stages, each with the largest shards.
         hardware: what was asked for; None if nothing was.
+        global_batch: samples of a step.
     """
 
     plan: Plan
     world_size: int
     ranks: list[RankEstimate]
     hardware: Hardware | None = None
+    global_batch: int | None = None
+
+    @cached_property
+    def step_time(self) -> StepTime | None:
+        """Seconds of a step on the hardware, between a low and a high; None without hardware whose speed is known.
+
+        Those of a profile are not validated; those of "this-machine" are made of measured rates.
+        """
+        if self.hardware is None or self.hardware.rates is None:
+            return None
+        return step_time(self.ranks, self.plan, self.world_size, self.hardware.rates)
+
+    @property
+    def time_by_category(self) -> dict[str, float] | None:
+        """What the step time is spent with, in seconds (:data:`.step_time.TIME_CATEGORIES`); None as for it."""
+        return None if self.step_time is None else self.step_time.by_category
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples of all data ranks in a second; None as for :attr:`step_time`."""
+        if self.step_time is None or self.global_batch is None:
+            return None
+        return self.global_batch / self.step_time.seconds
 
     @property
     def largest(self) -> RankEstimate:
@@ -80,11 +111,32 @@ class Estimate:
             f"\nwith a caching allocator {_mib(largest.peak_reserved)} MiB are reserved (a model of torch's for CUDA, "
             f"not validated)"
         )
+        if largest.host_bytes or largest.disk_bytes:
+            lines.append(
+                f"offloaded by a rank: {_mib(largest.host_bytes)} MiB to host memory (of which a step moves "
+                f"{_mib(largest.host_traffic)}), {_mib(largest.disk_bytes)} MiB to disk (a step moves "
+                f"{_mib(largest.disk_traffic)})"
+            )
         if memory is not None or self.hardware is not None:
             there = self._memory(memory)
             verb = "fits" if self.fits(memory) else "does not fit"
             lines.append(f"{verb}: {_mib(largest.peak_device)} of {_mib(there)} MiB on the device")
+        lines += self._describe_time()
         return "\n".join(lines)
+
+    def _describe_time(self) -> list[str]:
+        time = self.step_time
+        if time is None or self.hardware is None:
+            return []
+        grade = "of measured rates" if self.hardware.is_measured else "not validated"
+        rate = f", {self.samples_per_second:,.1f} samples/s" if self.samples_per_second is not None else ""
+        parts = ", ".join(
+            f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.by_category.items() if seconds > 0
+        )
+        return [
+            f"a step takes {_seconds(time.seconds)} ({_seconds(time.low)} to {_seconds(time.high)}){rate} ({grade})",
+            f"  {parts}",
+        ]
 
     def _memory(self, memory: int | str | None) -> int:
         if memory is not None:
@@ -124,20 +176,29 @@ def estimate(
     """
     found = find_hardware(hardware)
     resolved = plan.resolve(world_size)
-    if resolved.offload is not None:
+    offload = resolved.offloaded
+    if offload is not None and (offload.parameters is not None or offload.activations is not None):
         raise ValueError(
-            f"estimate was given a plan with offload={resolved.offload!r}, which it cannot tell the memory of in this "
-            f"version; estimate the plan without it, and see the table that parallelize prints of what is held where"
+            f"estimate was given a plan with {offload!r}; in this version it knows offload.optimizer and "
+            f"offload.gradients alone: leave parameters and activations at None"
         )
     if dist.is_initialized():
         raise RuntimeError(
             "estimate was called in a process that is in a world of ranks already; call it before parallelize, or in "
             "a process of its own"
         )
+    ranks_here = world_size
+    if found is not None and found.rates is not None:
+        ranks_here = min(world_size, found.rates.devices_per_node)
     device_bytes = found.context if found is not None else 0
     ranks = []
     for stage, rank in enumerate(_first_ranks(resolved)):
-        with _quiet(), fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with (
+            _quiet(),
+            _ranks_of_a_node(ranks_here),
+            fake_world(rank, world_size),
+            FakeTensorMode(allow_non_fake_inputs=True) as fake,
+        ):
 
             def build(fake: FakeTensorMode = fake) -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
@@ -147,9 +208,21 @@ def estimate(
                 made = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), [inputs, targets])
                 return made[0], made[1]
 
-            ledger, known, _ = watch_steps(build, batch)
-        ranks.append(summarize(ledger, known, rank=rank, stage=stage, device_bytes=device_bytes))
-    return Estimate(resolved, world_size, ranks, found)
+            counter = OperationLedger()
+            ledger, known, engine = watch_steps(build, batch, counter)
+            operations = counter.operations(engine.mesh, resolved)
+        ranks.append(
+            summarize(
+                ledger,
+                known,
+                rank=rank,
+                stage=stage,
+                device_bytes=device_bytes,
+                operations=operations,
+                slots=engine.slots,
+            )
+        )
+    return Estimate(resolved, world_size, ranks, found, batch_size(inputs) * resolved.dp_size)
 
 
 def _first_ranks(plan: Plan) -> Iterator[int]:
@@ -169,6 +242,24 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.2f} s" if time >= 1 else f"{time * 1e3:.2f} ms"
+
+
+@contextmanager
+def _ranks_of_a_node(count: int) -> Iterator[None]:
+    """Inside, that many ranks share a host, of whose memory each may have its part."""
+    before = os.environ.get(_RANKS_HERE)
+    os.environ[_RANKS_HERE] = str(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_RANKS_HERE]
+        else:
+            os.environ[_RANKS_HERE] = before
 
 
 def _mib(nbytes: int) -> str:

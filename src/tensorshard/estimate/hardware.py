@@ -1,9 +1,70 @@
-"""Devices by name: how much memory they have, and what of it is taken before any tensor is."""
+"""Devices by name: how much memory they have, what of it is taken before any tensor is, and how fast they are.
+
+Each is a JSON file in ``profiles/``; adding one is adding a file. "this-machine" is what ``tensorshard check`` has
+measured.
+"""
 
 import difflib
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tensorshard.field_checks import size_in_bytes
+from tensorshard.tensor_parallel.search.table_cache import cache_folder
 
 _GIB = 1 << 30
+
+THIS_MACHINE = "this-machine"
+"""The name of the profile that ``tensorshard check`` writes."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What collectives travel over.
+
+    Args:
+        bandwidth: bytes a second that a device sends, while it receives as many.
+        latency: seconds that each message takes beside its bytes.
+        efficiency: which share of the bandwidth collectives reach, at least and at most.
+    """
+
+    bandwidth: float
+    latency: float
+    efficiency: tuple[float, float] = (1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device is.
+
+    Args:
+        flops: floating-point operations a second by type, such as "bfloat16"; dense ones. Other types take as long as
+            float32.
+        memory_bandwidth: bytes a second that kernels read and write.
+        matmul_efficiency, memory_efficiency: which shares of these kernels reach, at least and at most.
+        launch: seconds that each operator takes beside its work.
+        asynchronous: whether the host launches ahead of the device, and transfers run beside kernels.
+        devices_per_node: consecutive ranks that are linked within a node.
+        within_node, between_nodes: the links.
+        host_bandwidth: bytes a second between a device and its host's memory.
+        disk_bandwidth: bytes a second to and from the disk of a node, for all of its devices together; None if unknown.
+    """
+
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    matmul_efficiency: tuple[float, float]
+    memory_efficiency: tuple[float, float]
+    launch: float
+    asynchronous: bool
+    devices_per_node: int
+    within_node: Link
+    between_nodes: Link
+    host_bandwidth: float
+    disk_bandwidth: float | None = None
 
 
 @dataclass(frozen=True)
@@ -15,30 +76,101 @@ class Hardware:
         memory: bytes that it has, as its driver says.
         context: bytes that a process takes before its first tensor: the context, libraries and communicators. Assumed,
             not measured.
+        rates: how fast it is; None if nobody knows.
+        source: where the numbers come from.
     """
 
     name: str
     memory: int
     context: int = _GIB * 3 // 4
+    rates: Rates | None = None
+    source: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the rates were measured here."""
+        return self.name == THIS_MACHINE
 
 
-_DEVICES = {
-    "h200": 141, "h100": 80, "a100-80": 80, "a100-40": 40, "v100-32": 32, "v100-16": 16, "rtx-4090": 24,
-    "rtx-3090": 24, "titan-xp": 12,
-}  # fmt: skip
+def known_hardware() -> list[str]:
+    """The names of the profiles that come with tensorshard, the device with the most memory first."""
+    found = [_from_json(json.loads(path.read_text())) for path in _profiles().iterdir() if path.name.endswith(".json")]
+    return [hardware.name for hardware in sorted(found, key=lambda h: (-h.memory, h.name))]
 
 
 def find_hardware(hardware: str | Hardware | None) -> Hardware | None:
     """The device of a name.
 
     Raises:
-        ValueError: unknown; says which names are known.
+        ValueError: unknown; says which names are known. Or "this-machine", which was not measured yet.
     """
     if hardware is None or isinstance(hardware, Hardware):
         return hardware
     name = str(hardware).lower().replace("_", "-").replace(" ", "-")
-    if name not in _DEVICES:
-        near = [known for known in _DEVICES if known.startswith(name)] or difflib.get_close_matches(name, _DEVICES, n=1)
+    if name == THIS_MACHINE:
+        return _measured()
+    names = known_hardware()
+    if name not in names:
+        near = [known for known in names if known.startswith(name)] or difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-        raise ValueError(f"hardware={hardware!r} is not known; {hint}known are {', '.join(_DEVICES)}")
-    return Hardware(name, _DEVICES[name] * _GIB)
+        raise ValueError(
+            f"hardware={hardware!r} is not known; {hint}known are {', '.join(names)}, and {THIS_MACHINE}, which "
+            f"'tensorshard check' measures"
+        )
+    return _from_json(json.loads((_profiles() / f"{name}.json").read_text()))
+
+
+def measured_profile() -> Path | None:
+    """The file of the profile of this machine, which may be there or not; None if there is no cache folder."""
+    folder = cache_folder()
+    return None if folder is None else folder / f"{THIS_MACHINE}.json"
+
+
+def save_measured(memory: int, rates: Rates, source: str) -> Path | None:
+    """Writes the profile of this machine, in one go; returns its file, None if there is no cache folder."""
+    path = measured_profile()
+    if path is None:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = {"name": THIS_MACHINE, "memory": memory, "context": 0, "rates": asdict(rates), "source": source}
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(values, indent=2) + "\n")
+    draft.replace(path)
+    return path
+
+
+def _measured() -> Hardware:
+    path = measured_profile()
+    if path is None or not path.is_file():
+        raise ValueError(
+            f"hardware={THIS_MACHINE!r} was asked for, and this machine was not measured yet; run 'tensorshard check', "
+            f"which takes under a minute"
+        )
+    try:
+        return _from_json(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); run 'tensorshard check' to write it anew") from error
+
+
+def _profiles() -> Any:
+    return resources.files("tensorshard.estimate") / "profiles"
+
+
+def _from_json(values: Mapping[str, Any]) -> Hardware:
+    return Hardware(
+        values["name"],
+        size_in_bytes("memory", values["memory"]),
+        values.get("context", Hardware.context),
+        rates_from_json(values["rates"]),
+        values.get("source", ""),
+    )
+
+
+def rates_from_json(values: Mapping[str, Any]) -> Rates:
+    """The Rates that a profile's "rates" are."""
+    rates = dict(values)
+    for name in ("matmul_efficiency", "memory_efficiency"):
+        rates[name] = tuple(rates[name])
+    for name in ("within_node", "between_nodes"):
+        rates[name] = Link(**{**rates[name], "efficiency": tuple(rates[name]["efficiency"])})
+    return Rates(**rates)

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorshard.estimate.caching_allocator import CachingAllocator
+from tensorshard.estimate.operations import Operations, Traffic
 from tensorshard.estimate.storage_ledger import Allocation, Event, StorageLedger
+from tensorshard.offload.slots import Slots
 
 PARAMETERS = "parameters"
 GATHERED = "gathered parameters"
@@ -44,6 +46,9 @@ class RankEstimate:
         phase: what was going on at the peak: "initialization", "forward", "backward" or "update".
         largest: the largest tensors then.
         timeline: bytes in live tensors after each change of the steps, with the phase.
+        operations: the kernels and transfers of a step.
+        host_bytes, disk_bytes: what the plan's offload keeps in the host's memory, buffers included, and on disk.
+        host_traffic, disk_traffic: bytes that a step reads from there and writes to there.
     """
 
     rank: int
@@ -55,16 +60,45 @@ class RankEstimate:
     phase: str
     largest: list[LargeTensor]
     timeline: list[tuple[str, int]] = field(repr=False)
+    operations: Operations = field(default_factory=Operations, repr=False)
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    host_traffic: int = 0
+    disk_traffic: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a step: matrix products, convolutions and attention, recomputation included."""
+        return self.operations.flops
+
+    @property
+    def memory_traffic(self) -> int:
+        """Bytes that the kernels of a step read and write."""
+        return self.operations.memory_traffic
+
+    @property
+    def traffic(self) -> dict[str, dict[str, Traffic]]:
+        """What goes along each axis of the mesh by each collective in a step."""
+        return self.operations.traffic()
 
 
 def summarize(
-    ledger: StorageLedger, known: Mapping[int, str], *, rank: int, stage: int, device_bytes: int
+    ledger: StorageLedger,
+    known: Mapping[int, str],
+    *,
+    rank: int,
+    stage: int,
+    device_bytes: int,
+    operations: Operations | None = None,
+    slots: Slots | None = None,
 ) -> RankEstimate:
     """What `ledger` says of a rank.
 
     Args:
         known: the categories of storages whose use is known, by their numbers.
         device_bytes: what the device takes beside tensors.
+        operations: of a step; None if nobody counted.
+        slots: what is offloaded, with what the last step has moved; None without offload.
     """
     categories = [known.get(a.number) or _category(a) for a in ledger.allocations]
     peak, at = _peak(ledger.events, ledger.start)
@@ -85,6 +119,9 @@ def summarize(
         ledger.events[at].phase if ledger.events else "initialization",
         [_described(ledger.allocations[number], held[number], categories[number]) for number in largest],
         _timeline(steady),
+        operations or Operations(),
+        *([] if slots is None else [slots.held("host memory"), slots.held("disk")]),
+        *([] if slots is None else [slots.moved("host memory"), slots.moved("disk")]),
     )
 
 

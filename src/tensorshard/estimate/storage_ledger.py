@@ -1,6 +1,7 @@
 """A ledger of storages: what is allocated and freed in a run, in order, on real tensors or on fake ones."""
 
 import weakref
+from collections.abc import Container
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,12 @@ class StorageLedger(TorchDispatchMode):
         if self.updating:
             return "update"
         return "backward" if runs_backward() else "forward"
+
+    def leave_out(self, numbers: Container[int]) -> None:
+        """Removes the events of storages that are not in the device's memory."""
+        before = self.events[: self.start]
+        self.start -= sum(event.number in numbers for event in before)
+        self.events = [event for event in self.events if event.number not in numbers]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor's storage; None if it was made before."""

@@ -9,7 +9,7 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.offload.slots import Slot, Slots, laid_out_like
 from tensorshard.offload.transfers import Transfers
 from tensorshard.torch_private.operators import foreach_norm
-from tensorshard.torch_private.tensors import tensor_version
+from tensorshard.torch_private.tensors import storage_address, tensor_version
 
 
 class OffloadedGradients:
@@ -75,7 +75,7 @@ class OffloadedGradients:
     def slot(self, master: nn.Parameter) -> Slot | None:
         """The slot that the gradient of `master` is in; None if it is in the device's memory."""
         slot = self._places.get(master)
-        if slot is None or master.grad is None or to_local(master.grad).data_ptr() != slot.tensor.data_ptr():
+        if slot is None or master.grad is None or not _same_storage(to_local(master.grad), slot.tensor):
             return None
         return slot
 
@@ -89,3 +89,7 @@ class OffloadedGradients:
 def _version(master: nn.Parameter) -> int:
     """A number that each change in place of the gradient of `master` adds to."""
     return -2 if master.grad is None else tensor_version(to_local(master.grad))
+
+
+def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return storage_address(one.untyped_storage()) == storage_address(other.untyped_storage())

@@ -21,7 +21,9 @@ from tensorshard.offload.updates import (
     state_keys,
     tile_update,
 )
+from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.optimizers import step_without_hooks
+from tensorshard.torch_private.tensors import storage_address
 
 _WORKS = 8  # buffers that are filled, computed with and emptied by turns
 _CACHE_ELEMENTS = 1 << 16  # of each tensor, for each thread: gradient, weights and two states in 1 MiB
@@ -236,7 +238,9 @@ class OffloadedOptimizer:
             gradient = moved.pop(0) if o.gradient is not None else to_local(o.master.grad).reshape(-1)[tile]
             # Here, once: a tile takes so little time that the smallest operation shows.
             scale = factor.to(weights.dtype) if isinstance(factor, torch.Tensor) else factor
-            for a, count in _tiles(numel, _CACHE_ELEMENTS * torch.get_num_threads()):
+            # Fake tensors are in no cache.
+            most = numel if active_fake_mode() is not None else _CACHE_ELEMENTS * torch.get_num_threads()
+            for a, count in _tiles(numel, most):
                 within = slice(a, a + count)
                 self._update_tile(
                     o,
@@ -297,7 +301,7 @@ class OffloadedOptimizer:
         for key, value in state.items():
             if key in o.states:
                 local = to_local(value).reshape(-1)
-                if local.data_ptr() != buffers[key].data_ptr():
+                if storage_address(local.untyped_storage()) != storage_address(buffers[key].untyped_storage()):
                     buffers[key].copy_(local)
                 state[key] = o.shown(o.states[key])
             elif isinstance(value, torch.Tensor) and value.shape == o.master.shape:

@@ -12,11 +12,14 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.offload.folders import BLOCK, scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
 from tensorshard.offload_fields import Offload
+from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 if TYPE_CHECKING:
     from tensorshard.offload.activations import OffloadedActivations
 
 _LEAST_ON_DISK = 1 << 16  # bytes that are worth a request of their own
+
+_HOST, _DISK = "host memory", "disk"
 
 TILE_ALIGNMENT = BLOCK
 """Tiles begin at multiples of so many elements: whole blocks of any dtype, and whole vectors of any processor."""
@@ -46,9 +49,11 @@ class Slot(ABC):
 
     Attributes:
         tensor: all of it, [numel], for who looks at it between steps, or writes to it.
+        moved: bytes that steps have read from and written to it.
     """
 
     tensor: torch.Tensor
+    moved: int = 0
 
     @abstractmethod
     def read(self, start: int, into: torch.Tensor, memory: memoryview) -> None:
@@ -76,6 +81,19 @@ class HostSlot(Slot):
 
     def write(self, start: int, values: torch.Tensor, memory: memoryview) -> None:
         self.tensor[start : start + values.numel()].copy_(values)
+
+
+class FakeSlot(Slot):
+    """A tensor without memory, where a plan is tried on fake tensors."""
+
+    def __init__(self, spec: SlotSpec) -> None:
+        self.tensor = torch.zeros(spec.numel, dtype=spec.dtype)
+
+    def read(self, start: int, into: torch.Tensor, memory: memoryview) -> None:
+        raise RuntimeError("a slot without memory cannot be read")
+
+    def write(self, start: int, values: torch.Tensor, memory: memoryview) -> None:
+        raise RuntimeError("a slot without memory cannot be written")
 
 
 class DiskSlot(Slot):
@@ -116,6 +134,8 @@ class OffloadedMaster:
 class Slots:
     """Makes the slots of one rank: in host memory as long as its budget lasts, then in one scratch file.
 
+    Under a ``FakeTensorMode`` they are counted alike and take nothing.
+
     Args:
         offload: what goes where.
         ranks_here: how many ranks share the host's memory.
@@ -136,6 +156,8 @@ class Slots:
         self._file: ScratchFile | None = None
         self._left: int | None = None  # of the budget
         self._held: dict[tuple[str, str], int] = {}
+        self._made: list[tuple[str, Slot]] = []  # with where they are
+        self._fake = active_fake_mode() is not None
         if offload.host_bytes is not None:
             self._left = offload.host_bytes // ranks_here - offload.buffer_bytes
             if self._left < 0:
@@ -144,8 +166,27 @@ class Slots:
                     f"{ranks_here} ranks, {offload.buffer_memory} each; set host_memory to at least "
                     f"{ranks_here * offload.buffer_bytes} bytes, or make buffer_memory smaller"
                 )
-        if offload.uses_disk:
+        if offload.uses_disk and not self._fake:
             self._file = ScratchFile(scratch_folder(offload.path))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of all slots."""
+        return [slot.tensor for _, slot in self._made]
+
+    def held(self, where: str) -> int:
+        """Bytes that this rank keeps in "host memory" (buffers between the tiers included), or on "disk"."""
+        buffers = self.offload.buffer_bytes if where == _HOST else 0
+        return buffers + sum(size for (_, place), size in self._held.items() if place == where)
+
+    def moved(self, where: str) -> int:
+        """Bytes that steps have read from and written to slots in "host memory" or on "disk"."""
+        return sum(slot.moved for place, slot in self._made if place == where)
+
+    def forget_moved(self) -> None:
+        """Has :meth:`moved` count from here on."""
+        for _, slot in self._made:
+            slot.moved = 0
 
     def add(self, tier: str, specs: Sequence[SlotSpec]) -> list[Slot]:
         """A slot for each of `specs`, zeros; on disk where `tier` says so, or where the budget does not last.
@@ -156,19 +197,24 @@ class Slots:
         in_memory = [tier == "cpu" and self.borrow(spec.nbytes) for spec in specs]
         on_disk = [spec for spec, here in zip(specs, in_memory, strict=True) if not here]
         reserved = offset = 0
-        if on_disk:
+        if on_disk and not self._fake:
             assert self._file is not None
             reserved = self._file.reserve(sum(spec.nbytes for spec in on_disk))
         made: list[Slot] = []
         for spec, here in zip(specs, in_memory, strict=True):
-            self._count(spec, "host memory" if here else "disk")
-            if here:
-                made.append(HostSlot(spec))
-                continue
-            assert self._file is not None
-            made.append(DiskSlot(spec, self._file, reserved, offset))
-            offset += spec.nbytes
+            self._count(spec, _HOST if here else _DISK)
+            made.append(self._slot(spec, here, reserved, offset))
+            offset += 0 if here else spec.nbytes
+            self._made.append((_HOST if here else _DISK, made[-1]))
         return made
+
+    def _slot(self, spec: SlotSpec, in_memory: bool, reserved: int, offset: int) -> Slot:
+        if self._fake:
+            return FakeSlot(spec)
+        if in_memory:
+            return HostSlot(spec)
+        assert self._file is not None
+        return DiskSlot(spec, self._file, reserved, offset)
 
     def keep(self, values: torch.Tensor) -> Slot:
         """A slot that holds the master weights `values`.
@@ -192,7 +238,7 @@ class Slots:
             self._file.settle()
 
     @property
-    def held(self) -> dict[tuple[str, str], int]:
+    def held_by_kind(self) -> dict[tuple[str, str], int]:
         """Bytes of each kind on "host memory" or "disk" of this rank; of activations, the most at a time."""
         return dict(self._held)
 

@@ -10,6 +10,7 @@ import torch
 
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.slots import TILE_ALIGNMENT, Slot
+from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 _THREADS = 8  # requests under way at once; a disk is at its full rate with four of some MiB each
 
@@ -116,6 +117,9 @@ class Transfers:
         Raises:
             OSError: the disk failed, with this or an earlier write.
         """
+        if active_fake_mode() is not None:
+            slot.moved += values.nbytes
+            return []
         begun: list[Future[None]] = []
         each = self._largest // values.dtype.itemsize // TILE_ALIGNMENT * TILE_ALIGNMENT
         for start in range(0, values.numel(), each):
@@ -160,6 +164,9 @@ class Transfers:
         Raises:
             OSError: the disk failed. All threads are at rest then.
         """
+        if active_fake_mode() is not None:
+            self._run_without_memory(works)
+            return
         self.drain()
         ahead: deque[_UnderWay] = deque()
         behind: deque[_UnderWay] = deque()
@@ -181,6 +188,13 @@ class Transfers:
                 self._buffers.append(under_way.buffer)
             raise
 
+    def _run_without_memory(self, works: Iterable[Work]) -> None:
+        """Computes on fake tensors, and counts what would be moved."""
+        for work in works:
+            for move in work.moves:
+                move.slot.moved += move.buffer_bytes * (move.read + move.write)
+            work.compute([torch.empty(move.numel, dtype=move.dtype) for move in work.moves])
+
     def _start(self, work: Work, behind: deque[_UnderWay], zero: bool = True) -> _UnderWay:
         pool = self._threads_of_pool()
         if work.buffer_bytes > self._largest:
@@ -196,6 +210,7 @@ class Transfers:
             started.tensors.append(tensor)
             started.memories.append(memory)
             if move.read:
+                move.slot.moved += move.buffer_bytes
                 started.transfers.append(pool.submit(move.slot.read, move.start, tensor, memory))
             elif zero:
                 tensor.zero_()
@@ -230,4 +245,5 @@ class Transfers:
         assert self._pool is not None
         for move, tensor, memory in zip(started.work.moves, started.tensors, started.memories, strict=True):
             if move.write:
+                move.slot.moved += move.buffer_bytes
                 started.transfers.append(self._pool.submit(move.slot.write, move.start, tensor, memory))

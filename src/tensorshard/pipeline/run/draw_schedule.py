@@ -1,7 +1,7 @@
 """Who computes what when: a schedule's own list of actions, played through, as text and as a picture."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,8 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule played through, as if communication took no time and all stages cost the same.
+    """A schedule played through. Unless :func:`timeline` is told otherwise, communication takes no time and all stages
+    cost the same.
 
     Args:
         schedule: its name.
@@ -152,18 +153,29 @@ def timeline(
     ranks: int,
     stages_per_rank: int,
     micro_batches: int,
-    durations: Mapping[str, float] = DURATIONS,
+    durations: Mapping[str, float] | Sequence[Mapping[str, float]] = DURATIONS,
+    message: float = 0.0,
 ) -> Timeline:
     """Plays a schedule through: every rank does its actions in order, each as soon as what it needs is there.
 
     Args:
-        durations: of "F", "B", "I" and "W".
+        durations: of "F", "B", "I" and "W"; a sequence has those of each rank.
+        message: how long it takes to send what one rank's stage hands to another rank's.
 
     Raises:
         ValueError: as for :func:`tensorshard.schedules.check_schedule`.
     """
     todo = actions(schedule, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
     last = ranks * stages_per_rank - 1
+    of_rank = [durations] * ranks if isinstance(durations, Mapping) else durations
+    placed = find_schedule(schedule)
+
+    def arrival(need: tuple[Action, ...], rank: int) -> float | None:
+        found = _find(ended, need)
+        if found is None or not message:
+            return found
+        return found + message * (placed.rank_of(need[0].stage, ranks) != rank)
+
     ended: dict[Action, float] = {}
     done: list[list[Timed]] = [[] for _ in range(ranks)]
     while any(len(done[rank]) < len(todo[rank]) for rank in range(ranks)):
@@ -171,12 +183,12 @@ def timeline(
         for rank in range(ranks):
             while len(done[rank]) < len(todo[rank]):
                 action = todo[rank][len(done[rank])]
-                needs = [_find(ended, need) for need in _needs(action, last)]
+                needs = [arrival(need, rank) for need in _needs(action, last)]
                 if any(need is None for need in needs):
                     break
                 free = done[rank][-1].end if done[rank] else 0.0
                 start = max([free, *(need for need in needs if need is not None)])
-                ended[action] = start + durations[action.kind]
+                ended[action] = start + of_rank[rank][action.kind]
                 done[rank].append(Timed(action, start, ended[action]))
                 advanced = True
         if not advanced:

@@ -1,0 +1,64 @@
+"""``tensorshard check``: does the installation work, and how fast is this machine?"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tensorshard.commands.env import describe_machine
+from tensorshard.commands.help_format import HelpFormat
+
+_EPILOG = """\
+examples:
+  tensorshard check
+      in under a minute: versions, a step of two ranks against one process, and measured rates
+  tensorshard estimate my_config.py --world-size 2 --gpu this-machine
+      a step's time with the rates that were measured
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``check`` to the command line."""
+    parser = commands.add_parser(
+        "check",
+        help="check the installation and measure this machine, for estimates of time",
+        description="Prints versions and backends, compares steps of two ranks with one process, and measures matrix "
+        "products, memory, collectives and the disk. What it finds is kept as the hardware 'this-machine' of "
+        "estimates. Exit status 1 where something does not work.",
+        epilog=_EPILOG,
+        formatter_class=HelpFormat,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=run, parser=parser, words=None)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        LaunchError, WorkerFailedError: two ranks do not work together, or compute what one process does not.
+    """
+    from tensorshard.estimate.hardware import rates_from_json, save_measured
+    from tensorshard.launch.launcher import World, launch, visible_gpus
+    from tensorshard.trainer.machine_check import describe
+    from tensorshard.trainer.machine_check import run as run_check
+
+    print(describe_machine(sys.stdout), flush=True)
+    gpus = visible_gpus()
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tensorshard-check-") as folder:
+        results = Path(folder) / "results.json"
+        launch(run_check, (str(results),), World(nproc=min(gpus, 2) or 2))
+        found = json.loads(results.read_text())
+    rates = rates_from_json(found["rates"])
+    print(describe(rates, time.monotonic() - begin))
+    for note in found["notes"]:
+        print(note)
+    kept = save_measured(found["memory"], rates, "measured by 'tensorshard check'")
+    if kept is None:
+        print("the rates are not kept, as there is no cache folder (TENSORSHARD_CACHE)")
+    else:
+        print(f"kept in {kept}; use it with --gpu this-machine")
+    return 0

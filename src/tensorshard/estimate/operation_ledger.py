@@ -1,0 +1,169 @@
+"""A ledger of operations: what a step computes and what it sends, on real tensors or on fake ones."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tensorshard.comm.sharding import to_local
+from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Kernel, Operations, Transfer
+from tensorshard.estimate.operator_costs import cost_of
+from tensorshard.mesh import Mesh, group_ranks
+from tensorshard.plan import AXES, Plan
+from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.operators import schema
+from tensorshard.torch_private.process_groups import group_of_argument
+from tensorshard.torch_private.pytree import tree_leaves
+
+# By the names of operators, without "c10d::" and underscores; and which argument is the full tensor.
+_COLLECTIVES: dict[str, tuple[str, int]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "allgather": ("all_gather", 0),
+    "allgather_base": ("all_gather", 0),
+    "allgather_into_tensor_coalesced": ("all_gather", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "send": ("send", 0),
+    "recv": ("receive", 0),
+}
+# Those that return a new tensor.
+_FUNCTIONAL: dict[str, str] = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+class OperationLedger(TorchDispatchMode):
+    """Counts the kernels and the transfers of what runs within it, while it records.
+
+    Of operations on DTensors those on their shards are counted.
+
+    Attributes:
+        recording: whether what runs now counts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording = False
+        self._phase: Callable[[], str] = lambda: FORWARD
+        self._kernels: Counter[Kernel] = Counter()
+        self._transfers: Counter[tuple[Transfer, str]] = Counter()  # with the group's name, and no axis
+        # Since the last backward: forward, if another backward follows; else what comes after the last.
+        self._after_backward: tuple[Counter[Kernel], Counter[tuple[Transfer, str]]] = (Counter(), Counter())
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def begin_step(self, phase: Callable[[], str]) -> None:
+        """A step begins, and it alone counts.
+
+        Args:
+            phase: called for what is going on: "forward", "backward" or "update".
+        """
+        self._phase = phase
+        for counter in (self._kernels, self._transfers, *self._after_backward):
+            counter.clear()
+        self.recording = True
+
+    def end_step(self) -> None:
+        """The step is over."""
+        self.recording = False
+        self._take_rest(UPDATE)
+
+    def operations(self, mesh: Mesh, plan: Plan) -> Operations:
+        """What was counted, its groups named by the axes of `mesh`."""
+        axes = {name: axis_of(dist.get_process_group_ranks(group), mesh) for name, group in self._groups.items()}
+        found = Operations(Counter(self._kernels))
+        for (transfer, group), count in self._transfers.items():
+            if transfer.ranks > 1:
+                axis = axes[group]
+                # FSDP's run on streams of their own, while the model computes.
+                hidden = transfer.overlaps or (plan.zero == 3 and axis in ("dp_shard", "dp_replicate"))
+                found.transfers[replace(transfer, axis=axis, overlaps=hidden)] += count
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.recording:
+            return func(*args, **(kwargs or {}))
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls the operators on shards, which come here
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._note_transfer(func, args, kwargs, output)
+            return output
+        cost = cost_of(func, args, kwargs, output)
+        if cost is not None:
+            section = self._section()
+            kernel = Kernel(section, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes)
+            (self._after_backward[0] if section == FORWARD else self._kernels)[kernel] += 1
+        return output
+
+    def _section(self) -> str:
+        section = self._phase()
+        if section == BACKWARD:
+            self._take_rest(FORWARD)
+        elif section == UPDATE:
+            self._take_rest(UPDATE)
+        return section
+
+    def _take_rest(self, section: str) -> None:
+        kernels, transfers = self._after_backward
+        for kernel, count in kernels.items():
+            self._kernels[replace(kernel, section=section)] += count
+        for (transfer, group), count in transfers.items():
+            self._transfers[replace(transfer, section=section), group] += count
+        kernels.clear()
+        transfers.clear()
+
+    def _note_transfer(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        name = func.overloadpacket.__name__.strip("_")
+        arguments = [*args, *kwargs.values()]
+        if func.namespace == "c10d":
+            if name not in _COLLECTIVES:
+                return  # barriers, and what moves objects
+            collective, place = _COLLECTIVES[name]
+            full = args[place]
+            waits = collective not in ("send", "receive") and _is_waited_for(func, args, kwargs)
+        elif name in _FUNCTIONAL:
+            collective = _FUNCTIONAL[name]
+            full = output if collective == "all_gather" else args[0]
+            waits = True
+        else:
+            return
+        group = next((found for found in map(group_of_argument, arguments) if found is not None), None)
+        if group is None:
+            return
+        self._groups[group.group_name] = group
+        size = sum(to_local(leaf).nbytes for leaf in tree_leaves(full) if isinstance(leaf, torch.Tensor))
+        section = self._section()
+        transfer = Transfer(section, "", collective, size, group.size(), not waits)
+        (self._after_backward[1] if section == FORWARD else self._transfers)[transfer, group.group_name] += 1
+
+
+def _is_waited_for(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the call returns when the collective is over."""
+    names = [argument.name for argument in schema(func).arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return not given.get("async_op", given.get("asyncOp", True))
+
+
+def axis_of(ranks: list[int], mesh: Mesh) -> str:
+    """The axis along which a group of this rank lies; "dp" for both data axes, "world" for what is no axis."""
+    for axis in AXES:
+        if mesh.degrees[axis] > 1 and ranks == group_ranks(mesh.rank, axis, mesh.degrees):
+            return axis
+    return "dp" if len(ranks) == mesh.dp_size < mesh.world_size else "world"

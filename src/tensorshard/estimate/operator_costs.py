@@ -1,0 +1,133 @@
+"""What one call of an operator costs: floating-point operations, and bytes read and written."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from tensorshard.torch_private.operators import schema
+from tensorshard.torch_private.pytree import tree_leaves
+
+# They make a tensor without writing to it, or another name for one.
+_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh")
+# They read of their first argument as much as they return.
+_READ_ROWS = ("embedding", "index_select", "gather", "index")
+# They write to their first argument without reading it.
+_OVERWRITE = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
+# CPU attention by blocks, which has no formula in torch's registry.
+_FLASH_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """What an operator does to memory.
+
+    Args:
+        free: nothing.
+        written: the positions, and names, of arguments that it writes to.
+        returns_new: whether its outputs are new tensors.
+    """
+
+    name: str
+    free: bool
+    written: frozenset[int | str]
+    returns_new: bool
+    formula: Callable[..., int] | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One call. Args: as for :class:`tensorshard.estimate.operations.Kernel`."""
+
+    flops: int
+    nbytes: int
+    dtype: str
+
+
+def cost_of(func: Any, args: Any, kwargs: Any, output: Any) -> Cost | None:
+    """The cost of a call of the operator `func`; None if it computes nothing, such as a view."""
+    operator = _describe(func)
+    if operator.free:
+        return None
+    read = written = 0
+    largest: torch.Tensor | None = None
+    for place, value in [*enumerate(args), *kwargs.items()]:
+        tensors = _tensors(value)
+        size = sum(map(moved_bytes, tensors))
+        if place in operator.written:
+            written += size
+        if place == 0 and operator.name in _READ_ROWS:
+            size = min(size, sum(map(moved_bytes, _tensors(output))))
+        if not (place == 0 and operator.name in _OVERWRITE):
+            read += size
+        largest = max([*tensors, *([] if largest is None else [largest])], key=torch.Tensor.numel, default=None)
+    if operator.returns_new:
+        made = _tensors(output)
+        written += sum(map(moved_bytes, made))
+        largest = max([*made, *([] if largest is None else [largest])], key=torch.Tensor.numel, default=None)
+    if not read + written:
+        return None
+    flops = int(operator.formula(*args, **kwargs, out_val=output)) if operator.formula is not None else 0
+    dtype = largest.dtype if largest is not None else torch.float32
+    if flops:  # what is multiplied says in which type
+        dtype = next(t.dtype for t in _tensors(args) if t.is_floating_point())
+    return Cost(flops, read + written, str(dtype).removeprefix("torch."))
+
+
+def moved_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that reading all of a tensor takes: of one that was expanded, those that it has in memory."""
+    size = tensor.numel() * tensor.element_size()
+    if 0 in tensor.stride() and size:
+        return min(size, tensor.untyped_storage().nbytes())
+    return size
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple | dict):
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return []
+
+
+@cache
+def _describe(func: Any) -> _Operator:
+    described = schema(func)
+    name = described.name.split("::")[-1]
+    written: set[int | str] = set()
+    for place, argument in enumerate(described.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {place, argument.name}
+    returns_new = any(result.alias_info is None for result in described.returns)
+    is_view = bool(described.returns) and not written and not returns_new
+    free = name in _FREE or is_view or described.name.startswith("prim::")
+    formula = flop_registry.get(func.overloadpacket)
+    if name == _FLASH_FOR_CPU:
+        formula = _attention_flops
+    elif name == f"{_FLASH_FOR_CPU}_backward":
+        formula = _attention_backward_flops
+    return _Operator(name, free, frozenset(written), returns_new, formula)
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Scores, and what they weigh; as if no mask were there, as torch counts."""
+    (queries, width), (keys, value_width) = query.shape[-2:], value.shape[-2:]
+    return 2 * _product(query.shape[:-2]) * queries * keys * (width + value_width)
+
+
+def _attention_backward_flops(
+    _: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any, **___: Any
+) -> int:
+    """The scores once more, and two products for each of the two of forward."""
+    (queries, width), (keys, value_width) = query.shape[-2:], value.shape[-2:]
+    return 2 * _product(query.shape[:-2]) * queries * keys * (3 * width + 2 * value_width)
+
+
+def _product(sizes: Iterable[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product

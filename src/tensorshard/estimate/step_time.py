@@ -1,0 +1,226 @@
+"""How long a step takes, from what each rank computes and sends and from how fast the hardware is.
+
+Each operator takes as long as its arithmetic or its memory traffic, whichever is longer (the roofline of Williams et
+al. 2009). A collective takes a latency for each message, and its bytes at the link's bandwidth (Hockney 1994; rings as
+in Thakur et al. 2005). A pipeline is played through in the order of its own schedule. What the hardware reaches of its
+peaks lies between two shares, so that a time is an interval.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tensorshard.estimate.hardware import Link, Rates
+from tensorshard.estimate.operations import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Operations, Transfer
+from tensorshard.estimate.rank_estimate import RankEstimate
+from tensorshard.plan import AXES, Plan
+
+COMPUTE = "compute"
+COMMUNICATION = "exposed communication"
+BUBBLE = "bubble"
+OPTIMIZER = "optimizer"
+OFFLOAD = "offload"
+TIME_CATEGORIES = (COMPUTE, COMMUNICATION, BUBBLE, OPTIMIZER, OFFLOAD)
+
+_SENDS = ("send", "receive")
+_LAUNCHES = 1.5  # how much longer, or shorter, they may take than is known
+_WORST, _MIDDLE, _BEST = 0.0, 0.5, 1.0  # within the shares of the peaks
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, on the rank that takes the longest.
+
+    Args:
+        seconds: in the middle. low, high: where the hardware reaches the most, and the least, of its peaks.
+        by_category: what they are spent with (:data:`TIME_CATEGORIES`); they add up to `seconds`.
+        busy: seconds of all ranks together in which they compute or send.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    by_category: dict[str, float]
+    busy: float
+
+
+@dataclass(frozen=True)
+class _RankTime:
+    """One rank: seconds of its parts of a step, waiting for other stages left out."""
+
+    forward: float
+    backward: float
+    update: float
+    blocking: dict[str, float]  # transfers that are waited for at once, by section
+    exposed: float  # what is left of transfers beside kernels
+    transfers: float  # of all transfers
+    message: float  # of the largest that goes to another stage
+    offload: float
+
+    def section(self, name: str) -> float:
+        """Seconds of forward or of backward, with the transfers within."""
+        return (self.forward if name == FORWARD else self.backward) + self.blocking[name]
+
+    @property
+    def busy(self) -> float:
+        return self.forward + self.backward + self.update + self.transfers + self.offload
+
+
+def step_time(ranks: Sequence[RankEstimate], plan: Plan, world_size: int, rates: Rates) -> StepTime:
+    """The time of a step of a resolved `plan`.
+
+    Args:
+        ranks: one of each pipeline rank, in order.
+    """
+    middle, by_category = _at(ranks, plan, world_size, rates, _MIDDLE)
+    low, _ = _at(ranks, plan, world_size, rates, _BEST)
+    high, _ = _at(ranks, plan, world_size, rates, _WORST)
+    alike = world_size // len(ranks)
+    busy = sum(_rank_time(rank, plan, world_size, rates, _MIDDLE).busy for rank in ranks) * alike
+    return StepTime(middle, low, high, by_category, busy)
+
+
+def _at(
+    ranks: Sequence[RankEstimate], plan: Plan, world_size: int, rates: Rates, place: float
+) -> tuple[float, dict[str, float]]:
+    times = [_rank_time(rank, plan, world_size, rates, place) for rank in ranks]
+    if plan.pp == 1:
+        ends = [time.section(FORWARD) + time.section(BACKWARD) for time in times]
+    else:
+        ends = _pipeline_ends(times, plan)
+    totals = [
+        end + time.exposed + time.update + time.blocking[UPDATE] + time.offload
+        for end, time in zip(ends, times, strict=True)
+    ]
+    slowest = max(range(len(totals)), key=totals.__getitem__)
+    time, end = times[slowest], ends[slowest]
+    by_category = {
+        COMPUTE: time.forward + time.backward,
+        COMMUNICATION: sum(time.blocking.values()) + time.exposed,
+        BUBBLE: end - time.section(FORWARD) - time.section(BACKWARD),
+        OPTIMIZER: time.update,
+        OFFLOAD: time.offload,
+    }
+    return totals[slowest], by_category
+
+
+def _pipeline_ends(times: Sequence[_RankTime], plan: Plan) -> list[float]:
+    """When each rank's last backward is over; what a rank does for one of its stages takes as long as for another."""
+    from tensorshard.engine.pipeline_step_runner import may_split_backward
+    from tensorshard.pipeline.run.draw_schedule import timeline
+
+    each = plan.micro_batches * plan.stages_per_rank
+    split = may_split_backward(plan)
+    durations = []
+    for time in times:
+        backward = time.section(BACKWARD) / each
+        inputs = backward / 2 if split else backward
+        durations.append({"F": time.section(FORWARD) / each, "B": backward, "I": inputs, "W": backward - inputs})
+    played = timeline(
+        plan.pp_schedule,
+        ranks=plan.pp,
+        stages_per_rank=plan.stages_per_rank,
+        micro_batches=plan.micro_batches,
+        durations=durations,
+        message=max(time.message for time in times),
+    )
+    return [rank[-1].end for rank in played.ranks]
+
+
+def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, place: float) -> _RankTime:
+    found = rank.operations
+    kernels = {name: _kernels_time(found, name, rates, place) for name in SECTIONS}
+    blocking = dict.fromkeys(SECTIONS, 0.0)
+    hidden: dict[str, list[tuple[float, int]]] = {name: [] for name in SECTIONS}
+    message = total = 0.0
+    for transfer, count in found.transfers.items():
+        seconds = transfer_time(transfer, plan, world_size, rates, place)
+        total += seconds * count if transfer.collective != "receive" else 0.0
+        if transfer.collective in _SENDS:
+            message = max(message, seconds)
+        elif transfer.overlaps and rates.asynchronous:
+            hidden[transfer.section].append((seconds, count))
+        else:
+            blocking[transfer.section] += seconds * count
+    exposed = sum(_left_over(hidden[name], _window(name, kernels, plan)) for name in SECTIONS)
+    offload = _offload_time(rank, world_size, rates)
+    return _RankTime(
+        kernels[FORWARD], kernels[BACKWARD], kernels[UPDATE], blocking, exposed, total, message, offload
+    )  # fmt: skip
+
+
+def _kernels_time(found: Operations, section: str, rates: Rates, place: float) -> float:
+    return sum(kernel_time(kernel, rates, place) * count for kernel, count in found.of(section))
+
+
+def kernel_time(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
+    """Seconds of one call.
+
+    Args:
+        place: between 0 for the least that hardware reaches of its peaks, and 1 for the most.
+    """
+    peak = rates.flops.get(kernel.dtype, rates.flops["float32"])
+    arithmetic = kernel.flops / (peak * _share(rates.matmul_efficiency, place))
+    memory = kernel.nbytes / (rates.memory_bandwidth * _share(rates.memory_efficiency, place))
+    work = max(arithmetic, memory)
+    launch = rates.launch * _LAUNCHES ** (1 - 2 * place)
+    # A device that is given work ahead of time waits for the host only where the work is shorter than giving it.
+    return max(work, launch) if rates.asynchronous else work + launch
+
+
+def transfer_time(transfer: Transfer, plan: Plan, world_size: int, rates: Rates, place: float = _MIDDLE) -> float:
+    """Seconds of one collective, send or receive. `place`: as for :func:`kernel_time`."""
+    link = link_of(transfer.axis, transfer.ranks, plan, world_size, rates)
+    nbytes = transfer.sent if transfer.collective != "receive" else float(transfer.nbytes)
+    ring = 1 if transfer.collective in _SENDS else transfer.ranks - 1
+    if rates.asynchronous:  # trees, where the ring would be long
+        ring = min(ring, 2 * math.ceil(math.log2(transfer.ranks)))
+    messages = 2 * ring if transfer.collective == "all_reduce" else ring
+    return messages * link.latency + nbytes / (link.bandwidth * _share(link.efficiency, place))
+
+
+def link_of(axis: str, ranks: int, plan: Plan, world_size: int, rates: Rates) -> Link:
+    """What the slowest part of a ring along `axis` goes over.
+
+    Where several devices of a node are in the group, the ring goes over the adapters of all of them.
+    """
+    stride = 1
+    if axis in AXES:
+        stride = math.prod(getattr(plan, inner) for inner in AXES[AXES.index(axis) + 1 :])
+    elif axis == "dp":
+        stride = plan.cp * plan.tp
+    if stride * (ranks - 1) < rates.devices_per_node:
+        return rates.within_node
+    together = max(1, rates.devices_per_node // stride)
+    between = rates.between_nodes
+    bandwidth = min(between.bandwidth * together, rates.within_node.bandwidth)
+    return Link(bandwidth, between.latency, between.efficiency)
+
+
+def _share(limits: tuple[float, float], place: float) -> float:
+    low, high = limits
+    return low * (high / low) ** place
+
+
+def _window(section: str, kernels: dict[str, float], plan: Plan) -> float:
+    """Seconds of kernels beside which the transfers of a section run."""
+    if plan.zero == 3:
+        return kernels[section]
+    # Gradients are reduced in the last micro-batch's backward, and weights gathered in the next step's first forward.
+    return kernels[BACKWARD if section == BACKWARD else FORWARD] / plan.micro_batches
+
+
+def _left_over(transfers: list[tuple[float, int]], window: float) -> float:
+    """What is seen of transfers beside kernels: at least one, before the first or after the last kernel."""
+    if not transfers:
+        return 0.0
+    total = sum(seconds * count for seconds, count in transfers)
+    return max(total - window, *(seconds for seconds, _ in transfers))
+
+
+def _offload_time(rank: RankEstimate, world_size: int, rates: Rates) -> float:
+    """Seconds of moving what is offloaded: the update waits for it. A node's devices share its disk."""
+    disk = 0.0
+    if rank.disk_traffic and rates.disk_bandwidth:
+        disk = rank.disk_traffic * min(world_size, rates.devices_per_node) / rates.disk_bandwidth
+    return disk + rank.host_traffic / rates.host_bandwidth

@@ -1,0 +1,299 @@
+"""What estimates say of work, traffic and time, against formulas; and the hardware that they know."""
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import tensorshard as ts
+from tensorshard.comm.groups import world_group
+from tensorshard.estimate.hardware import (
+    THIS_MACHINE,
+    Hardware,
+    Link,
+    Rates,
+    find_hardware,
+    known_hardware,
+    save_measured,
+)
+from tensorshard.estimate.machine_rates import link_rates, matmul_rate, memory_rate, operator_overhead
+from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Kernel, Operations, Transfer
+from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate
+from tensorshard.estimate.step_time import kernel_time, link_of, step_time, transfer_time
+from tensorshard.models import GPT, next_token_loss
+
+LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 2, 32, 2, 16, 64, 4
+TABLE = {
+    **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
+    "blocks.*.attention.output": "rowwise",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+}
+RATES = Rates(
+    {"float32": 1e12},
+    1e12,
+    (1.0, 1.0),
+    (1.0, 1.0),
+    launch=0.0,
+    asynchronous=True,
+    devices_per_node=4,
+    within_node=Link(100e9, 1e-6),
+    between_nodes=Link(10e9, 1e-5),
+    host_bandwidth=1e10,
+)
+
+
+def _gpt(world: int, **fields: Any) -> ts.Estimate:
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    return ts.estimate(
+        partial(GPT, VOCABULARY, LENGTH, LAYERS, HEADS, WIDTH),
+        ts.Plan(**fields),
+        world_size=world,
+        inputs=tokens,
+        targets=tokens,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        loss_fn=next_token_loss,
+        hardware="a100-80",
+    )
+
+
+class _Block(nn.Module):
+    """The layer of Korthikanti et al. 2022, with masks of one byte, as CUDA's dropout keeps them."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.layer_norm(x, x.shape[-1:])
+        q, k, v = (
+            layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2).flatten(0, 1) for layer in (self.q, self.k, self.v)
+        )
+        weights = _dropout((q * 0.1 @ k.mT).softmax(-1))
+        mixed = (weights @ v).unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)
+        x = x + _dropout(self.out(mixed))
+        return x + _dropout(self.down(F.gelu(self.up(F.layer_norm(x, x.shape[-1:])))))
+
+
+def _dropout(x: torch.Tensor) -> torch.Tensor:
+    return torch.native_dropout(x, 0.1, True)[0]
+
+
+class _Layers(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(_Block(64, 8) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _kept(layers: int) -> int:
+    """Bytes of activations at the end of forward, where gradients and temporaries of backward have no part."""
+    found = ts.estimate(
+        partial(_Layers, layers),
+        ts.Plan(zero=0, precision="bf16"),
+        world_size=1,
+        inputs=torch.zeros(2, 64, 64),
+        targets=torch.zeros(2, 64, 64),
+        optimizer=partial(torch.optim.SGD, lr=1e-3),
+        loss_fn=lambda output, targets: output.square().mean(),
+    )
+    [rank] = found.ranks
+    return max(nbytes for phase, nbytes in rank.timeline if phase == "forward") - rank.by_category["parameters"]
+
+
+def _numbers() -> dict[str, Any]:
+    """All that is asked of estimates here, in one process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    alone, sharded, split = _gpt(1, zero=0), _gpt(16, zero=3), _gpt(2, tp=2, tp_plan=TABLE, tp_check=False)
+    offloaded = _gpt(2, zero=3, offload="disk", clip_grad_norm=1.0)
+    return {
+        "flops": alone.ranks[0].flops,
+        "alone": alone.ranks[0].by_category,
+        "sharded": sharded.ranks[0].by_category,
+        "gathers": sharded.ranks[0].traffic["dp_shard"],
+        "tp": split.ranks[0].traffic["tp"],
+        "layers": [_kept(2), _kept(3)],
+        "text": offloaded.describe(),
+        "offloaded": offloaded.ranks[0],
+        "time": (sharded.step_time, sharded.samples_per_second, sharded.time_by_category),
+    }
+
+
+def test_estimates_agree_with_formulas(ranks):
+    found = ranks(1, _numbers)[0]
+    model = GPT(VOCABULARY, LENGTH, LAYERS, HEADS, WIDTH)
+    parameters = sum(p.numel() for p in model.parameters())
+    looked_up = model.embedding.weight.numel() + model.positions.weight.numel()
+    tokens = BATCH * LENGTH
+    # Two products forward, and five backward, for these compute the scores once more.
+    attention = LAYERS * 14 * tokens * LENGTH * WIDTH
+    assert found["flops"] == pytest.approx(6 * (parameters - looked_up) * tokens + attention, rel=0.02)
+    # Of each block two sums forward and two backward (Shoeybi et al. 2019); beside them the norm's and the loss's.
+    assert found["tp"]["all_reduce"].nbytes == pytest.approx(LAYERS * 4 * tokens * WIDTH * 4, rel=0.01)
+    moved = (found["gathers"]["all_gather"].nbytes + found["gathers"]["reduce_scatter"].nbytes) / (4 * parameters)
+    assert 2 <= moved <= 3.02  # gathered twice, and reduced once; the root's unit is gathered once
+    # ZeRO (Rajbhandari et al. 2020): all model states are divided by the number of ranks.
+    assert found["alone"]["parameters"] == pytest.approx(4 * parameters, rel=0.01)
+    assert found["alone"]["optimizer states"] == pytest.approx(8 * parameters, rel=0.01)
+    assert found["sharded"]["parameters"] == pytest.approx(4 * parameters / 16, rel=0.01)
+    assert found["sharded"]["optimizer states"] == pytest.approx(8 * parameters / 16, rel=0.01)
+    s, b, h, a = 64, 2, 64, 8
+    two, three = found["layers"]
+    assert three - two == pytest.approx(34 * s * b * h + 5 * a * s * s * b, rel=0.05)
+    step, rate, categories = found["time"]
+    assert 0 < step.low < step.seconds < step.high and sum(categories.values()) == pytest.approx(step.seconds)
+    assert rate == pytest.approx(16 * BATCH / step.seconds)
+    offloaded = found["offloaded"]
+    assert "to disk" in found["text"] and "not validated" in found["text"]
+    assert offloaded.by_category["optimizer states"] < 1000  # the counts of steps
+    shard = 4 * parameters / 2
+    assert 3 * shard <= offloaded.disk_bytes <= 3 * shard + 40 * 4096  # two states and the gradient, in blocks
+    # States are read and written, gradients too.
+    assert offloaded.disk_traffic == pytest.approx(6 * shard, abs=80 * 4096)
+
+
+def _rank(stage: int, forward: float, *transfers: Transfer) -> RankEstimate:
+    kernels = {
+        Kernel(FORWARD, "aten.mm", "float32", int(forward * 1e12), 0): 8,
+        Kernel(BACKWARD, "aten.mm", "float32", int(2 * forward * 1e12), 0): 8,
+        Kernel(UPDATE, "aten.add_", "float32", 0, int(1e12)): 1,
+    }
+    operations = Operations()
+    operations.kernels.update(kernels)
+    operations.transfers.update(dict.fromkeys(transfers, 1))
+    return RankEstimate(stage, stage, 0, 0, 0, dict.fromkeys(CATEGORIES, 0), "forward", [], [], operations)
+
+
+def test_the_bubble_is_that_of_the_schedule():
+    plan = ts.Plan(pp=4, micro_batches=8).resolve(4)
+    found = step_time([_rank(stage, 0.5) for stage in range(4)], plan, 4, RATES)
+    busy = 8 * 1.5
+    assert found.by_category["bubble"] / (found.seconds - 1) == pytest.approx(3 / (8 + 3))
+    assert found.by_category["compute"] == pytest.approx(busy) and found.by_category["optimizer"] == pytest.approx(1)
+    assert found.busy == pytest.approx(4 * (busy + 1))
+
+
+def test_transfers_are_hidden_behind_kernels_where_the_engine_does():
+    plan = ts.Plan(zero=3).resolve(4)
+    gather = Transfer(FORWARD, "dp_shard", "all_gather", int(100e9), 4, overlaps=True)
+    assert gather.sent == pytest.approx(75e9)
+    one = transfer_time(gather, plan, 4, RATES)
+    assert one == pytest.approx(0.75, rel=1e-4)
+    alone, hidden = (
+        step_time([_rank(0, 0.5, transfer)], plan, 4, RATES).by_category["exposed communication"]
+        for transfer in (Transfer(FORWARD, "dp_shard", "all_gather", int(100e9), 4), gather)
+    )
+    assert alone == pytest.approx(one) and hidden == pytest.approx(one)  # the first of a step is always seen
+    both = _rank(0, 0.5)
+    both.operations.transfers[gather] = 4
+    assert step_time([both], plan, 4, RATES).by_category["exposed communication"] == pytest.approx(one)
+
+
+def test_the_roofline_and_the_links():
+    assert kernel_time(Kernel(FORWARD, "mm", "float32", int(2e12), int(1e12)), RATES) == pytest.approx(2)
+    assert kernel_time(Kernel(FORWARD, "mm", "float32", int(1e12), int(3e12)), RATES) == pytest.approx(3)
+    plan = ts.Plan(tp=4, zero=1).resolve(16)
+    assert link_of("tp", 4, plan, 16, RATES) == RATES.within_node
+    assert link_of("dp_shard", 4, plan, 16, RATES).bandwidth == 10e9  # one of each node
+    assert link_of("world", 16, plan, 16, RATES).bandwidth == 40e9  # over the adapters of all four
+
+
+def test_hardware_is_found_by_its_name(tmp_path, monkeypatch):
+    names = known_hardware()
+    expected = {"h200", "h100", "a100-80", "a100-40", "v100-16", "v100-32", "rtx-3090", "rtx-4090", "titan-xp"}
+    assert expected <= set(names)
+    for name in names:
+        rates = find_hardware(name).rates
+        assert {"float32", "bfloat16", "float16"} <= set(rates.flops) and rates.within_node.bandwidth > 1e9
+    monkeypatch.setenv("TENSORSHARD_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="run 'tensorshard check'"):
+        find_hardware(THIS_MACHINE)
+    save_measured(1 << 30, RATES, "a test")
+    found = find_hardware(THIS_MACHINE)
+    assert found.rates == RATES and found.is_measured and found.context == 0
+    (tmp_path / f"{THIS_MACHINE}.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read"):
+        find_hardware(THIS_MACHINE)
+
+
+TIMED: list[tuple[int, dict[str, Any]]] = [
+    (1, dict(zero=0)),
+    (1, dict(zero=0, recompute="full")),
+    (1, dict(zero=0, micro_batches=4)),
+    (2, dict(zero=1)),
+    (2, dict(zero=3)),
+    (2, dict(zero=3, recompute="full")),
+    (2, dict(tp=2, tp_plan=TABLE, tp_check=False)),
+    (2, dict(pp=2, micro_batches=2)),
+    (4, dict(zero=2)),
+    (4, dict(zero=3, recompute="full")),
+]
+_TIMED_BATCH = torch.zeros(4, 64, dtype=torch.long)
+_TIMED_MODEL = partial(GPT, 256, 64, 3, 4, 128)
+_TIMED_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
+
+
+def _cpu_seconds(fields: dict[str, Any]) -> float:
+    """Seconds that this rank computes for in a step: the fastest of a few."""
+    torch.set_num_threads(1)
+    engine = ts.parallelize(
+        _TIMED_MODEL, ts.Plan(**fields), optimizer=_TIMED_OPTIMIZER, loss_fn=next_token_loss, device="cpu"
+    )
+    found = []
+    for _ in range(6):
+        begin = time.process_time()
+        engine.step(_TIMED_BATCH, _TIMED_BATCH)
+        found.append(time.process_time() - begin)
+    return min(found)
+
+
+def _rates() -> Rates:
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    link = link_rates(world_group(), device)
+    flops = {"float32": matmul_rate(device, torch.float32)}
+    memory = memory_rate(device)
+    return Rates(
+        flops, memory, (0.6, 1.0), (0.6, 1.5), operator_overhead(device), False, 1024, link, link, memory
+    )  # fmt: skip
+
+
+def _predicted(rates: Rates) -> list[float]:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    found = []
+    for world, fields in TIMED:
+        estimate = ts.estimate(
+            _TIMED_MODEL,
+            ts.Plan(**fields),
+            world_size=world,
+            inputs=_TIMED_BATCH,
+            targets=_TIMED_BATCH,
+            optimizer=_TIMED_OPTIMIZER,
+            loss_fn=next_token_loss,
+            hardware=Hardware(THIS_MACHINE, 1 << 34, 0, rates),
+        )
+        found.append(estimate.step_time.busy)
+    return found
+
+
+def test_plans_are_ranked_by_the_time_that_they_take(ranks):
+    measured = [sum(ranks(world, _cpu_seconds, fields)) for world, fields in TIMED]
+    predicted = ranks(1, _predicted, ranks(2, _rates)[0])[0]
+    places = [torch.tensor(times).argsort().argsort().double() for times in (measured, predicted)]
+    correlation = torch.corrcoef(torch.stack(places))[0, 1].item()  # Spearman's
+    assert correlation >= 0.9, (measured, predicted)
