@@ -60,8 +60,8 @@ class GuardedStateDicts:
     def _refuse_copy(self, _: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
             f"a deep copy of the laid-out model (as AveragedModel makes one) would hold this rank's parts of the "
-            f"weights alone, which nobody would put together, under {self._described()}. For an average of the weights, "
-            f"keep copies of engine.model.named_parameters(), and compute with them under "
+            f"weights alone, which nobody would put together, under {self._described()}. For an average of the "
+            f"weights, keep copies of engine.model.named_parameters(), and compute with them under "
             f"`with engine.using_weights(average):` (docs/your-own-loop.md)"
         )
 
