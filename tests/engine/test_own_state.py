@@ -179,6 +179,27 @@ def test_the_optimizers_states_of_one_rank_are_not_taken_for_anothers(ranks):
     assert "engine.save(path)" in second[1]
 
 
+def _copies_called(plans: list[dict[str, Any]]) -> list[tuple[str, float]]:
+    """What making a deep copy of the model says, and how far the copy is from the model."""
+    found = []
+    for fields in plans:
+        engine = engine_of(Regular(), **fields)
+        inputs = own_shard(engine, *data(0))[0]
+        try:
+            copied = torch.optim.swa_utils.AveragedModel(engine.model)
+            found.append(("", (copied(inputs) - engine.model(inputs)).abs().max().item()))
+        except RuntimeError as error:
+            found.append((str(error), 0.0))
+    return found
+
+
+def test_a_copy_of_the_model_computes_the_same_or_is_refused(ranks):
+    for (no_refusal, off), *refused in ranks(2, _copies_called, [dict(zero=0), dict(zero=1), dict(zero=3)]):
+        assert no_refusal == "" and off == 0.0
+        for refusal, _ in refused:
+            assert "AveragedModel" in refusal and "engine.using_weights(average)" in refusal
+
+
 def _batches(fields: dict[str, Any], folder: str) -> tuple[list[list[int]], list[list[int]], int]:
     """The samples of five batches over two epochs, those after a checkpoint, and those of a resumed loader."""
     engine = engine_of(nn.Linear(1, 2), **fields)

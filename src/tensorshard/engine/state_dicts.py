@@ -7,7 +7,7 @@ each rank takes its parts of them.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -47,6 +47,8 @@ class GuardedStateDicts:
             module.register_load_state_dict_pre_hook(self._for_own(take_parts))
         if plan.pp == 1:
             sharded.model.register_forward_pre_hook(lambda *_: self.follow(), prepend=True)
+        if any(isinstance(p, DTensor) and p.device_mesh.size(-1) > 1 for p in sharded.masters().values()):
+            vars(sharded.model)["__deepcopy__"] = self._refuse_copy  # which copy.deepcopy asks for
 
     def _for_own(self, hook: Callable[..., None]) -> Callable[..., None]:
         """`hook` for the laid-out modules alone: their deep copies have the same hooks, and state of their own.
@@ -54,6 +56,14 @@ class GuardedStateDicts:
         A plain function, which ``copy.deepcopy`` takes as it is; a bound method would have it copy the ranks' groups.
         """
         return lambda module, *args: hook(module, *args) if id(module) in self._modules else None
+
+    def _refuse_copy(self, _: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(
+            f"a deep copy of the laid-out model (as AveragedModel makes one) would hold this rank's parts of the "
+            f"weights alone, which nobody would put together, under {self._described()}. For an average of the "
+            f"weights, keep copies of engine.model.named_parameters(), and compute with them under "
+            f"`with engine.using_weights(average):` (docs/your-own-loop.md)"
+        )
 
     def follow(self) -> None:
         """Has what forwards compute with follow what was loaded. A collective, if something was."""
