@@ -90,7 +90,10 @@ def _described() -> tuple[str, bool, bool]:
 def test_it_is_described(ranks):
     text, fits, fits_little = ranks(1, _described)[0]
     assert fits and not fits_little
-    assert "stage" in text and "activations" in text and "fits: " in text and "not validated" in text
+    assert text.startswith("fits: ") and "stage" in text and "activations" in text and "not validated" in text
+    table = text[text.index("stage  rank") :]
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert "layers.py:" in table  # the line of the model's code that made one of the largest tensors
 
 
 def _leaves_the_module_alone() -> bool:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import nn
 
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.estimate.describe import rank_lines, stage_lines, tensor_lines, verdict
 from tensorshard.estimate.hardware import Hardware, find_hardware
-from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate, summarize
+from tensorshard.estimate.page import Side, page
+from tensorshard.estimate.rank_estimate import RankEstimate, summarize
 from tensorshard.estimate.watched_steps import watch_steps
 from tensorshard.field_checks import size_in_bytes
 from tensorshard.modules.fake_copies import make_fake_copy
@@ -24,6 +27,13 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.process_groups import fake_world
 
 logger = logging.getLogger("tensorshard")
+
+_NOTES = (
+    "bytes of live tensors in two steps of the Engine on fake tensors, one rank of each stage; what kernels take for "
+    "themselves is not in it",
+    "reserved bytes are those of a model of torch's caching allocator for CUDA, and are not validated; on the "
+    "device, the context is added, which is assumed",
+)
 
 
 @dataclass(frozen=True)
@@ -58,33 +68,35 @@ class Estimate:
         return self.largest.peak_device <= self._memory(memory)
 
     def describe(self, memory: int | str | None = None) -> str:
-        """A table of what each distinct rank holds at its peak, and whether it fits."""
-        shown = [name for name in CATEGORIES if any(rank.by_category[name] for rank in self.ranks)]
-        heads = ["rank", *(["stage"] if len(self.ranks) > 1 else []), "peak", *shown, "in"]
-        rows = []
-        for rank in self.ranks:
-            stage = [str(rank.stage)] if len(self.ranks) > 1 else []
-            sizes = [_mib(rank.by_category[name]) for name in shown]
-            rows.append([str(rank.rank), *stage, _mib(rank.peak_allocated), *sizes, rank.phase])
-        widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-        lines = [f"{self.plan.describe()}", "", "MiB of live tensors at the peak:"]
-        for row in [heads, *rows]:
-            lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        """Whether it fits and by how much, what each distinct rank holds at its peak, and the largest tensors there.
+
+        Lines have at most 80 columns, apart from those of the plan.
+        """
         largest = self.largest
-        lines += ["", f"largest tensors of rank {largest.rank} then:"]
-        lines += [
-            f"  {_mib(t.nbytes):>10} MiB  {t.category:<19} {list(t.shape)} {t.dtype}, {t.operation} in {t.phase}"
-            for t in largest.largest
-        ]
-        lines.append(
-            f"\nwith a caching allocator {_mib(largest.peak_reserved)} MiB are reserved (a model of torch's for CUDA, "
-            f"not validated)"
-        )
+        lines = []
         if memory is not None or self.hardware is not None:
-            there = self._memory(memory)
-            verb = "fits" if self.fits(memory) else "does not fit"
-            lines.append(f"{verb}: {_mib(largest.peak_device)} of {_mib(there)} MiB on the device")
+            device = self.hardware.name if self.hardware is not None and memory is None else ""
+            lines += [verdict(largest.peak_device, self._memory(memory), device), ""]
+        lines += [self.plan.describe(), ""]
+        if len(self.ranks) > 1:
+            lines += [*stage_lines(self.ranks), ""]
+        lines += [*rank_lines(largest), "", "largest tensors then:", *tensor_lines(largest.largest)]
         return "\n".join(lines)
+
+    def side(self) -> Side:
+        """What it is on a page."""
+        return Side("estimated", self.ranks, _NOTES)
+
+    def to_html(self, path: str | Path, memory: int | str | None = None) -> None:
+        """Writes a page that needs nothing else: memory over the steps by category, the mesh, the schedule.
+
+        Args:
+            memory: as for :meth:`fits`; if neither is known, the page does not say whether the plan fits.
+        """
+        said = ""
+        if memory is not None or self.hardware is not None:
+            said = verdict(self.largest.peak_device, self._memory(memory), self.hardware.name if self.hardware else "")
+        Path(path).write_text(page(self.plan, self.world_size, [self.side()], said), encoding="utf-8")
 
     def _memory(self, memory: int | str | None) -> int:
         if memory is not None:
@@ -141,7 +153,9 @@ def estimate(
 
             def build(fake: FakeTensorMode = fake) -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
-                return parallelize(ours, resolved, optimizer=optimizer, loss_fn=loss_fn, sample_inputs=inputs)
+                return parallelize(
+                    ours, resolved, optimizer=optimizer, loss_fn=loss_fn, device="cpu", sample_inputs=inputs
+                )
 
             def batch() -> tuple[Any, Any]:
                 made = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), [inputs, targets])
@@ -169,7 +183,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f}"

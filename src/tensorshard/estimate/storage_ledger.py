@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tensorshard.comm.sharding import to_local
+from tensorshard.estimate.source_lines import users_line
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.torch_private.storages import runs_backward, watched_resizes
@@ -22,6 +23,7 @@ class Allocation:
         phase: in which it was made: "initialization", "forward", "backward" or "update".
         operation: that made it.
         shape, dtype: of the tensor that it was first seen with.
+        line: of the user's code that made it, see :func:`users_line`; "" for what was made before the steps.
         resized: whether it was emptied and filled again, as parameters that are gathered are.
     """
 
@@ -30,6 +32,7 @@ class Allocation:
     operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    line: str = ""
     resized: bool = False
 
 
@@ -100,15 +103,19 @@ class StorageLedger(TorchDispatchMode):
         if tensor.is_meta:
             return
         storage = _storage(tensor)
-        key = storage_address(storage)
-        if key in self._numbers:
-            return
+        if storage_address(storage) not in self._numbers:
+            self._add(storage, operation, tuple(tensor.shape), tensor.dtype)
+
+    def _add(self, storage: torch.UntypedStorage, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         number = len(self.allocations)
-        self.allocations.append(Allocation(number, self.phase(), operation, tuple(tensor.shape), tensor.dtype))
+        line = "" if self.initializing else users_line()
+        self.allocations.append(Allocation(number, self.phase(), operation, shape, dtype, line))
+        key = storage_address(storage)
         self._numbers[key] = number
         self._sizes[number] = 0
         self._change(number, storage.nbytes())
         weakref.finalize(storage, self._freed, key, number).atexit = False
+        return number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -129,9 +136,13 @@ class StorageLedger(TorchDispatchMode):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         number = self._numbers.get(storage_address(storage))
-        if number is not None:
-            self.allocations[number].resized = True
-            self._change(number, storage.nbytes())
+        if number is None:
+            if not storage.nbytes():
+                return
+            # Made before the ledger was there, and empty until now.
+            number = self._add(storage, "resize_", (storage.nbytes(),), torch.uint8)
+        self.allocations[number].resized = True
+        self._change(number, storage.nbytes())
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
