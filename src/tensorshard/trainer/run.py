@@ -1,7 +1,7 @@
 """A run, from its config to its summary: what every worker of ``tensorshard train`` executes."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +31,7 @@ from tensorshard.trainer.hooks import (
     Hook,
     LoggingHook,
     MemoryHook,
+    MemoryProfileHook,
     OptimizerOptionsHook,
     ProfileHook,
     ScheduleHook,
@@ -39,7 +40,7 @@ from tensorshard.trainer.hooks import (
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
-from tensorshard.trainer.memory import PeakMemory
+from tensorshard.trainer.memory import PeakMemory, held_now
 from tensorshard.trainer.report import print_opening, print_summary, resume_command
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.settings import TrainSettings
@@ -51,7 +52,12 @@ logger = logging.getLogger("tensorshard")
 
 
 def run(
-    config: DictConfig, *, resume: str | None = None, output: str | None = None, timeout: float | None = None
+    config: DictConfig,
+    *,
+    resume: str | None = None,
+    output: str | None = None,
+    timeout: float | None = None,
+    expected: Sequence[int] | None = None,
 ) -> None:
     """Trains as `config` says. Every process of the run makes this call; rank 0 alone prints.
 
@@ -60,6 +66,7 @@ def run(
         resume: a checkpoint to continue from; ``"latest"`` for the newest one of the run; None to begin anew.
         output: the run's directory; wins over ``train.output_dir``.
         timeout: seconds that a rank waits for the others in a collective; as for :func:`parallelize` if None.
+        expected: the estimated peak of each rank, in bytes of live tensors, to be told beside what is measured.
 
     Raises:
         ConfigError: a config that cannot be run, a directory that holds a run already, nothing to resume
@@ -68,7 +75,9 @@ def run(
     """
     joined_before = dist.is_initialized()
     patience = DEFAULT_TIMEOUT if timeout is None else as_timedelta(timeout)
-    join_world(default_device(), timeout=patience)
+    device = default_device()
+    join_world(device, timeout=patience)
+    held_before = held_now(device)
     settings = TrainSettings.from_config(config)
     sample = TextSettings.from_config(config.sample) if config.get("sample") else None
     settings.check_batch(settings.plan.resolve(dist.get_world_size()).dp_size)
@@ -90,7 +99,7 @@ def run(
                 parts.trainer.fit()
             except OutOfRangeError as error:
                 raise ConfigError(f"data: {error}") from error
-            _report(parts, config, start.directory, console)
+            _report(parts, config, start.directory, console, expected, held_before)
             if sample is not None and not parts.trainer.interrupted:
                 console.print(Panel(Text(sample_text(parts.trainer.engine, sample)), title="a sample", expand=False))
     if not joined_before:
@@ -154,6 +163,7 @@ def _prepare(
     hooks = [
         timer,
         *_profile(settings, start.directory, console),
+        *([MemoryProfileHook(start.directory.profile)] if settings.profile_memory else []),
         MemoryHook(memory),
         evaluation,
         LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
@@ -188,7 +198,14 @@ def _check_optimizer(config: DictConfig) -> None:
         raise ConfigError(f"optimizer: {error}") from error
 
 
-def _report(parts: _Run, config: DictConfig, directory: RunDirectory, console: Console) -> None:
+def _report(
+    parts: _Run,
+    config: DictConfig,
+    directory: RunDirectory,
+    console: Console,
+    expected: Sequence[int] | None,
+    held_before: int,
+) -> None:
     """The summary of the training that was done, and how to go on where it was stopped. Collective."""
     trainer = parts.trainer
     loss = {} if trainer.last_record is None else {"loss": trainer.last_record.loss.item()}
@@ -197,6 +214,8 @@ def _report(parts: _Run, config: DictConfig, directory: RunDirectory, console: C
         steps=trainer.step,
         figures=loss | parts.evaluation.latest | parts.timer.overall(),
         peak_bytes=_gather(parts.memory.bytes()),
+        above_start=_gather(parts.memory.bytes() - held_before),
+        expected=expected,
         directory=directory,
     )
     if trainer.interrupted:
