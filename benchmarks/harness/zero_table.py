@@ -1,8 +1,8 @@
 """The ZeRO paper's table of model states, by runs of the Engine on fake tensors, beside the paper's formulas.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", table 1: gigabytes of a device
-for weights, gradients and Adam's states in mixed precision. States depend on how many parameters there are, and not on how
-they lie in layers, so that models of few and wide blocks stand for those of the paper.
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", table 1: gigabytes of a
+device for weights, gradients and Adam's states in mixed precision. States depend on how many parameters there are, and not
+on how they lie in layers: models of few and wide blocks stand for those of the paper.
 """
 
 from collections.abc import Sequence

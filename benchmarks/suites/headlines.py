@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def bert_table(ranks: Sequence[int]) -> dict[int, int]:
-    """Bytes of BERT-Large by the number of ranks, at the number of samples that comes nearest to what was reported of one.
+    """Bytes of BERT-Large by the number of ranks, with so many samples that one rank takes what was reported of it.
 
     Memory grows linearly with the samples of a rank: two numbers of them give a line.
     """
