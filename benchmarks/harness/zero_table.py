@@ -1,8 +1,11 @@
 """The ZeRO paper's table of model states, by runs of the Engine on fake tensors, beside the paper's formulas.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", table 1: gigabytes of a
-device for weights, gradients and Adam's states in mixed precision. States depend on how many parameters there are, and not
-on how they lie in layers: models of few and wide blocks stand for those of the paper.
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", table 1: gigabytes of
+a device for weights, gradients and Adam's states in mixed precision. States depend on how many parameters there are, not on
+how they lie in layers: models of few and wide blocks stand for those of the paper.
+
+What is ours differs in two ways. A rank's shard of the gradients is in fp32 for the optimizer, 2 bytes more a parameter
+of the shard. And with one micro-batch a full gradient is gone as soon as it is reduced, at level 1 too.
 """
 
 from collections.abc import Sequence
@@ -38,13 +41,19 @@ class StatesCell:
     states: int
 
     @property
+    def paper(self) -> float:
+        """The paper's formula for as many parameters: 16-bit weights and gradients, 12 bytes of fp32 states."""
+        full, shared = {1: (4, 12), 2: (2, 14), 3: (0, 16)}[self.level]
+        return self.parameters * (full + shared / self.devices)
+
+    @property
     def formula(self) -> float:
-        """The paper's, for as many parameters: 16-bit weights and gradients, 12 bytes of fp32 states."""
-        shared = {1: (4, 12), 2: (2, 14), 3: (0, 16)}[self.level]
-        return self.parameters * (shared[0] + shared[1] / self.devices)
+        """Of this package: 16-bit weights below level 3; fp32 masters, gradients and Adam's two states in shards."""
+        return self.parameters * ((2 if self.level < 3 else 0) + 16 / self.devices)
 
     @property
     def error(self) -> float:
+        """Of the run, against the formula of this package."""
         return self.states / self.formula - 1
 
     @property

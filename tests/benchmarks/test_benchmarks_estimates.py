@@ -49,7 +49,7 @@ def test_formulas_of_others():
 @pytest.mark.parametrize(("level", "paper"), [(1, 31.4), (2, 16.6), (3, 1.88)])
 def test_the_formula_is_the_papers(level, paper):
     cell = StatesCell("7.5B", 64, level, round(SIZES["7.5B"]), 0)
-    assert cell.formula / 1e9 == pytest.approx(paper, rel=0.005)
+    assert cell.paper / 1e9 == pytest.approx(paper, rel=0.005)
 
 
 def _states(level: int) -> float:
@@ -58,5 +58,5 @@ def _states(level: int) -> float:
 
 
 @pytest.mark.parametrize("level", [1, 3])
-def test_a_run_has_the_papers_states(ranks, level):
+def test_a_run_has_the_states_of_the_formula(ranks, level):
     assert abs(ranks(1, _states, level)[0]) <= 0.01
