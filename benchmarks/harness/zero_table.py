@@ -1,7 +1,7 @@
 """The ZeRO paper's table of model states, by runs of the Engine on fake tensors, beside the paper's formulas.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", table 1: gigabytes of
-a device for weights, gradients and Adam's states in mixed precision. States depend on how many parameters there are, not on
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", table 1: what weights,
+gradients and Adam's states take of a device in mixed precision. It depends on how many parameters there are, and not on
 how they lie in layers: models of few and wide blocks stand for those of the paper.
 
 What is ours differs in two ways. A rank's shard of the gradients is in fp32 for the optimizer, 2 bytes more a parameter

@@ -42,8 +42,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_fits(found: None) -> None:
-    peaks, lines = estimate_first(CONFIG, 4, 2, gpus=False, force=False)  # two machines
-    assert peaks == [30 * MIB, 30 * MIB, 20 * MIB, 20 * MIB]
+    found_first, lines = estimate_first(CONFIG, 4, 2, gpus=False, force=False)  # two machines
+    assert found_first is not None and found_first.peaks == [30 * MIB, 30 * MIB, 20 * MIB, 20 * MIB]
     assert lines[-1].startswith("fits: 60.0 MiB of live tensors on this machine's 2 ranks, of 90.0 MiB")
     assert "stage" in lines[0] and "activations, 100%" in lines[1]
 

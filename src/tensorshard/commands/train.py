@@ -18,6 +18,7 @@ from tensorshard.launch.worker import run_worker
 from tensorshard.terminal import fit, terminal_width
 
 if TYPE_CHECKING:
+    from tensorshard.estimate import Estimate
     from tensorshard.launch.launcher import World
     from tensorshard.trainer.settings import TrainSettings
 
@@ -163,16 +164,16 @@ def _load(source: str, overrides: list[str], allow: list[str]) -> DictConfig:
         raise ConfigError(f"{error}; `tensorshard data tokenize TEXT...` makes token files from text") from error
 
 
-def _estimate(config: DictConfig, world_size: int, ranks_here: int, force: bool) -> list[int] | None:
-    """The estimated peak of each rank, printed; None where there is none, and for workers other than the first."""
+def _estimate(config: DictConfig, world_size: int, ranks_here: int, force: bool) -> "Estimate | None":
+    """The estimate, printed; None where there is none, and for workers other than the first."""
     if os.environ.get("RANK", "0") != "0":
         return None
     from tensorshard.launch.launcher import visible_gpus
     from tensorshard.trainer.estimate_first import estimate_first
 
-    peaks, lines = estimate_first(config, world_size, ranks_here, gpus=visible_gpus() > 0, force=force)
+    found, lines = estimate_first(config, world_size, ranks_here, gpus=visible_gpus() > 0, force=force)
     print(fit("\n".join(["estimated memory", *lines]), terminal_width(sys.stdout)), flush=True)
-    return peaks
+    return found
 
 
 def train_worker(
@@ -180,7 +181,7 @@ def train_worker(
     resume: str | None,
     output: str | None,
     timeout: float | None = None,
-    expected: list[int] | None = None,
+    expected: "Estimate | None" = None,
 ) -> None:
     """What each process of a run does."""
     from tensorshard.trainer.run import run as run_trainer

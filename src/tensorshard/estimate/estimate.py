@@ -56,6 +56,12 @@ class Estimate:
         """The rank that takes the most memory."""
         return max(self.ranks, key=lambda rank: rank.peak_device)
 
+    @property
+    def peaks(self) -> list[int]:
+        """Bytes of live tensors at the peak of each rank of the world: that of its stage."""
+        each = self.world_size // len(self.ranks)
+        return [rank.peak_allocated for rank in self.ranks for _ in range(each)]
+
     def fits(self, memory: int | str | None = None) -> bool:
         """Whether every rank fits.
 

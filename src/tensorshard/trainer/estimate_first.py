@@ -20,7 +20,7 @@ _SHOWN = 3
 
 def estimate_first(
     config: DictConfig, world_size: int, ranks_here: int, *, gpus: bool, force: bool
-) -> tuple[list[int] | None, list[str]]:
+) -> tuple[Estimate | None, list[str]]:
     """Estimates the run of `config` in a process of its own.
 
     Args:
@@ -29,7 +29,7 @@ def estimate_first(
         force: whether to go on where the run cannot fit.
 
     Returns:
-        The bytes of live tensors at the peak of each rank, None if they could not be estimated; and lines to print.
+        The estimate, None if it could not be made; and lines to print.
 
     Raises:
         ConfigError: the live tensors alone are more than this machine has memory for.
@@ -40,7 +40,7 @@ def estimate_first(
         return None, [f"no estimate of memory, training goes on: {error}"]
     lines = _said_of(found)
     there = memory_of_gpus() if gpus else available_on_host()
-    peaks = _peaks(found)
+    peaks = found.peaks
     if there is not None:
         needed = max(peaks) if gpus else max(sum(peaks[i : i + ranks_here]) for i in range(0, world_size, ranks_here))
         of = f"{size_text(needed)} of live tensors on " + ("one GPU" if gpus else f"this machine's {ranks_here} ranks")
@@ -52,13 +52,7 @@ def estimate_first(
                 f"--force starts the run all the same"
             )
         lines.append(f"{'does not fit' if needed > there else 'fits'}: {of}, of {has}")
-    return peaks, lines
-
-
-def _peaks(found: Estimate) -> list[int]:
-    """Of each rank: that of its stage."""
-    each = found.world_size // len(found.ranks)
-    return [rank.peak_allocated for rank in found.ranks for _ in range(each)]
+    return found, lines
 
 
 def _per_rank(there: int, ranks_here: int, gpus: bool) -> str:

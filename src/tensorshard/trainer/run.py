@@ -1,7 +1,7 @@
 """A run, from its config to its summary: what every worker of ``tensorshard train`` executes."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +22,7 @@ from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.files import values_of
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.wrong_batch import OutOfRangeError
+from tensorshard.estimate import Estimate
 from tensorshard.parallelize import parallelize
 from tensorshard.trainer import loggers
 from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
@@ -57,7 +58,7 @@ def run(
     resume: str | None = None,
     output: str | None = None,
     timeout: float | None = None,
-    expected: Sequence[int] | None = None,
+    expected: Estimate | None = None,
 ) -> None:
     """Trains as `config` says. Every process of the run makes this call; rank 0 alone prints.
 
@@ -66,7 +67,7 @@ def run(
         resume: a checkpoint to continue from; ``"latest"`` for the newest one of the run; None to begin anew.
         output: the run's directory; wins over ``train.output_dir``.
         timeout: seconds that a rank waits for the others in a collective; as for :func:`parallelize` if None.
-        expected: the estimated peak of each rank, in bytes of live tensors, to be told beside what is measured.
+        expected: the run's estimate, to be told beside what is measured.
 
     Raises:
         ConfigError: a config that cannot be run, a directory that holds a run already, nothing to resume
@@ -86,7 +87,7 @@ def run(
     console = Console(quiet=dist.get_rank() != 0)
     log = loggers.RankLog(start.directory.path, dist.get_rank(), loggers.ConsoleHandler(console))
     with log, StopRequest() as stop:
-        parts = _prepare(config, settings, start, console, stop, patience)
+        parts = _prepare(config, settings, start, console, stop, patience, expected)
         if dist.get_rank() == 0:
             write_config(config, start.directory, parts.trainer.step)
         first, last = parts.trainer.step + 1, settings.steps
@@ -123,6 +124,7 @@ def _prepare(
     console: Console,
     stop: StopRequest,
     timeout: timedelta,
+    expected: Estimate | None,
 ) -> _Run:
     _check_optimizer(config)
     with _asked_for("data.train"):
@@ -163,7 +165,7 @@ def _prepare(
     hooks = [
         timer,
         *_profile(settings, start.directory, console),
-        *([MemoryProfileHook(start.directory.profile)] if settings.profile_memory else []),
+        *([MemoryProfileHook(start.directory.profile, expected)] if settings.profile_memory else []),
         MemoryHook(memory),
         evaluation,
         LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
@@ -203,7 +205,7 @@ def _report(
     config: DictConfig,
     directory: RunDirectory,
     console: Console,
-    expected: Sequence[int] | None,
+    expected: Estimate | None,
     held_before: int,
 ) -> None:
     """The summary of the training that was done, and how to go on where it was stopped. Collective."""
@@ -215,7 +217,7 @@ def _report(
         figures=loss | parts.evaluation.latest | parts.timer.overall(),
         peak_bytes=_gather(parts.memory.bytes()),
         above_start=_gather(parts.memory.bytes() - held_before),
-        expected=expected,
+        expected=None if expected is None else expected.peaks,
         directory=directory,
     )
     if trainer.interrupted:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from tensorshard.estimate.estimate import Estimate
 from tensorshard.estimate.profile_memory import MemoryProfile, profile_memory
 from tensorshard.torch_private.cuda_memory import recorded_cuda_memory
 from tensorshard.trainer.hooks.hook import Hook
@@ -29,10 +30,12 @@ class MemoryProfileHook(Hook):
 
     Args:
         directory: for these files.
+        estimate: to be shown beside what is measured, if there is one.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, estimate: Estimate | None = None) -> None:
         self.directory = directory
+        self.estimate = estimate
         self._recording: ExitStack | None = None
         self._profile: MemoryProfile | None = None
         self._left = STEPS
@@ -70,5 +73,5 @@ class MemoryProfileHook(Hook):
         dist.all_gather_object(profiles, self._profile)
         if trainer.engine.mesh.rank == 0:
             page = self.directory / "memory.html"
-            profiles[0].joined(profiles[1:]).to_html(page)
+            profiles[0].joined(profiles[1:]).to_html(page, self.estimate)
             logger.info("memory of the first steps: %s", page)
