@@ -10,7 +10,7 @@ from torch import nn
 
 import tensorshard as ts
 from tensorshard.estimate.hardware import find_hardware
-from tensorshard.models import BERT, GPT, next_token_loss
+from tensorshard.models import GPT, Bert, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -169,7 +169,7 @@ BERT_REPORTED = {1: 8667, 2: 5615, 4: 4841, 8: 4127, 16: 3700}
 
 
 def bert_large(layers: int = 24) -> Callable[[], nn.Module]:
-    return partial(BERT, vocab_size=30522, context_length=512, num_layers=layers, num_heads=16, width=1024, dropout=0.0)
+    return partial(Bert, vocab_size=30522, context_length=512, num_layers=layers, num_heads=16, width=1024, dropout=0.0)
 
 
 def bert_bytes(ranks: int, samples: int) -> int:

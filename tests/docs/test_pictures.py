@@ -18,7 +18,7 @@ def _script():
     return script
 
 
-@pytest.mark.parametrize("name", ["zero.svg", "mesh.svg"])
+@pytest.mark.parametrize("name", ["zero.svg", "mesh.svg", "memory.svg"])
 def test_a_picture_is_what_the_script_draws(name):
     drawn = _script().PICTURES[name]()
     assert (_SCRIPT.parent / name).read_text(encoding="utf-8") == drawn, "run: python docs/pictures/draw.py"
@@ -30,7 +30,7 @@ def test_what_the_levels_hold():
     assert [_script().bytes_held(level, ranks=4) for level in range(4)] == [16, 10, 7, 4]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/sharding.md", "docs/pipelines.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/sharding.md", "docs/pipelines.md", "docs/estimate.md"])
 def test_pictures_that_are_shown_exist_and_have_words(page):
     shown = re.findall(r"!\[(.*?)\]\((.*?)\)", (_ROOT / page).read_text(encoding="utf-8"))
     assert shown

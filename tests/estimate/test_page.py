@@ -97,5 +97,11 @@ def test_moments_keep_every_peak() -> None:
     assert [moment.phase for moment in found] == sorted((moment.phase for moment in found), reverse=True)
 
 
+def test_what_is_there_at_the_start_is_one_moment() -> None:
+    events = [Event(i, 10, "initialization") for i in range(50)] + [Event(50, 5, "forward")]
+    found = moments(events, ["inputs"] * 51, CATEGORIES)
+    assert [(moment.phase, moment.total) for moment in found] == [("initialization", 500), ("forward", 505)]
+
+
 def test_a_chart_of_no_memory() -> None:
     ElementTree.fromstring(stacked_chart([], 0, "nothing & nothing"))

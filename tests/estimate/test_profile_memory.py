@@ -53,6 +53,16 @@ def test_a_step_of_a_real_run(ranks, fields):
     assert max(moment.total for moment in measured.history) == measured.peak_allocated
 
 
+def _on_disk(folder: str) -> dict[str, int]:
+    offload = ts.Offload(optimizer="disk", gradients="disk", path=folder)
+    return _profiled(dict(zero=1, offload=offload)).rank.by_category
+
+
+def test_what_is_on_disk_is_not_counted(ranks, tmp_path):
+    held = ranks(1, _on_disk, str(tmp_path))[0]
+    assert held["optimizer states"] < held["parameters"] / 4  # but for its counts of steps
+
+
 def test_nothing_is_known_before_the_end():
     with pytest.raises(ValueError, match="nothing is recorded yet"):
         _ = MemoryProfile(ts.Plan(), 1).rank

@@ -73,6 +73,11 @@ class Estimate:
         """
         return self.largest.peak_device <= self._memory(memory)
 
+    def verdict(self, memory: int | str | None = None) -> str:
+        """One line: whether it fits, and by how much. Arguments and errors as for :meth:`fits`."""
+        device = self.hardware.name if self.hardware is not None and memory is None else ""
+        return verdict(self.largest.peak_device, self._memory(memory), device)
+
     def describe(self, memory: int | str | None = None) -> str:
         """Whether it fits and by how much, what each distinct rank holds at its peak, and the largest tensors there.
 
@@ -81,8 +86,7 @@ class Estimate:
         largest = self.largest
         lines = []
         if memory is not None or self.hardware is not None:
-            device = self.hardware.name if self.hardware is not None and memory is None else ""
-            lines += [verdict(largest.peak_device, self._memory(memory), device), ""]
+            lines += [self.verdict(memory), ""]
         lines += [self.plan.describe(), ""]
         if len(self.ranks) > 1:
             lines += [*stage_lines(self.ranks), ""]
@@ -101,7 +105,7 @@ class Estimate:
         """
         said = ""
         if memory is not None or self.hardware is not None:
-            said = verdict(self.largest.peak_device, self._memory(memory), self.hardware.name if self.hardware else "")
+            said = self.verdict(memory)
         Path(path).write_text(page(self.plan, self.world_size, [self.side()], said), encoding="utf-8")
 
     def _memory(self, memory: int | str | None) -> int:

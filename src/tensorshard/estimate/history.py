@@ -51,7 +51,9 @@ def moments(events: Sequence[Change], category_of: Sequence[str], categories: It
     for event in events:
         held[place[category_of[event.number]]] += event.nbytes
         moment = Moment(event.phase, tuple(held))
-        if in_stretch >= length or found[-1].phase != event.phase:
+        if found and found[-1].phase == event.phase == "initialization":
+            found[-1] = moment  # one thing after the other: what is there when the steps begin
+        elif in_stretch >= length or found[-1].phase != event.phase:
             found.append(moment)
             in_stretch = 0
         elif moment.total > found[-1].total:

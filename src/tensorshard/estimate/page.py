@@ -61,7 +61,7 @@ def page(plan: Plan, world_size: int, sides: Sequence[Side], verdict: str = "") 
 def _stage(stage: int, several: bool, sides: Sequence[Side]) -> str:
     shown = [(side.name, rank) for side in sides for rank in side.ranks if rank.stage == stage]
     top = max(rank.peak_allocated for _, rank in shown)
-    parts = [f"<h2>{f'Stage {stage}' if several else 'Memory over two steps'}</h2>", '<div class="sides">']
+    parts = [f"<h2>{f'Stage {stage}' if several else 'Memory over the steps'}</h2>", '<div class="sides">']
     for name, rank in shown:
         title = f"{name}, rank {rank.rank}: at most {size_text(rank.peak_allocated)} of live tensors, in {rank.phase}"
         parts += [f"<figure><figcaption>{_e(title)}</figcaption>", stacked_chart(rank.history, top, title), "</figure>"]

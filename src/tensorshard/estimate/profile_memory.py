@@ -10,6 +10,7 @@ import torch
 from tensorshard.engine.engine import Engine
 from tensorshard.estimate.describe import rank_lines, tensor_lines
 from tensorshard.estimate.estimate import Estimate
+from tensorshard.estimate.mapped_files import MappedFiles
 from tensorshard.estimate.page import Side, page
 from tensorshard.estimate.rank_estimate import RankEstimate, summarize
 from tensorshard.estimate.storage_ledger import StorageLedger
@@ -78,7 +79,8 @@ def profile_memory(engine: Engine) -> Iterator[MemoryProfile]:
     """Records what the steps inside hold, on this rank. Every rank may do so; steps are slower meanwhile.
 
     A storage that exists already is counted from the start if it is of a parameter, a buffer, a gradient or a state of
-    the optimizer. Each further one is counted from the operation that makes it until it is freed.
+    the optimizer. Each further one is counted from the operation that makes it until it is freed. What is on another
+    device, or offloaded to disk, is not counted.
 
     Example:
         >>> with ts.profile_memory(engine) as profile:  # doctest: +SKIP
@@ -90,7 +92,12 @@ def profile_memory(engine: Engine) -> Iterator[MemoryProfile]:
     on_gpu = engine.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(engine.device)
-    with StorageLedger() as ledger, StepWatcher(ledger, engine) as watcher:
+    files = MappedFiles()
+
+    def counts(storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == engine.device.type and not (not on_gpu and files.hold(storage.data_ptr()))
+
+    with StorageLedger(counts) as ledger, StepWatcher(ledger, engine) as watcher:
         ledger.initialized()
         yield profile
     rank = summarize(ledger, watcher.known, rank=mesh.rank, stage=mesh.index("pp"), device_bytes=0)

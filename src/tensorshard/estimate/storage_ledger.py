@@ -1,6 +1,7 @@
 """A ledger of storages: what is allocated and freed in a run, in order, on real tensors or on fake ones."""
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,9 @@ class StorageLedger(TorchDispatchMode):
     Views and in-place operations add nothing. What one kernel allocates and frees inside of itself is not seen. The
     idea is that of torch's MemTracker, without its modules and without rounding.
 
+    Args:
+        counts: whether a storage is on the device that is watched; None if all are.
+
     Attributes:
         allocations: by their numbers.
         events: in order.
@@ -59,8 +63,9 @@ class StorageLedger(TorchDispatchMode):
         start: the number of events before the first step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Callable[[torch.UntypedStorage], bool] | None = None) -> None:
         super().__init__()
+        self._counts = counts
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
         self.initializing = True
@@ -103,7 +108,7 @@ class StorageLedger(TorchDispatchMode):
         if tensor.is_meta:
             return
         storage = _storage(tensor)
-        if storage_address(storage) not in self._numbers:
+        if storage_address(storage) not in self._numbers and (self._counts is None or self._counts(storage)):
             self._add(storage, operation, tuple(tensor.shape), tensor.dtype)
 
     def _add(self, storage: torch.UntypedStorage, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
