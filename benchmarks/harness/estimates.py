@@ -19,9 +19,9 @@ OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 MODELS = {
     "GPT": "plain/minGPT",
     "BERT": "transformers/BERT",
-    "ResNet": "torchvision/ResNet",
+    "ResNet": "plain/ResNet",
     "Llama": "transformers/Llama",
-    "ViT": "torchvision/ViT",
+    "ViT": "transformers/ViT",
     "T5": "transformers/T5",
     "U-Net": "plain/U-Net",
     "mixture of experts": "transformers/Mixtral",
@@ -136,6 +136,7 @@ def estimate_cell(cell: Cell) -> ts.Estimate:
         targets=targets,
         optimizer=OPTIMIZER,
         loss_fn=case.loss,
+        device="cpu",
     )
 
 

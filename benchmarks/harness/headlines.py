@@ -128,14 +128,13 @@ class Classifier(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        from torchvision.models import resnet50
+        from transformers import ResNetConfig, ResNetModel
 
-        self.backbone = resnet50()
-        self.backbone.fc = nn.Identity()
+        self.backbone = ResNetModel(ResNetConfig())  # of ResNet-50
         self.head = ts.nn.ParallelLinearCrossEntropy(2048, classes)
 
     def forward(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.head(self.backbone(images), targets)
+        return self.head(self.backbone(images).pooler_output.flatten(1), targets)
 
 
 def _images() -> tuple[Any, torch.Tensor]:

@@ -115,6 +115,7 @@ def resident_outcomes(only: str | None, console: Console) -> list[Outcome]:
                 targets=targets,
                 optimizer=OPTIMIZER,
                 loss_fn=loss_fn,
+                device="cpu",
             )
         estimated = {rank.rank: rank.peak_allocated for rank in found.ranks}
         measured = {number: rank["peak"] for number, rank in enumerate(ranks) if number in estimated}

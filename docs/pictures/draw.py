@@ -204,6 +204,8 @@ def draw_memory() -> str:
     measured = json.loads(Path(__file__).with_name("memory.json").read_text(encoding="utf-8"))
     plans, categories = measured["plans"], measured["categories"]
     most = max(plan["peak"] for plan in plans.values())
+    for plan in plans.values():  # the fuller one of every two moments: there are more than pixels
+        plan["held"] = [max(plan["held"][i : i + 2], key=sum) for i in range(0, len(plan["held"]), 2)]
     used = [i for i in range(len(categories)) if any(held[i] for plan in plans.values() for held in plan["held"])]
     left, top = 20, 92
     shapes = []
@@ -251,7 +253,7 @@ def _area(x: float, top: float, below: list[float], above: list[float], most: fl
 
     def line(heights: list[float]) -> list[str]:
         return [
-            f"{x + (i + side) * step:.1f},{top + _HIGH * (1 - height / most):.1f}"
+            f"{round(x + (i + side) * step, 1):g},{round(top + _HIGH * (1 - height / most), 1):g}"
             for i, height in enumerate(heights)
             for side in (0, 1)
         ]

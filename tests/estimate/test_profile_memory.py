@@ -39,6 +39,7 @@ def _estimated(fields: dict[str, Any]) -> ts.Estimate:
         targets=BATCH,
         optimizer=ADAMW,
         loss_fn=parity.loss_function("gpt"),
+        device="cpu",
     )
 
 

@@ -36,7 +36,7 @@ def _found(*peaks: int) -> Estimate:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "estimate_run", lambda *_: _found(30 * MIB, 20 * MIB))
+    monkeypatch.setattr(module, "estimate_run", lambda *_, **__: _found(30 * MIB, 20 * MIB))
     monkeypatch.setattr(module, "available_on_host", lambda: 90 * MIB)
     monkeypatch.setattr(module, "memory_of_gpus", lambda: 25 * MIB)
 
@@ -58,7 +58,7 @@ def test_what_cannot_fit_is_refused(found: None, gpus: bool, needed: str, hint: 
 
 
 def test_what_cannot_be_estimated_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise NotImplementedError("aten.nonzero has no fake kernel\nmore")
 
     monkeypatch.setattr(module, "estimate_run", fails)

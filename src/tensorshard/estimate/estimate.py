@@ -18,7 +18,7 @@ from tensorshard.estimate.hardware import Hardware, find_hardware
 from tensorshard.estimate.page import Side, page
 from tensorshard.estimate.rank_estimate import RankEstimate, summarize
 from tensorshard.estimate.watched_steps import watch_steps
-from tensorshard.field_checks import size_in_bytes
+from tensorshard.field_checks import check_choice, size_in_bytes
 from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.parallelize import parallelize
@@ -27,6 +27,8 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.process_groups import fake_world
 
 logger = logging.getLogger("tensorshard")
+
+_BACKENDS = {"cuda": "fake", "cpu": "gloo"}  # NCCL's collectives are one call each, as a fake group's are
 
 _NOTES = (
     "bytes of live tensors in two steps of the Engine on fake tensors, one rank of each stage; what kernels take for "
@@ -126,6 +128,7 @@ def estimate(
     optimizer: OptimizerFactory,
     loss_fn: Callable[[Any, Any], Any],
     hardware: str | Hardware | None = None,
+    device: str = "cuda",
 ) -> Estimate:
     """The memory of `plan`, without the hardware.
 
@@ -139,12 +142,14 @@ def estimate(
         inputs, targets: one data rank's batch, as for :meth:`Engine.step`; only shapes and types matter.
         optimizer, loss_fn: as for :func:`tensorshard.parallelize`.
         hardware: a name such as "a100-80", or a :class:`Hardware`; None for none.
+        device: what the ranks compute on: "cuda" or "cpu". Collectives of CPU ranks also hold what they receive.
 
     Raises:
         ValueError: the plan does not suit the model or the number of ranks; unknown hardware, with the names that are.
         RuntimeError: this process is in a world of ranks already.
     """
     found = find_hardware(hardware)
+    check_choice("device", device, tuple(_BACKENDS))
     resolved = plan.resolve(world_size)
     if resolved.offload is not None:
         raise ValueError(
@@ -159,7 +164,11 @@ def estimate(
     device_bytes = found.context if found is not None else 0
     ranks = []
     for stage, rank in enumerate(_first_ranks(resolved)):
-        with _quiet(), fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with (
+            _quiet(),
+            fake_world(rank, world_size, _BACKENDS[device]),
+            FakeTensorMode(allow_non_fake_inputs=True) as fake,
+        ):
 
             def build(fake: FakeTensorMode = fake) -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model

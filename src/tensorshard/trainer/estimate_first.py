@@ -35,7 +35,7 @@ def estimate_first(
         ConfigError: the live tensors alone are more than this machine has memory for.
     """
     try:
-        found = in_forked_process(lambda: estimate_run(config, world_size), PATIENCE)
+        found = in_forked_process(lambda: estimate_run(config, world_size, device="cuda" if gpus else "cpu"), PATIENCE)
     except TriedInVain as error:
         return None, [f"no estimate of memory, training goes on: {error}"]
     lines = _said_of(found)

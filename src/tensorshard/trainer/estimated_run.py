@@ -15,12 +15,13 @@ from tensorshard.trainer.settings import TrainSettings
 
 
 def estimate_run(
-    config: DictConfig, world_size: int, hardware: str | None = None, plan: Plan | None = None
+    config: DictConfig, world_size: int, hardware: str | None = None, plan: Plan | None = None, device: str = "cuda"
 ) -> Estimate:
     """The memory that the run of `config` takes on `world_size` ranks; see :func:`tensorshard.estimate.estimate`.
 
     Args:
         plan: in place of the one that the config has.
+        device: as for :func:`tensorshard.estimate.estimate`.
 
     Raises:
         ConfigError: the config cannot be run on so many ranks.
@@ -43,6 +44,7 @@ def estimate_run(
         optimizer=instantiate(config.optimizer),
         loss_fn=instantiate(config.loss),
         hardware=hardware,
+        device=device,
     )
 
 
