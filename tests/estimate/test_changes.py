@@ -1,17 +1,20 @@
 """What would make a plan fit: by a made-up memory of plans, and from the command line."""
 
-import os
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import tensorshard as ts
 from tensorshard import cli
-from tensorshard.estimate.changes import find_changes
+from tensorshard.estimate.changes import Change, find_changes
 from tensorshard.estimate.sizes import size_text
 
+MIB = 1 << 20
 PLAN = ts.Plan(zero=0).resolve(8)
 
 
@@ -48,21 +51,24 @@ def test_sizes():
 
 
 def _command(words: str, folder: Path) -> tuple[int, str]:
-    import contextlib
-    import io
-
+    """The command, its search for changes replaced: that one would estimate several plans."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    os.chdir(folder)
+    found = [Change("zero=1", "no more traffic", MIB), Change("tp=2 dp_shard=1 micro_batches=4", "much " * 9, 2 * MIB)]
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+        mock.patch("tensorshard.trainer.estimated_run.find_changes", lambda *_, **__: found),
+    ):
         code = cli.main(["estimate", *words.split()])
     return code, printed.getvalue()
 
 
 def test_the_command_says_what_would_fit(ranks: Any, tmp_path: Path) -> None:
     tiny = "quickstart model.num_layers=1 model.width=16 train.plan.zero=0"
-    code, said = ranks(1, _command, f"{tiny} --world-size 2 --memory 1MiB", tmp_path)[0]
+    code, said = ranks(1, _command, f"{tiny} --world-size 2 --memory 1KiB --html page.html", tmp_path)[0]
     assert code == 1 and said.startswith("does not fit: ")
-    assert "no change of the plan" in said or "what makes it fit" in said
+    assert "page       page.html" in said and "</html>" in (tmp_path / "page.html").read_text()
+    assert "\n  zero=1                    1.00 MiB  no more traffic\n" in said
     assert all(len(line) <= 80 for line in said.splitlines())

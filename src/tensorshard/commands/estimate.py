@@ -65,13 +65,14 @@ def run(args: argparse.Namespace) -> int:
         sys.path.insert(0, os.getcwd())
     from tensorshard.estimate.hardware import find_hardware
     from tensorshard.field_checks import size_in_bytes
-    from tensorshard.trainer.estimated_run import changes_that_fit, estimate_run
+    from tensorshard.trainer.estimated_run import EstimatedRun
 
     config = load_config(*config_and_overrides(args.words), allow=args.allow)
     try:
         find_hardware(args.gpu)
         memory = None if args.memory is None else size_in_bytes("--memory", args.memory)
-        found = estimate_run(config, args.world_size, args.gpu)
+        asked = EstimatedRun(config, args.world_size, args.gpu)
+        found = asked.estimate()
     except ValueError as error:
         raise ConfigError(str(error)) from error
     print(fit(found.describe(memory), _WIDTH))
@@ -84,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     there = memory if memory is not None else found.hardware.memory if found.hardware is not None else None
     if there is None or found.fits(there):
         return 0
-    print(fit(_advice(changes_that_fit(config, found, there)), _WIDTH))
+    print("\nlooking for changes that make it fit ...", file=sys.stderr, flush=True)
+    print(fit(_advice(asked.changes_that_fit(found, there)), _WIDTH))
     return 1
 
 
