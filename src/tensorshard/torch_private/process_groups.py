@@ -37,9 +37,8 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
     Public way: none.
     """
-    if dist.get_backend(group) == "fake":
-        return timedelta(0)  # where nobody waits
-    return group._get_backend(device).options._timeout
+    backend = group._get_backend(device)
+    return timedelta(0) if backend.name() == "fake" else backend.options._timeout  # nobody waits in a fake world
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
