@@ -23,7 +23,9 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
 .parameters { fill: #0969da }
 .gradients { fill: #bf8700 }
 .states { fill: #1a7f37 }
-.activations { fill: #8250df }
+.gathered { fill: #7cb8ff }
+.activations { fill: #cf222e }
+.temporaries { fill: #8250df }
 .memory { fill: #59636e }
 .limit { fill: none; stroke: #d1242f; stroke-width: 1.5; stroke-dasharray: 5 4 }
 .rank { fill: #ffffff; stroke: #59636e; stroke-width: 1.5 }
@@ -38,7 +40,9 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
   .parameters { fill: #4493f8 }
   .gradients { fill: #d29922 }
   .states { fill: #3fb950 }
-  .activations { fill: #ab7df8 }
+  .gathered { fill: #a5d0ff }
+  .activations { fill: #f47067 }
+  .temporaries { fill: #b083f0 }
   .memory { fill: #9198a1 }
   .limit { stroke: #f85149 }
   .rank { fill: #0d1117; stroke: #9198a1 }
@@ -264,7 +268,74 @@ def offload_group() -> dict[str, Any] | None:
     return None
 
 
-PICTURES = {"zero.svg": draw_zero, "mesh.svg": draw_mesh}
+# -- what a step holds, as it was measured --
+
+_AREA, _APART, _HIGH = 132, 14, 170  # pixels: a plan's width, between plans, the height of the scale
+
+
+def draw_memory() -> str:
+    """One step under several plans, stacked by what the memory is for; the numbers are those of memory.json."""
+    measured = json.loads(Path(__file__).with_name("memory.json").read_text(encoding="utf-8"))
+    plans, categories = measured["plans"], measured["categories"]
+    most = max(plan["peak"] for plan in plans.values())
+    for plan in plans.values():  # the fuller one of every two moments: there are more than pixels
+        plan["held"] = [max(plan["held"][i : i + 2], key=sum) for i in range(0, len(plan["held"]), 2)]
+    used = [i for i in range(len(categories)) if any(held[i] for plan in plans.values() for held in plan["held"])]
+    left, top = 20, 92
+    shapes = []
+    for place, index in enumerate(used):
+        x, y = left + place % 4 * 170, 17 + place // 4 * 24
+        shapes += [
+            _rectangle(x, y, 14, 14, _CLASSES[categories[index]], corner=2),
+            _text(x + 21, y + 12, categories[index]),
+        ]
+    for number, (name, plan) in enumerate(plans.items()):
+        x0 = left + number * (_AREA + _APART)
+        shapes.append(_rectangle(x0, top, _AREA, _HIGH, "room"))
+        below = [0.0] * len(plan["held"])
+        for index in used:
+            above = [low + held[index] for low, held in zip(below, plan["held"], strict=True)]
+            shapes.append(_area(x0, top, below, above, most, _CLASSES[categories[index]]))
+            below = above
+        shapes.append(_text(x0 + _AREA / 2, top + _HIGH + 20, name, "strong middle"))
+        shapes.append(_text(x0 + _AREA / 2, top + _HIGH + 38, f"{plan['peak'] / 2**20:.0f} MiB", "small middle"))
+    peaks = ", ".join(f"{name} {plan['peak'] / 2**20:.0f} MiB" for name, plan in plans.items())
+    width = 2 * left + len(plans) * (_AREA + _APART) - _APART
+    return _svg(
+        width,
+        top + _HIGH + 56,
+        "What a step holds on one of two ranks, as it was measured",
+        f"Memory over one step under five plans, each adding to the one before. At the peak: {peaks}.",
+        shapes,
+    )
+
+
+_CLASSES = {
+    "parameters": "parameters",
+    "gathered parameters": "gathered",
+    "gradients": "gradients",
+    "optimizer states": "states",
+    "activations": "activations",
+    "inputs": "small",
+    "temporaries": "temporaries",
+}
+
+
+def _area(x: float, top: float, below: list[float], above: list[float], most: float, kind: str) -> str:
+    """What lies between two lines of steps, each as wide as the next."""
+    step = _AREA / len(below)
+
+    def line(heights: list[float]) -> list[str]:
+        return [
+            f"{round(x + (i + side) * step, 1):g},{round(top + _HIGH * (1 - height / most), 1):g}"
+            for i, height in enumerate(heights)
+            for side in (0, 1)
+        ]
+
+    return f'<polygon points="{" ".join([*line(above), *line(below)[::-1]])}" class="{kind}"/>'
+
+
+PICTURES = {"zero.svg": draw_zero, "mesh.svg": draw_mesh, "memory.svg": draw_memory}
 if (_group := offload_group()) is not None:
     PICTURES["offload.svg"] = partial(draw_offload, _group)
 

@@ -38,16 +38,17 @@ class Started:
         self.timeout: float | None = None
         self.world: World | None = None
         self.log_dir: str | None = None
+        self.expected: list[int] | None = None
         self.inside = False
 
     def launch(self, entrypoint: Any, args: tuple[Any, ...], world: World, *, log_dir: str | None) -> None:
         assert entrypoint is train.train_worker
-        self.config, self.resume, self.output, self.timeout = args
+        self.config, self.resume, self.output, self.timeout, self.expected = args
         self.world, self.log_dir = world, log_dir
 
     def run_worker(self, entrypoint: Any, args: tuple[Any, ...], *, report: bool) -> None:
         assert entrypoint is train.train_worker and report
-        self.config, self.resume, self.output, self.timeout = args
+        self.config, self.resume, self.output, self.timeout, self.expected = args
         self.inside = True
 
 
@@ -57,6 +58,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     monkeypatch.setattr("tensorshard.launch.launcher.launch", started.launch)
     monkeypatch.setattr("tensorshard.launch.launcher.visible_gpus", lambda: 0)
     monkeypatch.setattr(train, "run_worker", started.run_worker)
+    monkeypatch.setattr("tensorshard.trainer.estimate_first.estimate_first", lambda *_, **__: ([7], ["so much"]))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     return started
@@ -272,6 +274,19 @@ def test_the_version_is_told_without_loading_torch() -> None:
     code = "import sys, tensorshard.cli as c\ntry: c.main(['--version'])\nfinally: print('torch' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output == f"tensorshard {tensorshard.__version__}\nFalse\n"
+
+
+def test_the_estimate_comes_first(started: Started, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", config, "--force", "--profile-memory"]) == 0
+    assert started.expected == [7] and "estimated memory\nso much" in capsys.readouterr().out
+    assert started.config is not None
+    assert started.config.asked.options == ["--profile-memory", "--force"] and started.config.train.profile_memory
+
+
+@pytest.mark.parametrize("words", [["--no-estimate"], ["train.estimate=false"]])
+def test_the_estimate_can_be_left_out(started: Started, config: str, words: list[str]) -> None:
+    assert cli.main(["train", config, *words]) == 0
+    assert started.expected is None and started.config is not None and not started.config.train.estimate
 
 
 def test_the_timeout_reaches_the_workers(started: Started, config: str) -> None:

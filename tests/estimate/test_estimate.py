@@ -1,5 +1,6 @@
 """Estimates on fake tensors: what a real run's ledger says, what it is made of, and what is refused."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,7 @@ def _estimated(world: int, fields: dict[str, Any], model: str = "gpt") -> ts.Est
         optimizer=ADAMW,
         loss_fn=parity.loss_function(model),
         hardware="titan-xp",
+        device="cpu",
     )
 
 
@@ -90,7 +92,10 @@ def _described() -> tuple[str, bool, bool]:
 def test_it_is_described(ranks):
     text, fits, fits_little = ranks(1, _described)[0]
     assert fits and not fits_little
-    assert "stage" in text and "activations" in text and "fits: " in text and "not validated" in text
+    assert text.startswith("fits: ") and "stage" in text and "activations" in text and "not validated" in text
+    table = text[text.index("stage  rank") :]
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert re.search(r"\b\w+\.py:\d+$", table, re.MULTILINE)  # the line of code that made one of the largest tensors
 
 
 def _leaves_the_module_alone() -> bool:
@@ -132,6 +137,7 @@ def _refusal(plan: dict[str, Any], **changed: Any) -> str:
     [
         ({}, dict(world_size=3), "3"),
         ({}, dict(hardware="a100"), "did you mean 'a100-80' or 'a100-40'?"),
+        ({}, dict(device="tpu"), "device is 'tpu'"),
         ({}, dict(joined=True), "in a world of ranks already"),
     ],
 )

@@ -39,6 +39,7 @@ from test_trainer_run import Sums, SmallNet
 
 train = get_config("common/train.py").train
 train.steps = 10
+train.estimate = False
 train.global_batch_size = 8
 train.eval_every = 4
 train.save_every = 4
@@ -109,7 +110,8 @@ def _losses(directory: Path) -> dict[int, float]:
 
 def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    ranks(2, _run, config, "train.keep_checkpoints=2", output=output)
+    ranks(2, _run, config, "train.keep_checkpoints=2", "train.profile_memory=true", output=output)
+    assert "measured, rank" in (output / "profile" / "memory.html").read_text()
     lines = read_metrics(output / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 11))
     always = {"loss", "lr", "grad_norm", "step_seconds", "samples_per_second", "peak_memory_bytes", "samples"}

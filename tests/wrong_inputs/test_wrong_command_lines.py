@@ -27,6 +27,7 @@ from tensorshard.models import GPT, next_token_loss
 train = get_config("common/train.py").train
 train.steps = 1
 train.global_batch_size = 2
+train.estimate = False
 optimizer = get_config("common/optim.py").optimizer
 scheduler = get_config("common/optim.py").scheduler
 model = LazyCall(GPT)(vocab_size=11, context_length=4, num_layers=1, num_heads=2, width=16)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from tensorshard._compat import all_gather_single, reduce_scatter_single
 from tensorshard.comm.monitor import CollectiveMismatchError
 from tensorshard.torch_private.process_groups import backend_name, group_timeout
+from tensorshard.torch_private.tensors import storage_address
 
 logger = logging.getLogger("tensorshard")
 
@@ -161,7 +162,7 @@ def all_gather_into(
     rank, size = group.rank(), group.size()
     shards = list(output.view(-1).chunk(size))
     source = input.view(-1)
-    if shards[rank].data_ptr() != source.data_ptr():
+    if not _is_same_memory(shards[rank], source):
         shards[rank].copy_(source)
     call = _Call("all_gather", what, output.nbytes, group)
     pending = _Pending(call, _exchange_shards(shards, rank, call), keep=output)
@@ -269,6 +270,12 @@ def _sum_into(output: torch.Tensor, terms: list[torch.Tensor], op: Any) -> None:
         total.div_(len(terms))
     if total is not output:
         output.copy_(total)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both begin at the same element of one storage. Fake tensors have storages, too, but no addresses."""
+    storages = storage_address(one.untyped_storage()), storage_address(other.untyped_storage())
+    return storages[0] == storages[1] and one.storage_offset() == other.storage_offset()
 
 
 def _others(rank: int, size: int) -> list[int]:

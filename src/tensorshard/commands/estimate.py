@@ -3,11 +3,18 @@
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from tensorshard.commands.allow import add_allow
 from tensorshard.commands.help_format import HelpFormat
 from tensorshard.commands.words import config_and_overrides
 from tensorshard.config import ConfigError, load_config
+from tensorshard.terminal import fit
+
+if TYPE_CHECKING:
+    from tensorshard.estimate.changes import Change
+
+_WIDTH = 80
 
 _EPILOG = """\
 examples:
@@ -36,6 +43,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks")
     parser.add_argument("--gpu", metavar="NAME", help="the device, such as a100-80, h100 or rtx-4090")
     parser.add_argument("--memory", metavar="SIZE", help="what a device has, such as 24GiB; wins over --gpu")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="also write a page: memory over a step, the mesh, the schedule, the largest tensors",
+    )
     add_allow(parser)
     parser.set_defaults(command=run, parser=parser)
 
@@ -53,15 +65,33 @@ def run(args: argparse.Namespace) -> int:
         sys.path.insert(0, os.getcwd())
     from tensorshard.estimate.hardware import find_hardware
     from tensorshard.field_checks import size_in_bytes
-    from tensorshard.trainer.estimated_run import estimate_run
+    from tensorshard.trainer.estimated_run import EstimatedRun
 
     config = load_config(*config_and_overrides(args.words), allow=args.allow)
     try:
         find_hardware(args.gpu)
         memory = None if args.memory is None else size_in_bytes("--memory", args.memory)
-        found = estimate_run(config, args.world_size, args.gpu)
+        asked = EstimatedRun(config, args.world_size, args.gpu)
+        found = asked.estimate()
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    print(found.describe(memory))
-    known = memory is not None or found.hardware is not None
-    return 1 if known and not found.fits(memory) else 0
+    print(fit(found.describe(memory), _WIDTH))
+    if args.html is not None:
+        try:
+            found.to_html(args.html, memory)
+        except OSError as error:
+            raise ConfigError(f"--html {args.html}: it cannot be written ({error})") from error
+        print(f"\npage       {args.html}")
+    there = memory if memory is not None else found.hardware.memory if found.hardware is not None else None
+    if there is None or found.fits(there):
+        return 0
+    print("\nlooking for changes that make it fit ...", file=sys.stderr, flush=True)
+    print(fit(_advice(asked.changes_that_fit(found, there)), _WIDTH))
+    return 1
+
+
+def _advice(changes: "list[Change]") -> str:
+    if not changes:
+        return "\nno change of the plan that was tried makes it fit; use more ranks, or devices with more memory"
+    title = "\nwhat makes it fit, the cheapest first (as overrides train.plan.NAME=VALUE), and the memory then:"
+    return "\n".join([title, *(change.describe() for change in changes)])

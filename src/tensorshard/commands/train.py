@@ -18,7 +18,9 @@ from tensorshard.launch.worker import run_worker
 from tensorshard.terminal import fit, terminal_width
 
 if TYPE_CHECKING:
+    from tensorshard.estimate import Estimate
     from tensorshard.launch.launcher import World
+    from tensorshard.trainer.settings import TrainSettings
 
 RESUME_NEWEST = "latest"
 """What the trainer is given for ``--resume`` without a path."""
@@ -71,6 +73,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_allow(parser)
     parser.add_argument("--print-config", action="store_true", help="print the config, overridden; start nothing")
+    parser.add_argument(
+        "--no-estimate", action="store_true", help="do not estimate the memory first (as train.estimate=false)"
+    )
+    parser.add_argument(
+        "--profile-memory",
+        action="store_true",
+        help="record what the first two steps hold, for a page memory.html (as train.profile_memory=true)",
+    )
+    parser.add_argument("--force", action="store_true", help="start also what is estimated not to fit")
     processes = parser.add_argument_group("processes")
     processes.add_argument(
         "--nproc",
@@ -118,14 +129,25 @@ def run(args: argparse.Namespace) -> int:
     _check_paths(args)
     _check_timeout(args.timeout)
     config = _load(source, overrides, args.allow)
+    if config.get("train") is not None:
+        with open_dict(config.train):
+            if args.no_estimate:
+                config.train.estimate = False
+            if args.profile_memory:
+                config.train.profile_memory = True
     if options := _options(args):
         with open_dict(config):
             config[ASKED]["options"] = options
     if args.print_config:
         print(fit(to_yaml(config), terminal_width(sys.stdout)), end="")
         return 0
-    _check(config, world_size)
-    call = (config, args.resume, args.output, args.timeout)
+    if not _check(config, world_size).estimate:
+        expected = None
+    elif world is None:
+        expected = _estimate(config, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), args.force)
+    else:
+        expected = _estimate(config, world_size, world.nproc, args.force)
+    call = (config, args.resume, args.output, args.timeout, expected)
     if world is None:
         run_worker(train_worker, call, report=True)
     else:
@@ -142,11 +164,29 @@ def _load(source: str, overrides: list[str], allow: list[str]) -> DictConfig:
         raise ConfigError(f"{error}; `tensorshard data tokenize TEXT...` makes token files from text") from error
 
 
-def train_worker(config: DictConfig, resume: str | None, output: str | None, timeout: float | None = None) -> None:
+def _estimate(config: DictConfig, world_size: int, ranks_here: int, force: bool) -> "Estimate | None":
+    """The estimate, printed; None where there is none, and for workers other than the first."""
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    from tensorshard.launch.launcher import visible_gpus
+    from tensorshard.trainer.estimate_first import estimate_first
+
+    found, lines = estimate_first(config, world_size, ranks_here, gpus=visible_gpus() > 0, force=force)
+    print(fit("\n".join(["estimated memory", *lines]), terminal_width(sys.stdout)), flush=True)
+    return found
+
+
+def train_worker(
+    config: DictConfig,
+    resume: str | None,
+    output: str | None,
+    timeout: float | None = None,
+    expected: "Estimate | None" = None,
+) -> None:
     """What each process of a run does."""
     from tensorshard.trainer.run import run as run_trainer
 
-    run_trainer(config, resume=resume, output=output, timeout=timeout)
+    run_trainer(config, resume=resume, output=output, timeout=timeout, expected=expected)
 
 
 def _config_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -166,7 +206,7 @@ def _options(args: argparse.Namespace) -> list[str]:
         value = getattr(args, name)
         if value is not None:
             words += [_option(name), f"{value:g}" if isinstance(value, float) else str(value)]
-    return words
+    return words + [_option(name) for name in ("no_estimate", "profile_memory", "force") if getattr(args, name)]
 
 
 def _option(name: str) -> str:
@@ -214,8 +254,8 @@ def _check_timeout(seconds: float | None) -> None:
             raise ConfigError(f"--timeout {seconds:g}: it must be a number of seconds above 0") from error
 
 
-def _check(config: DictConfig, world_size: int) -> None:
-    """Whether `config` can be run by `world_size` processes."""
+def _check(config: DictConfig, world_size: int) -> "TrainSettings":
+    """Whether `config` can be run by `world_size` processes; its settings."""
     from tensorshard.trainer.settings import TrainSettings
 
     try:
@@ -226,3 +266,4 @@ def _check(config: DictConfig, world_size: int) -> None:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"train.plan: {error}") from error
     settings.check_batch(plan.dp_size)
+    return settings

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch import nn
 
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.estimate.describe import offload_lines, rank_lines, stage_lines, tensor_lines, time_lines, verdict
 from tensorshard.estimate.hardware import Hardware, find_hardware
 from tensorshard.estimate.operation_ledger import OperationLedger
-from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate, summarize
+from tensorshard.estimate.page import Side, page
+from tensorshard.estimate.rank_estimate import RankEstimate, summarize
 from tensorshard.estimate.step_time import StepTime, step_time
 from tensorshard.estimate.watched_steps import watch_steps
-from tensorshard.field_checks import size_in_bytes
+from tensorshard.field_checks import check_choice, size_in_bytes
 from tensorshard.modules.batches import batch_size
 from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once
@@ -31,6 +34,14 @@ from tensorshard.torch_private.process_groups import fake_world
 logger = logging.getLogger("tensorshard")
 
 _RANKS_HERE = "LOCAL_WORLD_SIZE"
+_BACKENDS = {"cuda": "fake", "cpu": "gloo"}  # NCCL's collectives are one call each, as a fake group's are
+
+_NOTES = (
+    "bytes of live tensors in two steps of the Engine on fake tensors, one rank of each stage; what kernels take for "
+    "themselves is not in it",
+    "reserved bytes are those of a model of torch's caching allocator for CUDA, and are not validated; on the "
+    "device, the context is added, which is assumed",
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,12 @@ class Estimate:
         """The rank that takes the most memory."""
         return max(self.ranks, key=lambda rank: rank.peak_device)
 
+    @property
+    def peaks(self) -> list[int]:
+        """Bytes of live tensors at the peak of each rank of the world: that of its stage."""
+        each = self.world_size // len(self.ranks)
+        return [rank.peak_allocated for rank in self.ranks for _ in range(each)]
+
     def fits(self, memory: int | str | None = None) -> bool:
         """Whether every rank fits.
 
@@ -88,55 +105,43 @@ class Estimate:
         """
         return self.largest.peak_device <= self._memory(memory)
 
+    def verdict(self, memory: int | str | None = None) -> str:
+        """One line: whether it fits, and by how much. Arguments and errors as for :meth:`fits`."""
+        device = self.hardware.name if self.hardware is not None and memory is None else ""
+        return verdict(self.largest.peak_device, self._memory(memory), device)
+
     def describe(self, memory: int | str | None = None) -> str:
-        """A table of what each distinct rank holds at its peak, and whether it fits."""
-        shown = [name for name in CATEGORIES if any(rank.by_category[name] for rank in self.ranks)]
-        heads = ["rank", *(["stage"] if len(self.ranks) > 1 else []), "peak", *shown, "in"]
-        rows = []
-        for rank in self.ranks:
-            stage = [str(rank.stage)] if len(self.ranks) > 1 else []
-            sizes = [_mib(rank.by_category[name]) for name in shown]
-            rows.append([str(rank.rank), *stage, _mib(rank.peak_allocated), *sizes, rank.phase])
-        widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-        lines = [f"{self.plan.describe()}", "", "MiB of live tensors at the peak:"]
-        for row in [heads, *rows]:
-            lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        """Whether it fits and by how much, what each distinct rank holds at its peak, and the largest tensors there.
+
+        Lines have at most 80 columns, apart from those of the plan.
+        """
         largest = self.largest
-        lines += ["", f"largest tensors of rank {largest.rank} then:"]
-        lines += [
-            f"  {_mib(t.nbytes):>10} MiB  {t.category:<19} {list(t.shape)} {t.dtype}, {t.operation} in {t.phase}"
-            for t in largest.largest
-        ]
-        lines.append(
-            f"\nwith a caching allocator {_mib(largest.peak_reserved)} MiB are reserved (a model of torch's for CUDA, "
-            f"not validated)"
-        )
-        if largest.host_bytes or largest.disk_bytes:
-            lines.append(
-                f"offloaded by a rank: {_mib(largest.host_bytes)} MiB to host memory (of which a step moves "
-                f"{_mib(largest.host_traffic)}), {_mib(largest.disk_bytes)} MiB to disk (a step moves "
-                f"{_mib(largest.disk_traffic)})"
-            )
+        lines = []
         if memory is not None or self.hardware is not None:
-            there = self._memory(memory)
-            verb = "fits" if self.fits(memory) else "does not fit"
-            lines.append(f"{verb}: {_mib(largest.peak_device)} of {_mib(there)} MiB on the device")
-        lines += self._describe_time()
+            lines += [self.verdict(memory), ""]
+        lines += [self.plan.describe(), ""]
+        if len(self.ranks) > 1:
+            lines += [*stage_lines(self.ranks), ""]
+        lines += [*rank_lines(largest), "", "largest tensors then:", *tensor_lines(largest.largest)]
+        lines += offload_lines(largest)
+        if self.step_time is not None and self.hardware is not None:
+            lines += ["", *time_lines(self.step_time, self.samples_per_second, measured=self.hardware.is_measured)]
         return "\n".join(lines)
 
-    def _describe_time(self) -> list[str]:
-        time = self.step_time
-        if time is None or self.hardware is None:
-            return []
-        grade = "of measured rates" if self.hardware.is_measured else "not validated"
-        rate = f", {self.samples_per_second:,.1f} samples/s" if self.samples_per_second is not None else ""
-        parts = ", ".join(
-            f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.by_category.items() if seconds > 0
-        )
-        return [
-            f"a step takes {_seconds(time.seconds)} ({_seconds(time.low)} to {_seconds(time.high)}){rate} ({grade})",
-            f"  {parts}",
-        ]
+    def side(self) -> Side:
+        """What it is on a page."""
+        return Side("estimated", self.ranks, _NOTES)
+
+    def to_html(self, path: str | Path, memory: int | str | None = None) -> None:
+        """Writes a page that needs nothing else: memory over the steps by category, the mesh, the schedule.
+
+        Args:
+            memory: as for :meth:`fits`; if neither is known, the page does not say whether the plan fits.
+        """
+        said = ""
+        if memory is not None or self.hardware is not None:
+            said = self.verdict(memory)
+        Path(path).write_text(page(self.plan, self.world_size, [self.side()], said), encoding="utf-8")
 
     def _memory(self, memory: int | str | None) -> int:
         if memory is not None:
@@ -156,6 +161,7 @@ def estimate(
     optimizer: OptimizerFactory,
     loss_fn: Callable[[Any, Any], Any],
     hardware: str | Hardware | None = None,
+    device: str = "cuda",
 ) -> Estimate:
     """The memory of `plan`, without the hardware.
 
@@ -169,12 +175,14 @@ def estimate(
         inputs, targets: one data rank's batch, as for :meth:`Engine.step`; only shapes and types matter.
         optimizer, loss_fn: as for :func:`tensorshard.parallelize`.
         hardware: a name such as "a100-80", or a :class:`Hardware`; None for none.
+        device: what the ranks compute on: "cuda" or "cpu". Collectives of CPU ranks also hold what they receive.
 
     Raises:
         ValueError: the plan does not suit the model or the number of ranks; unknown hardware, with the names that are.
         RuntimeError: this process is in a world of ranks already.
     """
     found = find_hardware(hardware)
+    check_choice("device", device, tuple(_BACKENDS))
     resolved = plan.resolve(world_size)
     offload = resolved.offloaded
     if offload is not None and (offload.parameters is not None or offload.activations is not None):
@@ -196,13 +204,15 @@ def estimate(
         with (
             _quiet(),
             _ranks_of_a_node(ranks_here),
-            fake_world(rank, world_size),
+            fake_world(rank, world_size, _BACKENDS[device]),
             FakeTensorMode(allow_non_fake_inputs=True) as fake,
         ):
 
             def build(fake: FakeTensorMode = fake) -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
-                return parallelize(ours, resolved, optimizer=optimizer, loss_fn=loss_fn, sample_inputs=inputs)
+                return parallelize(
+                    ours, resolved, optimizer=optimizer, loss_fn=loss_fn, device="cpu", sample_inputs=inputs
+                )
 
             def batch() -> tuple[Any, Any]:
                 made = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), [inputs, targets])
@@ -244,10 +254,6 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _seconds(time: float) -> str:
-    return f"{time:.2f} s" if time >= 1 else f"{time * 1e3:.2f} ms"
-
-
 @contextmanager
 def _ranks_of_a_node(count: int) -> Iterator[None]:
     """Inside, that many ranks share a host, of whose memory each may have its part."""
@@ -260,7 +266,3 @@ def _ranks_of_a_node(count: int) -> Iterator[None]:
             del os.environ[_RANKS_HERE]
         else:
             os.environ[_RANKS_HERE] = before
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f}"

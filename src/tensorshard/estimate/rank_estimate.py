@@ -1,10 +1,12 @@
 """What one rank's step takes: the peak of its ledger, what that is made of, and how it changes over the step."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tensorshard.estimate.caching_allocator import CachingAllocator
+from tensorshard.estimate.history import Moment, moments
 from tensorshard.estimate.operations import Operations, Traffic
 from tensorshard.estimate.storage_ledger import Allocation, Event, StorageLedger
 from tensorshard.offload.slots import Slots
@@ -23,7 +25,13 @@ _LARGEST = 8
 
 @dataclass(frozen=True)
 class LargeTensor:
-    """A tensor that is held at the peak."""
+    """A tensor that is held at the peak, or several that are alike.
+
+    Args:
+        nbytes: of each.
+        line: of the user's code that made it, such as "gpt.py:71"; "" where no line of it did.
+        count: how many there are of it.
+    """
 
     nbytes: int
     category: str
@@ -31,6 +39,8 @@ class LargeTensor:
     dtype: str
     phase: str
     operation: str
+    line: str = ""
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class RankEstimate:
         phase: what was going on at the peak: "initialization", "forward", "backward" or "update".
         largest: the largest tensors then.
         timeline: bytes in live tensors after each change of the steps, with the phase.
+        history: the same by category, at a few hundred moments.
         operations: the kernels and transfers of a step.
         host_bytes, disk_bytes: what the plan's offload keeps in the host's memory, buffers included, and on disk.
         host_traffic, disk_traffic: bytes that a step reads from there and writes to there.
@@ -60,6 +71,7 @@ class RankEstimate:
     phase: str
     largest: list[LargeTensor]
     timeline: list[tuple[str, int]] = field(repr=False)
+    history: list[Moment] = field(repr=False, default_factory=list)
     operations: Operations = field(default_factory=Operations, repr=False)
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -108,7 +120,6 @@ def summarize(
         by_category[categories[number]] += nbytes
     steady = [*_at_once(_held(ledger.events[: ledger.start])), *ledger.events[ledger.start :]]
     reserved = _reserved(steady)
-    largest = sorted(held, key=held.__getitem__, reverse=True)[:_LARGEST]
     return RankEstimate(
         rank,
         stage,
@@ -117,8 +128,9 @@ def summarize(
         reserved + device_bytes,
         by_category,
         ledger.events[at].phase if ledger.events else "initialization",
-        [_described(ledger.allocations[number], held[number], categories[number]) for number in largest],
+        _largest(ledger, held, categories),
         _timeline(steady),
+        moments(steady, categories, CATEGORIES),
         operations or Operations(),
         *([] if slots is None else [slots.held("host memory"), slots.held("disk")]),
         *([] if slots is None else [slots.moved("host memory"), slots.moved("disk")]),
@@ -129,9 +141,18 @@ def _category(allocation: Allocation) -> str:
     return GATHERED if allocation.resized else _BY_PHASE[allocation.phase]
 
 
+def _largest(ledger: StorageLedger, held: Mapping[int, int], categories: Sequence[str]) -> list[LargeTensor]:
+    """Those that take the most at the peak; tensors that are alike, as those of a model's blocks are, together."""
+    counts = Counter(_described(ledger.allocations[number], held[number], categories[number]) for number in held)
+    alike = [replace(tensor, count=count) for tensor, count in counts.items()]
+    return sorted(alike, key=lambda tensor: tensor.nbytes * tensor.count, reverse=True)[:_LARGEST]
+
+
 def _described(allocation: Allocation, nbytes: int, category: str) -> LargeTensor:
     dtype = str(allocation.dtype).removeprefix("torch.")
-    return LargeTensor(nbytes, category, allocation.shape, dtype, allocation.phase, allocation.operation)
+    return LargeTensor(
+        nbytes, category, allocation.shape, dtype, allocation.phase, allocation.operation, allocation.line
+    )
 
 
 def _peak(events: Sequence[Event], start: int) -> tuple[int, int]:

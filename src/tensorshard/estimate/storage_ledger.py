@@ -1,7 +1,7 @@
 """A ledger of storages: what is allocated and freed in a run, in order, on real tensors or on fake ones."""
 
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tensorshard.comm.sharding import to_local
+from tensorshard.estimate.source_lines import users_line
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.torch_private.storages import runs_backward, watched_resizes
@@ -23,6 +24,7 @@ class Allocation:
         phase: in which it was made: "initialization", "forward", "backward" or "update".
         operation: that made it.
         shape, dtype: of the tensor that it was first seen with.
+        line: of the user's code that made it, see :func:`users_line`; "" for what was made before the steps.
         resized: whether it was emptied and filled again, as parameters that are gathered are.
     """
 
@@ -31,6 +33,7 @@ class Allocation:
     operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    line: str = ""
     resized: bool = False
 
 
@@ -49,6 +52,9 @@ class StorageLedger(TorchDispatchMode):
     Views and in-place operations add nothing. What one kernel allocates and frees inside of itself is not seen. The
     idea is that of torch's MemTracker, without its modules and without rounding.
 
+    Args:
+        counts: whether a storage is on the device that is watched; None if all are.
+
     Attributes:
         allocations: by their numbers.
         events: in order.
@@ -57,8 +63,9 @@ class StorageLedger(TorchDispatchMode):
         start: the number of events before the first step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Callable[[torch.UntypedStorage], bool] | None = None) -> None:
         super().__init__()
+        self._counts = counts
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
         self.initializing = True
@@ -107,15 +114,19 @@ class StorageLedger(TorchDispatchMode):
         if tensor.is_meta:
             return
         storage = _storage(tensor)
-        key = storage_address(storage)
-        if key in self._numbers:
-            return
+        if storage_address(storage) not in self._numbers and (self._counts is None or self._counts(storage)):
+            self._add(storage, operation, tuple(tensor.shape), tensor.dtype)
+
+    def _add(self, storage: torch.UntypedStorage, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         number = len(self.allocations)
-        self.allocations.append(Allocation(number, self.phase(), operation, tuple(tensor.shape), tensor.dtype))
+        line = "" if self.initializing else users_line()
+        self.allocations.append(Allocation(number, self.phase(), operation, shape, dtype, line))
+        key = storage_address(storage)
         self._numbers[key] = number
         self._sizes[number] = 0
         self._change(number, storage.nbytes())
         weakref.finalize(storage, self._freed, key, number).atexit = False
+        return number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -136,9 +147,13 @@ class StorageLedger(TorchDispatchMode):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         number = self._numbers.get(storage_address(storage))
-        if number is not None:
-            self.allocations[number].resized = True
-            self._change(number, storage.nbytes())
+        if number is None:
+            if not storage.nbytes():
+                return
+            # Made before the ledger was there, and empty until now.
+            number = self._add(storage, "resize_", (storage.nbytes(),), torch.uint8)
+        self.allocations[number].resized = True
+        self._change(number, storage.nbytes())
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -17,6 +17,74 @@ from tensorshard.offload.slots import Slots
 STEPS = 2  # the first makes the optimizer's states, at its end; the second has them all the time
 
 
+class StepWatcher:
+    """Inside, notes what the storages of `engine` and of its steps are for.
+
+    Attributes:
+        known: the categories of storages whose use is known, by their numbers in the ledger.
+    """
+
+    def __init__(self, ledger: StorageLedger, engine: Engine) -> None:
+        self.known: dict[int, str] = {}
+        self._ledger = ledger
+        self._engine = engine
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "StepWatcher":
+        optimizer = self._engine.optimizer
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_update),
+            optimizer.register_step_post_hook(self._after_update),
+        ]
+        held = self._held()
+        self._add([*held, *self._engine.model.buffers()], PARAMETERS)
+        self._add(self._states(), OPTIMIZER)
+        self._add([tensor.grad for tensor in held if tensor.grad is not None], GRADIENTS)
+        take_step = self._engine.step
+
+        def step(inputs: Any, targets: Any) -> torch.Tensor:
+            self.note_inputs((inputs, targets))
+            return take_step(inputs, targets)
+
+        self._engine.step = step  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        del self._engine.step  # the class's own is back
+        for hook in self._hooks:
+            hook.remove()
+        self._note(self._states(), OPTIMIZER)
+
+    def note_inputs(self, tensors: Any) -> None:
+        """Says that `tensors` are a batch."""
+        self._add(tensors, INPUTS)
+
+    def _held(self) -> list[torch.Tensor]:
+        return [*self._engine.sharded.masters().values(), *self._engine.model.parameters()]
+
+    def _states(self) -> list[Any]:
+        return [list(state.values()) for state in self._engine.optimizer.state.values()]
+
+    def _before_update(self, *_: Any) -> None:
+        self._note([tensor.grad for tensor in self._held() if tensor.grad is not None], GRADIENTS)
+        self._ledger.updating = True
+
+    def _after_update(self, *_: Any) -> None:
+        self._ledger.updating = False
+
+    def _add(self, tensors: Any, category: str) -> None:
+        """Notes tensors that the ledger may not have seen being made."""
+        for tensor in tensor_leaves(tensors):
+            self._ledger.note(tensor, "made before")
+        self._note(tensors, category)
+
+    def _note(self, tensors: Any, category: str) -> None:
+        for tensor in tensor_leaves(tensors):
+            number = self._ledger.number_of(tensor)
+            if number is not None:
+                self.known.setdefault(number, category)
+
+
 def watch_steps(
     make_engine: Callable[[], Engine],
     make_batch: Callable[[], tuple[Any, Any]],
@@ -30,49 +98,25 @@ def watch_steps(
     Returns:
         The ledger of all of it; the categories of storages whose use is known, by their numbers; the Engine.
     """
-    known: dict[int, str] = {}
     with operations or nullcontext(), StorageLedger() as ledger:
         engine = make_engine()
-
-        def note(tensors: Any, category: str) -> None:
-            for tensor in tensor_leaves(tensors):
-                number = ledger.number_of(tensor)
-                if number is not None:
-                    known.setdefault(number, category)
-
-        def masters() -> list[torch.Tensor]:
-            return list(engine.sharded.masters().values())
-
-        def before_update(*_: Any) -> None:
-            held = [*masters(), *engine.model.parameters()]
-            note([tensor.grad for tensor in held if tensor.grad is not None], GRADIENTS)
-            ledger.updating = True
-
-        def after_update(*_: Any) -> None:
-            ledger.updating = False
-
-        engine.optimizer.register_step_pre_hook(before_update)
-        engine.optimizer.register_step_post_hook(after_update)
-        inputs, targets = make_batch()
-        for tensor in tensor_leaves((inputs, targets)):
-            ledger.note(tensor, "input")
-        note((inputs, targets), INPUTS)
-        note([*masters(), *engine.model.parameters(), *engine.model.buffers()], PARAMETERS)
-        gc.collect()  # what searches leave in circles of references
-        ledger.initialized()
-        for index in range(STEPS):
-            if index == STEPS - 1:
-                if operations is not None:
-                    operations.begin_step(ledger.phase)
-                if engine.slots is not None:
-                    engine.slots.forget_moved()
-            engine.step(inputs, targets)
-        if operations is not None:
-            operations.end_step()
-        note([list(state.values()) for state in engine.optimizer.state.values()], OPTIMIZER)
+        with StepWatcher(ledger, engine) as watcher:
+            inputs, targets = make_batch()
+            watcher.note_inputs((inputs, targets))
+            gc.collect()  # what searches leave in circles of references
+            ledger.initialized()
+            for index in range(STEPS):
+                if index == STEPS - 1:
+                    if operations is not None:
+                        operations.begin_step(ledger.phase)
+                    if engine.slots is not None:
+                        engine.slots.forget_moved()
+                engine.step(inputs, targets)
+            if operations is not None:
+                operations.end_step()
         if engine.slots is not None:
             ledger.leave_out(_elsewhere(ledger, engine.slots))
-    return ledger, known, engine
+    return ledger, watcher.known, engine
 
 
 def _elsewhere(ledger: StorageLedger, slots: Slots) -> set[int]:

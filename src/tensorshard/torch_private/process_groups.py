@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
+
+_STANDS_FOR: ContextVar[str] = ContextVar("_STANDS_FOR", default="fake")
+"""The backend whose collectives are those of a fake world: see :func:`fake_world`."""
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -20,7 +24,8 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
     Public way: ``dist.get_backend_config(group)``, for groups that torch has made itself.
     """
-    return group._get_backend(device).name()
+    name = group._get_backend(device).name()
+    return _STANDS_FOR.get() if name == "fake" else name
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -32,7 +37,8 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
     Public way: none.
     """
-    return group._get_backend(device).options._timeout
+    backend = group._get_backend(device)
+    return timedelta(0) if backend.name() == "fake" else backend.options._timeout  # nobody waits in a fake world
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -161,8 +167,12 @@ class _Backend:
 
 
 @contextmanager
-def fake_world(rank: int, size: int) -> Iterator[None]:
+def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
     """Inside, this process is `rank` of a world of `size`, whose other ranks do not exist.
+
+    Args:
+        backend: what its groups are told to be: with "gloo", collectives that are built from sends and receives are so
+            here, and hold what they would receive.
 
     Why: a plan for many ranks is tried by one process. Collectives return at once, and move nothing.
 
@@ -178,9 +188,11 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    stands_for = _STANDS_FOR.set(backend)
     try:
         yield
     finally:
+        _STANDS_FOR.reset(stands_for)
         dist.destroy_process_group()
 
 

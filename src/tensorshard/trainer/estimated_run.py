@@ -1,41 +1,79 @@
 """The memory of a run, from its config, before it is started."""
 
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.estimate import Estimate, estimate
+from tensorshard.estimate.changes import Change, find_changes
+from tensorshard.plan import Plan
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.settings import TrainSettings
 
 
-def estimate_run(config: DictConfig, world_size: int, hardware: str | None = None) -> Estimate:
-    """The memory that the run of `config` takes on `world_size` ranks; see :func:`tensorshard.estimate.estimate`.
+class EstimatedRun:
+    """Estimates of one config's run, under its plan and under others. The global batch is the same in all.
+
+    Args:
+        config: what :func:`tensorshard.config.load_config` returned.
+        world_size: the number of ranks.
+        hardware, device: as for :func:`tensorshard.estimate.estimate`.
 
     Raises:
         ConfigError: the config cannot be run on so many ranks.
-        ValueError: as for :func:`tensorshard.estimate.estimate`.
     """
-    settings = TrainSettings.from_config(config)
-    plan = settings.plan.resolve(world_size)
-    settings.check_batch(plan.dp_size)
-    if config.data.get("train") is None:
-        raise ConfigError("the config has no data.train, whose samples say what the model is given")
-    inputs, targets = _batch(instantiate(config.data.train), settings.global_batch_size // plan.dp_size)
-    return estimate(
-        initial_model(config.model),
-        plan,
-        world_size=world_size,
-        inputs=inputs,
-        targets=targets,
-        optimizer=instantiate(config.optimizer),
-        loss_fn=instantiate(config.loss),
-        hardware=hardware,
-    )
+
+    def __init__(
+        self, config: DictConfig, world_size: int, hardware: str | None = None, *, device: str = "cuda"
+    ) -> None:
+        self._config = config
+        self._world_size = world_size
+        self._hardware = hardware
+        self._device = device
+        self._settings = TrainSettings.from_config(config)
+        self._settings.check_batch(self._settings.plan.resolve(world_size).dp_size)
+        if config.data.get("train") is None:
+            raise ConfigError("the config has no data.train, whose samples say what the model is given")
+        self._sample = instantiate(config.data.train)[0]
+
+    def estimate(self, plan: Plan | None = None) -> Estimate:
+        """The memory that the run takes; see :func:`tensorshard.estimate.estimate`.
+
+        Args:
+            plan: in place of the one that the config has.
+
+        Raises:
+            ConfigError, ValueError: the plan suits neither the batch nor the number of ranks, or not the model.
+        """
+        settings = self._settings if plan is None else replace(self._settings, plan=plan)
+        resolved = settings.plan.resolve(self._world_size)
+        settings.check_batch(resolved.dp_size)
+        inputs, targets = self._batch(settings.global_batch_size // resolved.dp_size)
+        return estimate(
+            initial_model(self._config.model),
+            resolved,
+            world_size=self._world_size,
+            inputs=inputs,
+            targets=targets,
+            optimizer=instantiate(self._config.optimizer),
+            loss_fn=instantiate(self._config.loss),
+            hardware=self._hardware,
+            device=self._device,
+        )
+
+    def changes_that_fit(self, found: Estimate, memory: int) -> list[Change]:
+        """The cheapest changes of the plan of `found` with which the run fits into `memory` bytes of each device."""
+        batch = self._settings.global_batch_size // found.plan.dp_size
+        return find_changes(found.plan, memory, lambda plan: self.estimate(plan).largest.peak_device, batch=batch)
+
+    def _batch(self, samples: int) -> Any:
+        """A batch of the first sample, again and again: only its shapes matter."""
+        return default_collate([self._sample] * samples)
 
 
-def _batch(dataset: Dataset[Any], samples: int) -> Any:
-    """A batch of the first sample, again and again: only its shapes matter."""
-    return default_collate([dataset[0]] * samples)
+def estimate_run(config: DictConfig, world_size: int, *, device: str) -> Estimate:
+    """The estimate of the run of `config` on `world_size` ranks. Arguments and errors as for :class:`EstimatedRun`."""
+    return EstimatedRun(config, world_size, device=device).estimate()

@@ -38,12 +38,22 @@ class PeakMemory:
         """The peak in bytes."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        try:
-            status = _STATUS.read_text()
-        except OSError:
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _ru_maxrss_unit()
-        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+        peak = _status("VmHWM")
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _ru_maxrss_unit() if peak is None else peak
+
+
+def held_now(device: torch.device) -> int:
+    """Bytes that are held now, of the kind that :class:`PeakMemory` counts; 0 where the system does not say."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS") or 0
+
+
+def _status(name: str) -> int | None:
+    try:
+        status = _STATUS.read_text()
+    except OSError:
+        return None
+    line = next(line for line in status.splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
 
 
 def _ru_maxrss_unit() -> int:

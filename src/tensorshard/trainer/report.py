@@ -42,6 +42,8 @@ def print_summary(
     steps: int,
     figures: Mapping[str, float],
     peak_bytes: Sequence[int],
+    above_start: Sequence[int],
+    expected: Sequence[int] | None,
     directory: RunDirectory,
 ) -> None:
     """What came of a run.
@@ -51,6 +53,8 @@ def print_summary(
         steps: optimizer steps done in all.
         figures: measurements by name: the last loss and evaluation, mean speeds.
         peak_bytes: each rank's peak memory.
+        above_start: the same without what the rank held before the model: the interpreter and libraries on a CPU.
+        expected: each rank's peak as it was estimated, in live tensors; None if it was not.
         directory: of the run.
     """
     table = Table(show_header=False)
@@ -65,6 +69,9 @@ def print_summary(
         words = [f"{format_count(figures[name])} {name.removesuffix('_per_second')}/s" for name in speeds]
         table.add_row("speed", f"{', '.join(words)}, {figures['step_seconds']:.3f} s a step")
     table.add_row("peak memory", _by_rank(peak_bytes, format_bytes))
+    if expected is not None:
+        table.add_row("of the model", _by_rank(above_start, format_bytes))
+        table.add_row("estimated", _by_rank(expected, format_bytes))
     places: dict[str, Path | None] = {
         "checkpoint": directory.newest_checkpoint(),
         "metrics": directory.metrics,

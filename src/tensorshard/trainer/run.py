@@ -22,6 +22,7 @@ from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.files import values_of
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.wrong_batch import OutOfRangeError
+from tensorshard.estimate import Estimate
 from tensorshard.parallelize import parallelize
 from tensorshard.trainer import loggers
 from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
@@ -31,6 +32,7 @@ from tensorshard.trainer.hooks import (
     Hook,
     LoggingHook,
     MemoryHook,
+    MemoryProfileHook,
     OptimizerOptionsHook,
     ProfileHook,
     ScheduleHook,
@@ -39,7 +41,7 @@ from tensorshard.trainer.hooks import (
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
-from tensorshard.trainer.memory import PeakMemory
+from tensorshard.trainer.memory import PeakMemory, held_now
 from tensorshard.trainer.report import print_opening, print_summary, resume_command
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.settings import TrainSettings
@@ -51,7 +53,12 @@ logger = logging.getLogger("tensorshard")
 
 
 def run(
-    config: DictConfig, *, resume: str | None = None, output: str | None = None, timeout: float | None = None
+    config: DictConfig,
+    *,
+    resume: str | None = None,
+    output: str | None = None,
+    timeout: float | None = None,
+    expected: Estimate | None = None,
 ) -> None:
     """Trains as `config` says. Every process of the run makes this call; rank 0 alone prints.
 
@@ -60,6 +67,7 @@ def run(
         resume: a checkpoint to continue from; ``"latest"`` for the newest one of the run; None to begin anew.
         output: the run's directory; wins over ``train.output_dir``.
         timeout: seconds that a rank waits for the others in a collective; as for :func:`parallelize` if None.
+        expected: the run's estimate, to be told beside what is measured.
 
     Raises:
         ConfigError: a config that cannot be run, a directory that holds a run already, nothing to resume
@@ -68,7 +76,9 @@ def run(
     """
     joined_before = dist.is_initialized()
     patience = DEFAULT_TIMEOUT if timeout is None else as_timedelta(timeout)
-    join_world(default_device(), timeout=patience)
+    device = default_device()
+    join_world(device, timeout=patience)
+    held_before = held_now(device)
     settings = TrainSettings.from_config(config)
     sample = TextSettings.from_config(config.sample) if config.get("sample") else None
     settings.check_batch(settings.plan.resolve(dist.get_world_size()).dp_size)
@@ -77,7 +87,7 @@ def run(
     console = Console(quiet=dist.get_rank() != 0)
     log = loggers.RankLog(start.directory.path, dist.get_rank(), loggers.ConsoleHandler(console))
     with log, StopRequest() as stop:
-        parts = _prepare(config, settings, start, console, stop, patience)
+        parts = _prepare(config, settings, start, console, stop, patience, expected)
         if dist.get_rank() == 0:
             write_config(config, start.directory, parts.trainer.step)
         first, last = parts.trainer.step + 1, settings.steps
@@ -90,7 +100,7 @@ def run(
                 parts.trainer.fit()
             except OutOfRangeError as error:
                 raise ConfigError(f"data: {error}") from error
-            _report(parts, config, start.directory, console)
+            _report(parts, config, start.directory, console, expected, held_before)
             if sample is not None and not parts.trainer.interrupted:
                 console.print(Panel(Text(sample_text(parts.trainer.engine, sample)), title="a sample", expand=False))
     if not joined_before:
@@ -114,6 +124,7 @@ def _prepare(
     console: Console,
     stop: StopRequest,
     timeout: timedelta,
+    expected: Estimate | None,
 ) -> _Run:
     _check_optimizer(config)
     with _asked_for("data.train"):
@@ -154,6 +165,7 @@ def _prepare(
     hooks = [
         timer,
         *_profile(settings, start.directory, console),
+        *([MemoryProfileHook(start.directory.profile, expected)] if settings.profile_memory else []),
         MemoryHook(memory),
         evaluation,
         LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
@@ -188,7 +200,14 @@ def _check_optimizer(config: DictConfig) -> None:
         raise ConfigError(f"optimizer: {error}") from error
 
 
-def _report(parts: _Run, config: DictConfig, directory: RunDirectory, console: Console) -> None:
+def _report(
+    parts: _Run,
+    config: DictConfig,
+    directory: RunDirectory,
+    console: Console,
+    expected: Estimate | None,
+    held_before: int,
+) -> None:
     """The summary of the training that was done, and how to go on where it was stopped. Collective."""
     trainer = parts.trainer
     loss = {} if trainer.last_record is None else {"loss": trainer.last_record.loss.item()}
@@ -197,6 +216,8 @@ def _report(parts: _Run, config: DictConfig, directory: RunDirectory, console: C
         steps=trainer.step,
         figures=loss | parts.evaluation.latest | parts.timer.overall(),
         peak_bytes=_gather(parts.memory.bytes()),
+        above_start=_gather(parts.memory.bytes() - held_before),
+        expected=None if expected is None else expected.peaks,
         directory=directory,
     )
     if trainer.interrupted:

@@ -21,7 +21,7 @@ class RunDirectory:
         rank0.log, ...     one log file a rank
         tensorboard/       event files, where TensorBoard is installed or asked for
         wandb/, wandb.id, mlflow.id    where train.loggers asks for them
-        profile/           traces of the steps that train.profile names
+        profile/           traces of the steps that train.profile names; memory.html of train.profile_memory
         checkpoints/       step-100, step-200, ...; each whole, or not there
 
     Attributes:

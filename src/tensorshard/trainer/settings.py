@@ -34,6 +34,8 @@ class TrainSettings:
         num_workers: processes that load data, for each rank; 0 loads in the rank itself.
         loggers: programs that measurements are written for beside the terminal and ``metrics.jsonl``.
         profile: steps that are traced, see :class:`ProfileHook`; None for none.
+        profile_memory: whether the first steps' memory is recorded, see :class:`MemoryProfileHook`.
+        estimate: whether ``tensorshard train`` estimates the memory first, and refuses what cannot fit.
         debug: whether the first step also finds out if the loss couples samples, see :func:`tensorshard.parallelize`.
 
     Raises:
@@ -55,6 +57,8 @@ class TrainSettings:
     loggers: list[str] = field(default_factory=list)
     profile: range | None = None
     debug: bool = False
+    profile_memory: bool = False
+    estimate: bool = True
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "global_batch_size": 1, "eval_batches": 1, "log_every": 1}
@@ -70,8 +74,9 @@ class TrainSettings:
             raise ConfigError(
                 f"train.profile names step {self.profile[-1]}, and train.steps={self.steps} ends before it"
             )
-        if not isinstance(self.debug, bool):
-            raise ConfigError(f"train.debug is {self.debug!r}; expected true or false")
+        for name in ("debug", "profile_memory", "estimate"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"train.{name} is {getattr(self, name)!r}; expected true or false")
         if not isinstance(self.plan, Plan):
             raise ConfigError(
                 f"train.plan is a {type(self.plan).__name__}; expected LazyCall(Plan)(...), as in common/train.py"

@@ -41,6 +41,10 @@ train = {
     "loggers": None,
     # Steps to write a trace of, such as "10-12" or {"first": 10, "steps": 3}; None for none.
     "profile": None,
+    # Whether the memory of the first two steps is recorded, for a page profile/memory.html.
+    "profile_memory": False,
+    # Whether the memory is estimated before anything is started, and a run that cannot fit is refused.
+    "estimate": True,
     # Whether the first step also finds out if the loss couples samples, and so depends on the number of ranks.
     "debug": False,
 }

@@ -5,6 +5,7 @@ from tensorshard.trainer.hooks.evaluation_hook import EvaluationHook
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.hooks.logging_hook import LoggingHook
 from tensorshard.trainer.hooks.memory_hook import MemoryHook
+from tensorshard.trainer.hooks.memory_profile_hook import MemoryProfileHook
 from tensorshard.trainer.hooks.optimizer_options_hook import OptimizerOptionsHook
 from tensorshard.trainer.hooks.profile_hook import ProfileHook
 from tensorshard.trainer.hooks.schedule_hook import ScheduleHook
@@ -16,6 +17,7 @@ __all__ = [
     "Hook",
     "LoggingHook",
     "MemoryHook",
+    "MemoryProfileHook",
     "OptimizerOptionsHook",
     "ProfileHook",
     "ScheduleHook",

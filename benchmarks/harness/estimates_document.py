@@ -1,0 +1,111 @@
+"""The error table of estimates: on the terminal, in a results file, and in docs/estimate.md."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.estimates import Outcome, summary_of
+from benchmarks.harness.hardware import hardware_name, installed_versions
+from benchmarks.harness.results import RESULTS
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "estimate.md"
+OTHERS = ("MemTracker", "DeepSpeed", "Accelerate")
+_BLOCK = re.compile(r"(<!-- estimates -->\n).*?(<!-- /estimates -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class EstimateResults:
+    """One run of the benchmark."""
+
+    date: str
+    versions: dict[str, str]
+    outcomes: list[Outcome]
+    resident: list[Outcome]
+
+    @classmethod
+    def of(cls, outcomes: list[Outcome], resident: list[Outcome]) -> "EstimateResults":
+        return cls(date.today().isoformat(), installed_versions(["torch", "tensorshard"]), outcomes, resident)
+
+
+def print_outcomes(console: Console, title: str, outcomes: Sequence[Outcome]) -> None:
+    """A row for each cell, and the median and the worst below them."""
+    if not outcomes:
+        return
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("cell", overflow="fold")
+    for head in ("estimated", "measured", "error", *OTHERS):
+        table.add_column(head, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        if outcome.failure:
+            table.add_row(outcome.name, outcome.failure)
+            continue
+        rank = max(outcome.measured, key=outcome.measured.__getitem__)
+        others = [f"{n / outcome.measured[rank] - 1:+.0%}" if (n := outcome.others.get(o)) else "" for o in OTHERS]
+        sizes = [f"{size / 2**20:.2f}" for size in (outcome.estimated[rank], outcome.measured[rank])]
+        table.add_row(outcome.name, *sizes, f"{outcome.error:+.2%}", *others)
+    console.print(table)
+    console.print("\n".join(_summary_lines(outcomes)))
+
+
+def write_estimates(console: Console, results: EstimateResults) -> None:
+    """Writes the results, and the block of the page."""
+    folder = RESULTS / "estimate"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{hardware_name('cpu')}.json"
+    path.write_text(json.dumps(asdict(results), indent=1) + "\n")
+    PAGE.write_text(replace_block(PAGE.read_text(), markdown(results)))
+    console.print(f"Written to {path} and {PAGE}")
+
+
+def replace_block(text: str, table: str) -> str:
+    """`text` with `table` between its marks.
+
+    Raises:
+        ValueError: it has no marks.
+    """
+    if not _BLOCK.search(text):
+        raise ValueError("the page needs the lines '<!-- estimates -->' and '<!-- /estimates -->'")
+    return _BLOCK.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
+
+
+def markdown(results: EstimateResults) -> str:
+    """The summary of both tables, and what other estimators say of the same runs."""
+    lines = ["| | cells | median error | worst | most below |", "| --- | ---: | ---: | ---: | ---: |"]
+    for title, outcomes in (("live tensors", results.outcomes), ("resident memory", results.resident)):
+        errors = [outcome.error for outcome in outcomes if not outcome.failure]
+        if errors:
+            found = summary_of(errors)
+            lines.append(f"| tensorshard, {title} | {len(errors)} | {_percent(found)} |")
+    for other in OTHERS:
+        errors = [
+            outcome.others[other] / max(outcome.measured.values()) - 1
+            for outcome in results.outcomes
+            if other in outcome.others and not outcome.failure
+        ]
+        if errors:
+            lines.append(f"| {other}, live tensors | {len(errors)} | {_percent(summary_of(errors))} |")
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    failed = [f"- not compared: {o.name}: {o.failure}" for o in results.outcomes if o.failure]
+    return "\n".join(
+        [*lines, "", f"{hardware_name('cpu')}, {results.date}; {versions}.", *([""] if failed else []), *failed]
+    )
+
+
+def _percent(found: Mapping[str, float]) -> str:
+    return " | ".join(f"{found[key]:.1%}" for key in ("median", "worst", "under"))
+
+
+def _summary_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    errors = [outcome.error for outcome in outcomes if not outcome.failure]
+    if not errors:
+        return ["nothing could be compared"]
+    found = summary_of(errors)
+    figures = f"median {found['median']:.2%}, worst {found['worst']:.2%}, at most {found['under']:.2%} below"
+    return [f"{len(errors)} cells: {figures}"]

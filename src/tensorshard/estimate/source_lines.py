@@ -1,0 +1,44 @@
+"""Which line of the user's code is running: the innermost one that is not torch's, Python's own or this package's."""
+
+import os
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_LIBRARIES = tuple(
+    f"{Path(path).resolve()}{os.sep}" for path in (Path(torch.__file__).parent, sysconfig.get_path("stdlib"))
+)
+_INSTALLED = tuple(f"{Path(sysconfig.get_path(name)).resolve()}{os.sep}" for name in ("purelib", "platlib"))
+_STEPS = str(Path(__file__).with_name("watched_steps.py"))  # which calls the Engine: what is beyond it is no model
+
+
+def users_line() -> str:
+    """The line as "gpt.py:71", or "" where there is none, such as in the backward of torch's own functions."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _STEPS:
+            return ""
+        name = _short_name(file)
+        if name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+@cache
+def _short_name(file: str) -> str:
+    """The file's last two names where it is installed, and its last one elsewhere; "" for a library's."""
+    if file.startswith("<"):
+        return ""
+    path = str(Path(file).resolve())
+    if path.startswith(f"{_PACKAGE}{os.sep}"):
+        return Path(file).name if path.startswith(str(_PACKAGE / "models")) else ""
+    installed = path.startswith(_INSTALLED)
+    if path.startswith(_LIBRARIES[0]) or (path.startswith(_LIBRARIES[1]) and not installed):
+        return ""
+    return "/".join(Path(path).parts[-2:]) if installed else Path(path).name
