@@ -26,6 +26,7 @@ from tensorshard.heads.under_plan.head_updates import (
     take_updates,
 )
 from tensorshard.lay_out.apply_plan import apply_plan
+from tensorshard.lay_out.decisions import Decisions
 from tensorshard.lay_out.laid_out_mark import check_not_laid_out, mark_laid_out
 from tensorshard.lay_out.model_checks import check_model
 from tensorshard.lay_out.users_modules import UsersModules, is_just_built
@@ -84,6 +85,40 @@ def parallelize(
     Raises:
         ValueError, TypeError: the plan or an argument cannot be honoured, or the model is laid out already.
     """
+    return lay_out_engine(
+        model,
+        plan,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        seed=seed,
+        device=device,
+        sample_inputs=sample_inputs,
+        timeout=timeout,
+        debug=debug,
+    )
+
+
+def lay_out_engine(
+    model: nn.Module | PretrainedModel | Callable[[], nn.Module],
+    plan: Plan,
+    *,
+    optimizer: OptimizerFactory,
+    loss_fn: LossFunction,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    sample_inputs: Any = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    debug: bool = False,
+    decisions: Decisions | None = None,
+) -> Engine:
+    """As :func:`parallelize`.
+
+    Args:
+        decisions: of another rank of this plan and model, which one process tried before; None to decide.
+
+    Raises:
+        ValueError, TypeError: as there.
+    """
     check_arguments(model, plan, optimizer, loss_fn, seed)
     device = default_device() if device is None else as_device(device)
     plan = plan.resolve(world_size())
@@ -113,7 +148,14 @@ def parallelize(
         cache = GenerationCache(source.module)
         with cache.off():
             sharded = apply_plan(
-                source, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs, slots=slots
+                source,
+                plan,
+                mesh,
+                device,
+                broadcast=broadcast,
+                sample_inputs=sample_inputs,
+                slots=slots,
+                decisions=decisions,
             )
         # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
         random = RandomStreams(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank, device)

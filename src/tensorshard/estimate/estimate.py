@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,18 @@ from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.estimate.describe import offload_lines, rank_lines, stage_lines, tensor_lines, time_lines, verdict
 from tensorshard.estimate.hardware import Hardware, find_hardware
+from tensorshard.estimate.micro_batches import enough_micro_batches, first_samples, scaled
 from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.page import Side, page
 from tensorshard.estimate.rank_estimate import RankEstimate, summarize
 from tensorshard.estimate.step_time import StepTime, step_time
 from tensorshard.estimate.watched_steps import watch_steps
 from tensorshard.field_checks import check_choice, size_in_bytes
+from tensorshard.lay_out.decisions import Decisions
 from tensorshard.modules.batches import batch_size
 from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once
-from tensorshard.parallelize import parallelize
+from tensorshard.parallelize import lay_out_engine
 from tensorshard.plan import AXES, Plan
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.process_groups import fake_world
@@ -199,6 +201,10 @@ def estimate(
     if found is not None and found.rates is not None:
         ranks_here = min(world_size, found.rates.devices_per_node)
     device_bytes = found.context if found is not None else 0
+    tried = replace(resolved, micro_batches=enough_micro_batches(resolved, inputs, targets))
+    size = batch_size(inputs)
+    samples = size * tried.micro_batches // resolved.micro_batches
+    decisions = Decisions()
     ranks = []
     for stage, rank in enumerate(_first_ranks(resolved)):
         with (
@@ -210,17 +216,17 @@ def estimate(
 
             def build(fake: FakeTensorMode = fake) -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
-                return parallelize(
-                    ours, resolved, optimizer=optimizer, loss_fn=loss_fn, device="cpu", sample_inputs=inputs
+                return lay_out_engine(
+                    ours, tried, optimizer=optimizer, loss_fn=loss_fn, sample_inputs=inputs, decisions=decisions
                 )
 
             def batch() -> tuple[Any, Any]:
                 made = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), [inputs, targets])
-                return made[0], made[1]
+                return first_samples(made[0], size, samples), first_samples(made[1], size, samples)
 
             counter = OperationLedger()
             ledger, known, engine = watch_steps(build, batch, counter)
-            operations = counter.operations(engine.mesh, resolved)
+            operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
         ranks.append(
             summarize(
                 ledger,

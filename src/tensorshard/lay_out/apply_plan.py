@@ -6,6 +6,7 @@ import torch
 
 from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.data_parallel.shard_units import shard_units
+from tensorshard.lay_out.decisions import Decisions
 from tensorshard.lay_out.lay_out import Part, from_first_rank, lay_out
 from tensorshard.lay_out.model_tensor_split import choose_tensor_split, split_over_tensor_ranks
 from tensorshard.lay_out.parallel_layers import split_by_hand, tensor_split_of
@@ -27,6 +28,7 @@ def apply_plan(
     broadcast: bool,
     sample_inputs: Any = None,
     slots: Slots | None = None,
+    decisions: Decisions | None = None,
 ) -> ShardedModel:
     """The source's model, laid out over `mesh` as `plan` says, its values on `device`.
 
@@ -34,15 +36,26 @@ def apply_plan(
         broadcast: whether the values of the mesh's first rank count, because the ranks' own may differ.
         sample_inputs: what the model is run on to find out how it can be split and cut; None to guess.
         slots: where what is offloaded goes; None if the plan offloads nothing.
+        decisions: of another rank of this plan, which are taken; None to decide.
     """
     model = source.module
     by_hand = split_by_hand(model) if mesh.degrees["tp"] > 1 else {}
-    found = None if by_hand else choose_tensor_split(source, plan, mesh, sample_inputs)
+    decisions = Decisions() if decisions is None else decisions
+    if decisions.table is None and not by_hand:
+        decisions.table = choose_tensor_split(source, plan, mesh, sample_inputs)
+    found = decisions.table
     if mesh.degrees["pp"] > 1:
         from tensorshard.lay_out.pipeline_stages import apply_pipeline
 
         return apply_pipeline(
-            source, found, plan, mesh, device, broadcast=broadcast, sample_inputs=sample_inputs, slots=slots
+            source,
+            decisions,
+            plan,
+            mesh,
+            device,
+            broadcast=broadcast,
+            sample_inputs=sample_inputs,
+            slots=slots,
         )
 
     def value_of(name: str) -> torch.Tensor:

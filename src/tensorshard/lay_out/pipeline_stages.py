@@ -8,6 +8,7 @@ from torch import nn
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.data_parallel.shard_units import stage_shard_units
+from tensorshard.lay_out.decisions import Decisions
 from tensorshard.lay_out.lay_out import Part, from_first_rank, lay_out
 from tensorshard.lay_out.stage_tensor_split import fake_tensor_split, split_stage
 from tensorshard.materialize import TensorSource
@@ -38,7 +39,7 @@ _REMEDY = (
 
 def apply_pipeline(
     source: TensorSource,
-    found: VerifiedTable | None,
+    decisions: Decisions,
     plan: Plan,
     mesh: Mesh,
     device: torch.device,
@@ -50,25 +51,38 @@ def apply_pipeline(
     """The stages of the source's model that this rank has, laid out over the other axes of `mesh`.
 
     Args:
-        found: the tensor-parallel table; None without.
+        decisions: the tensor-parallel table, and where the model is cut if another rank has decided that.
         broadcast, sample_inputs, slots: as for :func:`tensorshard.lay_out.lay_out.apply_plan`.
 
     Raises:
         ValueError: the model cannot be cut; it says where and why.
     """
-    model = source.module
-    tracer = _tracer(source, found, plan, mesh, device)
-    with autocast(plan.precision, device):
-        graph = _trace(tracer, model, sample_inputs)
-    count = mesh.degrees["pp"] * mesh.stages_per_rank
-    # Ranks may have parts of different sizes, and must cut alike.
-    positions = decide_once(lambda: cut_model(graph, count, split=plan.pp_split).positions, mesh.world_group)
-    cut = Cut(graph, positions)
-    shapes = Shapes(tracer, cut)
+    model, found = source.module, decisions.table
+    if decisions.shapes is None:
+        decisions.shapes = _cut(source, found, plan, mesh, device, sample_inputs)
+    shapes = decisions.shapes
     stages = [StageModule(model, shapes, index) for index in mesh.stages]
     value_of = _values(source, stages, mesh, device, broadcast=broadcast)
     parts = [_lay_out_stage(stage, model, value_of, found, plan, mesh, device, slots) for stage in stages]
     return PipelinedModel(model, stages, parts, mesh)
+
+
+def _cut(
+    source: TensorSource,
+    found: VerifiedTable | None,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    sample_inputs: Any,
+) -> Shapes:
+    """Where the model is cut into the stages of all ranks, and what crosses the cuts."""
+    tracer = _tracer(source, found, plan, mesh, device)
+    with autocast(plan.precision, device):
+        graph = _trace(tracer, source.module, sample_inputs)
+    count = mesh.degrees["pp"] * mesh.stages_per_rank
+    # Ranks may have parts of different sizes, and must cut alike.
+    positions = decide_once(lambda: cut_model(graph, count, split=plan.pp_split).positions, mesh.world_group)
+    return Shapes(tracer, Cut(graph, positions))
 
 
 def _lay_out_stage(

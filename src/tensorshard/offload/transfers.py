@@ -118,7 +118,7 @@ class Transfers:
             OSError: the disk failed, with this or an earlier write.
         """
         if active_fake_mode() is not None:
-            slot.moved += values.nbytes
+            slot.moved += round_up(values.nbytes)
             return []
         begun: list[Future[None]] = []
         each = self._largest // values.dtype.itemsize // TILE_ALIGNMENT * TILE_ALIGNMENT

@@ -1,6 +1,7 @@
 """``tensorshard check`` on each rank: a step that must be right, and how fast the machine is."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -77,8 +78,6 @@ def _measure(device: torch.device, size: int) -> tuple[Rates, list[str]]:
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    import os
-
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -1,0 +1,25 @@
+"""What one rank has decided about a model and a plan, for another rank of the same plan in the same process."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+
+if TYPE_CHECKING:
+    from tensorshard.pipeline.run.crossings import Shapes
+
+
+@dataclass
+class Decisions:
+    """Filled by the first rank that is laid out with it, and taken from it by the next.
+
+    Ranks of a world decide together. One process that tries one rank after the other (an estimate) would decide the
+    same again for each.
+
+    Attributes:
+        table: of tensor parallelism; None if there is none yet.
+        shapes: the model's run and its cut into stages, as a rank with this place along ``tp`` sees it; None likewise.
+    """
+
+    table: VerifiedTable | None = None
+    shapes: "Shapes | None" = None
