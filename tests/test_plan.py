@@ -104,7 +104,7 @@ def test_offload_is_written_in_several_ways():
     assert plan.offload == Offload(optimizer="disk", gradients="disk")
     assert Plan.from_dict(plan.to_dict()) == plan
     assert Plan(offload=dict(optimizer="cpu", host_memory="1.5GiB")).offloaded.host_bytes == 3 * 2**29
-    assert "offload        optimizer: disk, gradients: device, in /data" in (
+    assert "offload        optimizer: disk, gradients: device, parameters: device, in /data" in (
         Plan(offload=Offload(optimizer="disk", path="/data")).resolve(1).describe()
     )
 
@@ -120,14 +120,19 @@ def test_offload_is_written_in_several_ways():
         (dict(host_memory=0), ValueError, "offload.host_memory=0 was given; it must be at least one byte"),
         (dict(host_memory=1.5), TypeError, "offload.host_memory=1.5 was given; it must be a number of bytes, or text"),
         (dict(buffer_memory="1KiB"), ValueError, "offload.buffer_memory is '1KiB'; it must be at least 512KiB"),
-        (dict(optimizer="cpu", activations="disk"), ValueError, "offload.activations='disk' is not implemented"),
-        (dict(optimizer="cpu", parameters="disk"), ValueError, "offload.parameters='disk' is not implemented"),
+        (dict(parameters="disk"), ValueError, "offload was given without optimizer="),
+        (dict(gradients="disk", activations="disk"), ValueError, "offload was given without optimizer="),
         (dict(path="/data"), ValueError, "offload was given without optimizer="),
     ],
 )
 def test_an_offload_that_cannot_be_honoured_is_refused(offload, error, message):
     with pytest.raises(error, match=message):
         Plan(offload=offload).resolve(1)
+
+
+def test_parameters_that_stay_in_memory_cannot_be_offloaded():
+    with pytest.raises(ValueError, match=r"offload.parameters='disk' was given with zero=2, .*; set zero=3 \(it works"):
+        Plan(zero=2, offload=dict(optimizer="cpu", parameters="disk")).resolve(1)
 
 
 @pytest.mark.parametrize(

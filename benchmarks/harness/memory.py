@@ -22,6 +22,18 @@ def reset_peak() -> None:
     _CLEAR_REFS.write_text(_RESET_PEAK)
 
 
+def page_cache_bytes() -> int:
+    """What all of the machine's files take of its memory now."""
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Cached:"))
+    return int(line.split()[1]) * 1024
+
+
+def disk_bytes() -> tuple[int, int]:
+    """How many bytes the process had read from disks and written to them so far."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
 def _read(field: str) -> int:
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024

@@ -56,6 +56,12 @@ def format_value(value: float, unit: str) -> str:
             return f"{value:.1%}"
         case "B":
             return f"{value:.0f} B"
+        case "B/parameter":
+            return f"{value:.1f} B"
+        case "times":
+            return f"{value:.2f}"
+        case "parameters/s":
+            return f"{value / 1e6:.0f} million/s"
         case "error":
             return f"{value:.1e}"
         case "classes":

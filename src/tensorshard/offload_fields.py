@@ -21,8 +21,8 @@ class Offload:
     Args:
         optimizer: states of the optimizer, and the fp32 master weights where forward computes with 16-bit ones.
         gradients: gradients, from the end of their reduction to the update.
-        parameters: not implemented yet.
-        activations: not implemented yet.
+        parameters: parameters, at ZeRO 3: a unit's are read before its forward and its backward, and dropped after.
+        activations: what the model's blocks keep for backward; with recomputation, their inputs.
         path: the folder of the scratch files, on a local disk; None for the system's folder for temporary files. Each
             rank has one file there, without a name, which is gone when the process ends, however it ends.
         host_memory: how many bytes all of this machine's ranks may keep in host memory, or text such as "6GiB". What
@@ -68,34 +68,49 @@ class Offload:
     @property
     def uses_disk(self) -> bool:
         """Whether anything is, or may be, on disk."""
-        return self.host_memory is not None or "disk" in (self.optimizer, self.gradients)
+        fields = (self.optimizer, self.gradients, self.parameters, self.activations)
+        return self.host_memory is not None or "disk" in fields
+
+    @property
+    def activation_buffer_bytes(self) -> int:
+        """The part of `buffer_memory` that is for activations: half of it beside optimizer states, else all."""
+        if self.activations is None:
+            return 0
+        return self.buffer_bytes if self.optimizer is None else self.buffer_bytes // 2
 
     def describe(self) -> str:
         """What is where, in words."""
         where = {None: "device", "cpu": "host memory", "disk": "disk"}
-        places = [f"{name}: {where[getattr(self, name)]}" for name in ("optimizer", "gradients")]
+        places = [f"{name}: {where[getattr(self, name)]}" for name in ("optimizer", "gradients", "parameters")]
+        if self.activations is not None:
+            places.append(f"activations: {where[self.activations]}")
         if self.host_memory is not None:
             places.append(f"at most {self.host_memory} of host memory, the rest on disk")
         if self.path is not None:
             places.append(f"in {self.path}")
         return ", ".join(places)
 
-    def check_implemented(self) -> None:
+    def check_implemented(self, zero: int) -> None:
         """Refuses what this version does not do.
+
+        Args:
+            zero: the plan's.
 
         Raises:
             ValueError: names the field, and what works in its place.
         """
-        for name in ("parameters", "activations"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"offload.{name}={getattr(self, name)!r} is not implemented in this version; leave it at None "
-                    f"(offload.optimizer and offload.gradients work, and zero=3 and recompute='full' save memory)"
-                )
-        if self.optimizer is None:
+        if self.parameters is not None and zero != 3:
             raise ValueError(
-                "offload was given without optimizer=: what is offloaded are the optimizer's states, and gradients "
-                "beside them; set offload.optimizer to 'cpu' or 'disk', or offload=None"
+                f"offload.parameters={self.parameters!r} was given with zero={zero}, where every rank computes with "
+                f"full parameters that stay in memory; set zero=3 (it works on one rank, too), or leave "
+                f"offload.parameters at None"
+            )
+        beside = self.gradients is not None or self.parameters is not None
+        if self.optimizer is None and (beside or self.activations is None):
+            raise ValueError(
+                "offload was given without optimizer=: what is offloaded are the optimizer's states, gradients and "
+                "parameters beside them, and activations; set offload.optimizer or offload.activations to 'cpu' or "
+                "'disk', or offload=None"
             )
 
 

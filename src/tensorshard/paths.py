@@ -1,4 +1,4 @@
-"""Paths as users give them."""
+"""Paths as users give them, and the text in files."""
 
 from os import PathLike
 from pathlib import Path
@@ -17,3 +17,18 @@ def as_path(path: Any, what: str = "a path, such as 'checkpoints/step-1000'") ->
     if not isinstance(path, str | PathLike):
         raise TypeError(f"path is {path!r}; it must be {what}")
     return Path(path)
+
+
+def read_utf8(path: Path) -> str:
+    """The text in the file `path`.
+
+    Raises:
+        ValueError: it is not in UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is no text in UTF-8: its byte {error.start} is {error.object[error.start]:#04x}. If it is text in "
+            f"another encoding, `iconv -f latin1 -t utf-8` converts it, with the encoding that it has"
+        ) from error

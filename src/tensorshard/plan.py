@@ -7,6 +7,7 @@ from typing import Any
 
 from tensorshard.field_checks import check_choice, check_int, check_positive, data_with_known_fields, unknown_field
 from tensorshard.offload_fields import Offload, as_offload
+from tensorshard.paths import read_utf8
 from tensorshard.plan_fields import (
     ZERO_NAMES,
     as_module_names,
@@ -206,12 +207,18 @@ class Plan:
         if self.tp_plan is not None and self.tp == 1:
             raise ValueError("tp_plan was given, but tp=1 splits nothing; set tp, or leave tp_plan at None")
         if self.offloaded is not None:
-            self.offloaded.check_implemented()
+            self.offloaded.check_implemented(int(self.zero))
 
     @property
     def offloaded(self) -> Offload | None:
         """``offload``, whose short forms ("cpu", "disk") are spelled out."""
         return as_offload(self.offload)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a resolved plan gathers parameters unit by unit: ZeRO 3 over several ranks, or from another tier."""
+        offloaded = self.offloaded is not None and self.offloaded.parameters is not None
+        return self.zero == 3 and (self.dp_shard > 1 or offloaded)
 
     @property
     def dp_size(self) -> int:
@@ -275,7 +282,7 @@ class Plan:
         """Writes the fields to `path` as YAML."""
         import yaml
 
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Plan":
@@ -290,7 +297,7 @@ class Plan:
         if not Path(path).is_file():
             raise FileNotFoundError(f"a plan was to be read from {path}, but there is no file of that name")
         try:
-            values = yaml.safe_load(Path(path).read_text())
+            values = yaml.safe_load(read_utf8(Path(path)))
         except yaml.YAMLError as error:
             raise ValueError(f"{path} cannot be read as YAML: {error}") from error
         if values is None:

@@ -247,9 +247,11 @@ class ShardedModel(ABC):
         for name, tensor in self.full_parameters():
             if keep:
                 yield name, tensor.detach()
+            del tensor  # before the next is put together
         for name, tensor in self.full_buffers():
             if keep:
                 yield name, tensor
+            del tensor
 
     def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
         """The original model's state dict, whole, on the CPU; {} on ranks that do not `keep` it. A collective."""

@@ -1,4 +1,4 @@
-"""State of models with split parameters: whole to save, in parts to load; and marks, by TorchShard's names."""
+"""State of models with split parameters: full to save, shards to load; and marks, by TorchShard's names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,20 +76,20 @@ def collect_state_dict(
     rank0_only: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """The state with every split tensor whole, as the model that is not parallel would give it.
+    """The state with every split tensor full, as the model that is not parallel would give it.
 
-    Every rank calls this. Tensors are put together one at a time: no rank holds more than one whole tensor
+    Every rank calls this. Tensors are put together one at a time: no rank holds more than one full tensor
     besides those it is to return. Of a large model ``rank0_only=True, device="cpu"`` is what fits.
 
     Args:
         model: a module, or an optimizer of its parameters. A ``ZeroRedundancyOptimizer`` is consolidated, on the
             first rank of its group if `rank0_only`.
         state_dict: ``model.state_dict()``, which is taken if None. Where a module's is given, as in TorchShard's
-            scripts, ``optimizer.state_dict()`` of its optimizers is whole, too, on the first rank of each group, until
+            scripts, ``optimizer.state_dict()`` of its optimizers is full, too, on the first rank of each group, until
             their next step.
         prefix: put before every name in the result.
         rank0_only: return the state on the first rank of each model-parallel group alone, and {} on the
-            others, which then never hold more than one whole tensor.
+            others, which then never hold more than one full tensor.
         device: where the result is to be; None: where the tensors are.
 
     Returns:
@@ -112,12 +112,12 @@ def collect_state_dict(
         original = (originals.get(path[0], path[0]), *path[1:])
         if original not in done:
             key = path if isinstance(model, nn.Module) else path[:-1]
-            if len(path) > 1 and key in held:  # the first rank's may be whole, as complete_states has it
+            if len(path) > 1 and key in held:  # the first rank's may be full, as complete_states has it
                 tensor = own_part(tensor, held[key], str(path[-1]))
                 tensor = tensor.to(held[key].device) if tensor.ndim else tensor
             cut = len(path) == 1 or path[-1] == MOMENTUM_SCALES or (key in held and tensor.shape == held[key].shape)
-            whole = gather_full(tensor, layouts.get(key) if cut else None).detach()
-            done[original] = whole.to(whole.device if device is None else device) if keep else None
+            full = gather_full(tensor, layouts.get(key) if cut else None).detach()
+            done[original] = full.to(full.device if device is None else device) if keep else None
         return done[original]
 
     collected = _map_tensors(state_dict, collect)
@@ -126,7 +126,7 @@ def collect_state_dict(
 
 @torch.no_grad()
 def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, prefix: str = "") -> dict[str, Any]:
-    """Turns a state of whole tensors into what this rank's ``model.load_state_dict`` takes.
+    """Turns a state of full tensors into what this rank's ``model.load_state_dict`` takes.
 
     Every rank calls this. Either all ranks pass the state, and no tensor travels; or the first rank of each
     model-parallel group passes it, the others None or {}, and it is sent one tensor at a time.
@@ -158,16 +158,16 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
     layouts, held = _layouts(model), _tensors_held(model)
 
     def relocate(path: _Path, tensor: Any) -> torch.Tensor:
-        whole = fetch(tensor)
+        full = fetch(tensor)
         key = path if isinstance(model, nn.Module) else path[:-1]
         layout, like = layouts.get(key), held.get(key)
         if like is None or (layout is None and not isinstance(like, DTensor)):
-            return whole
+            return full
         # What is not like the parameter: a step count, or the scales of 8-bit rows, which their optimizer cuts itself.
-        if len(path) > 1 and (whole.ndim != like.ndim or path[-1] == MOMENTUM_SCALES):
-            return whole
+        if len(path) > 1 and (full.ndim != like.ndim or path[-1] == MOMENTUM_SCALES):
+            return full
         try:
-            return own_shard(whole, layout, like)
+            return own_shard(full, layout, like)
         except ValueError as error:
             name = path[0] if len(path) == 1 else f"{path[-1]} of parameter {path[1]}"
             raise ValueError(f"{name}: {error}") from error

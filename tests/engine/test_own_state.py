@@ -155,6 +155,30 @@ def test_other_optimizers_are_told(ranks):
         assert message.startswith(start)
 
 
+def _states_of_the_first_rank(plans: list[dict[str, Any]]) -> list[str]:
+    """What each rank's optimizer says to the states that the first rank's has; its own it takes."""
+    found = []
+    for fields in plans:
+        engine = engine_of(Regular(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), **fields)
+        engine.step(*own_shard(engine, *data(0)))
+        states = [engine.optimizer.state_dict()]
+        engine.optimizer.load_state_dict(states[0])
+        torch.distributed.broadcast_object_list(states)
+        try:
+            engine.optimizer.load_state_dict(states[0])
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_the_optimizers_states_of_one_rank_are_not_taken_for_anothers(ranks):
+    first, second = ranks(2, _states_of_the_first_rank, [dict(zero=0), dict(zero=1)])
+    assert first == ["", ""] and second[0] == ""
+    assert "another rank's parameters (dp_shard 0 of 2; here dp_shard 1 of 2)" in second[1]
+    assert "engine.save(path)" in second[1]
+
+
 def _batches(fields: dict[str, Any], folder: str) -> tuple[list[list[int]], list[list[int]], int]:
     """The samples of five batches over two epochs, those after a checkpoint, and those of a resumed loader."""
     engine = engine_of(nn.Linear(1, 2), **fields)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from peak_memory import peak_memory_of
 from rank_pool import RankPool
 from tensorshard.materialize import HeldTensors, Recording, from_meta, from_module, record
 from tensorshard.materialize.replay import draw_seed
@@ -226,20 +227,6 @@ def test_every_rank_has_the_same_values(ranks: RankPool, build: Callable[[], nn.
     first, second = ranks(2, values_on_this_rank, build)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def peak_memory_of(action: Callable[[], object]) -> int:
-    """Bytes by which the process's resident memory grows, at most, during `action`."""
-
-    def resident(field: str) -> int:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith(field)) * 1024
-
-    with open("/proc/self/clear_refs", "w") as control:
-        control.write("5")  # VmHWM starts again from the present size
-    before = resident("VmRSS")
-    action()
-    return resident("VmHWM") - before
 
 
 class Wide(nn.Module):

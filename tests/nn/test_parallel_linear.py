@@ -196,9 +196,9 @@ def _bad(case: str) -> None:
         column(tsd.scatter(x))
     elif case == "output to column":
         ParallelLinear(8, 4, dim=1)(column(x))
-    elif case == "unmarked part to column":
+    elif case == "unmarked shard to column":
         column(x[:, :3])
-    elif case == "part to whole":
+    elif case == "shard to full":
         ParallelLinear(3, 4)(tsd.scatter(x))
     elif case == "whole marked as part":
         row(register_parallel_dim(x, -1))
@@ -214,13 +214,13 @@ def _bad(case: str) -> None:
             r"marked as split along its last dimension was given to a layer that splits its output",
         ),
         ("output to column", r"put it together with tensorshard.distributed.gather\(x, dim=-1\)"),
-        ("unmarked part to column", "needs its input whole"),
-        ("part to whole", "given to parallel_linear with dim=None, which needs it whole"),
+        ("unmarked shard to column", "needs its full input"),
+        ("shard to full", "given to parallel_linear with dim=None, which needs the full input"),
         (
             "whole marked as part",
             r"\[2, 6\] marked as split along its last dimension was given to rank 0 of 2",
         ),
-        ("neither", "needs all 6 input features, or its part of 3"),
+        ("neither", "needs all 6 input features, or its shard of 3"),
     ],
 )
 def test_whole_and_split_inputs_are_told_apart(ranks, case, message):

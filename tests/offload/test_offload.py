@@ -9,6 +9,7 @@ from torch import nn
 
 import parity
 import tensorshard as ts
+from tensorshard.comm.sharding import to_local
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 
@@ -35,10 +36,20 @@ class Uneven(nn.Module):
         return (self.scale * hidden) @ self.embedding.weight.T
 
 
-def _engine(fields: dict[str, Any], build: Any = None) -> ts.Engine:
+class WithoutNumbers(Uneven):
+    """ZeRO 3 computes with a number in fp32, the other levels in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale
+        self.scale = 0.5
+
+
+def _engine(fields: dict[str, Any]) -> ts.Engine:
     torch.manual_seed(3)
     loss = parity.loss_function("gpt")
-    return ts.parallelize(build or Uneven, ts.Plan(**fields), optimizer=ADAMW, loss_fn=loss)
+    build = WithoutNumbers if fields.get("precision") == "bf16" and fields.get("zero") == 3 else Uneven
+    return ts.parallelize(build, ts.Plan(**fields), optimizer=ADAMW, loss_fn=loss)
 
 
 def _train(engine: ts.Engine, steps: range, norms: list[Any] | None = None) -> dict[str, torch.Tensor]:
@@ -76,6 +87,32 @@ TWO = [
 def test_weights_are_the_same_to_the_last_bit(ranks, tmp_path, world_size, cases):
     offload = dict(optimizer="disk", gradients="disk", path=str(tmp_path))
     assert ranks(world_size, _both, cases, offload)[0] == []
+
+
+PARAMETERS = [
+    dict(zero=3, micro_batches=2, clip_grad_norm=0.5),
+    dict(zero=3, precision="bf16", recompute="full"),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_same_with_parameters_on_disk(ranks, tmp_path, world_size):
+    offload = dict(optimizer="disk", gradients="disk", parameters="disk", path=str(tmp_path))
+    assert ranks(world_size, _both, PARAMETERS, offload)[0] == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [dict(tp=2), dict(pp=2, micro_batches=2), dict(dp_replicate=2, micro_batches=2)],
+    ids=["tp", "pp", "hybrid"],
+)
+def test_the_same_with_parameters_on_disk_and_other_axes(ranks, tmp_path, fields):
+    fields = dict(zero=3, clip_grad_norm=1.1, **fields)
+    offload = dict(optimizer="disk", gradients=None, parameters="disk", path=str(tmp_path))
+    found = [ranks(4, parity.train, "gpt_tied", {**fields, **more})[0] for more in ({}, dict(offload=offload))]
+    assert found[0]["losses"] == found[1]["losses"]
+    for name, value in found[0]["state"].items():
+        assert torch.equal(found[1]["state"][name], value), name
 
 
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
@@ -131,10 +168,18 @@ def test_checkpoints_are_read_by_offloaded_plans_and_others(ranks, tmp_path):
         assert all(torch.equal(found[key], value) for key, value in expected.items()), name
 
 
+def test_checkpoints_with_parameters_on_disk(ranks, tmp_path):
+    offloaded = dict(zero=3, offload=dict(optimizer="disk", parameters="disk", path=str(tmp_path)))
+    expected = ranks(1, _through_a_checkpoint, dict(zero=2), dict(zero=2), str(tmp_path / "plain"))[0]
+    for name, first, second in (("to", dict(zero=2), offloaded), ("from", offloaded, dict(zero=2))):
+        found = ranks(1, _through_a_checkpoint, first, second, str(tmp_path / name))[0]
+        assert all(torch.equal(found[key], value) for key, value in expected.items()), name
+
+
 def _refused(fields: dict[str, Any]) -> str:
     try:
         _engine(fields)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing was refused"
 
@@ -144,11 +189,33 @@ def test_a_folder_that_one_rank_cannot_use_stops_all(ranks, tmp_path):
     assert all("does not exist; set offload.path" in message for message in found), found
 
 
-def _fails(folder: str) -> str:
+def _too_small(folder: str) -> str:
     import errno
     import os
 
-    engine = _engine(dict(zero=2, offload=dict(optimizer="disk", path=folder)))
+    fallocate = os.posix_fallocate
+    if torch.distributed.get_rank() == 1:
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.posix_fallocate = full  # type: ignore[assignment]
+    try:
+        return _refused(dict(zero=3, offload=dict(optimizer="cpu", parameters="disk", path=folder)))
+    finally:
+        os.posix_fallocate = fallocate
+
+
+def test_a_disk_that_is_too_small_for_one_ranks_parameters_stops_all(ranks, tmp_path):
+    found = ranks(2, _too_small, str(tmp_path))
+    assert all("bytes for this rank, and after the first 0" in message for message in found), found
+
+
+def _fails(fields: dict[str, Any], folder: str, evaluate: bool = False) -> str:
+    import errno
+    import os
+
+    engine = _engine({**fields, "offload": {**fields["offload"], "path": folder}})
     _train(engine, range(1))
     if engine.mesh.rank == 1:
         preadv = os.preadv
@@ -158,6 +225,8 @@ def _fails(folder: str) -> str:
 
         os.preadv = fail  # type: ignore[assignment]
     try:
+        if evaluate:
+            engine.evaluate(*parity.shard(engine, *parity.batch("gpt", 1)))
         _train(engine, range(1, 2))
     except (OSError, RuntimeError) as error:
         return str(error)
@@ -167,16 +236,29 @@ def _fails(folder: str) -> str:
     return "nothing failed"
 
 
-def test_a_disk_that_fails_on_one_rank_stops_all_with_its_path(ranks, tmp_path):
-    found = ranks(2, _fails, str(tmp_path))
+@pytest.mark.parametrize(
+    ("fields", "evaluate"),
+    [
+        (dict(zero=2, offload=dict(optimizer="disk")), False),
+        (dict(zero=3, offload=dict(optimizer="cpu", parameters="disk")), False),
+        (dict(zero=3, offload=dict(optimizer="cpu", parameters="disk")), True),
+    ],
+    ids=["states", "parameters", "parameters in evaluation"],
+)
+def test_a_disk_that_fails_on_one_rank_stops_all_with_its_path(ranks, tmp_path, fields, evaluate):
+    found = ranks(2, _fails, fields, str(tmp_path), evaluate)
     assert all(f"scratch file in '{tmp_path}' could not be read" in message for message in found), found
     assert "failed on rank 1" in found[0]
 
 
-def test_a_loop_of_ones_own_sees_finished_updates(ranks, tmp_path):
+@pytest.mark.parametrize(("fields", "parameters"), [(dict(precision="bf16", zero=2), None), (dict(zero=3), "disk")])
+def test_a_loop_of_ones_own_sees_finished_updates(ranks, tmp_path, fields, parameters):
     expected, found = (
-        ranks(1, _own_loop, dict(precision="bf16", clip_grad_norm=0.5, **more))[0]
-        for more in ({}, dict(offload=dict(optimizer="disk", gradients="disk", path=str(tmp_path))))
+        ranks(1, _own_loop, dict(clip_grad_norm=0.5, **fields, **more))[0]
+        for more in (
+            {},
+            dict(offload=dict(optimizer="disk", gradients="disk", parameters=parameters, path=str(tmp_path))),
+        )
     )
     assert expected.keys() == found.keys()
     for name, value in expected.items():
@@ -190,7 +272,13 @@ def _own_loop(fields: dict[str, Any]) -> dict[str, torch.Tensor]:
         inputs, targets = parity.batch("gpt", step)
         engine.backward(loss_fn(engine.model(inputs), targets))
         engine.optimizer.step()
-        seen = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
-        seen.update({f"grad {n}": p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None})
+        seen = {name: to_local(p.detach()).clone() for name, p in engine.model.named_parameters()}
+        seen.update(
+            {f"grad {n}": to_local(p.grad).clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+        )
         engine.optimizer.zero_grad()
+        with torch.no_grad():
+            engine.model.wide.bias.mul_(2.0)  # what is written between steps counts
+            seen["loss"] = engine.evaluate(inputs, targets)
+            seen["output"] = engine.model(inputs)
     return seen

@@ -83,6 +83,11 @@ AT_ONCE: dict[str, tuple[Any, ...]] = {
     "exporting in files of no size": (
         "export run/checkpoints/step-1 out --max-shard-size none", "'none'", "such as '5GB'"
     ),
+    "a text that is not UTF-8": ("data tokenize text.txt latin1.txt --output new", "latin1.txt", "UTF-8", "iconv"),
+    "a tokenizer that is not UTF-8": ("data tokenize text.txt --tokenizer latin1.txt", "latin1.txt is no tokenizer"),
+    "Python that is not UTF-8": ("train latin1.py", "latin1.py is no text in UTF-8"),
+    "YAML that is not UTF-8": ("train latin1.yaml", "latin1.yaml is no text in UTF-8"),
+    "a prompt that is not UTF-8": (["generate", "run", "caf\udce9"], "the prompt is no text in UTF-8"),
     "tokenizing nothing": ("data tokenize", "at least one text file"),
     "a verb that data has not": ("data clean text.txt", "given clean text.txt", "tokenize TEXT"),
     "a text that is not there": ("data tokenize no.txt", "there is no file no.txt"),
@@ -139,6 +144,8 @@ def _write_files(folder: Path) -> None:
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
+    for name in ("latin1.txt", "latin1.py", "latin1.yaml"):
+        (folder / name).write_bytes("# café".encode("latin1"))
     (folder / "there").mkdir()
     write_token_file(folder / "good.tokens", [np.arange(40) % 11], vocab_size=11)
     write_token_file(folder / "there" / "train.tokens", [np.arange(9)], vocab_size=9)

@@ -51,6 +51,8 @@ class Files:
         engine.save(folder / "checkpoint")
         (folder / "damaged").mkdir()
         (folder / "damaged" / "engine.json").write_text("{")
+        (folder / "latin1").mkdir()
+        (folder / "latin1" / "engine.json").write_bytes(b'{"caf\xe9": 1}')
         (folder / "keyless").mkdir()
         (folder / "keyless" / "engine.json").write_text('{"format": 1}')
         (folder / "newer").mkdir()
@@ -88,6 +90,9 @@ WEIGHTS: dict[str, Case] = {
 CHECKPOINTS: dict[str, Case] = {
     "a directory of something else": (lambda f: f.start_from("good.safetensors").load(f.folder), "no file engine.json"),
     "a damaged description": (lambda f: f.parallelize(f.model()).load(f.folder / "damaged"), "engine.json is damaged"),
+    "a description that is not UTF-8": (
+        lambda f: f.parallelize(f.model()).load(f.folder / "latin1"), "engine.json is damaged", "UTF-8"
+    ),
     "a description without a key": (lambda f: f.parallelize(f.model()).load(f.folder / "keyless"), "keyless"),
     "one of another version": (
         lambda f: f.parallelize(f.model()).load(f.folder / "newer"), "format 99", "reads format"

@@ -70,6 +70,7 @@ WRONG_FILES: dict[str, tuple[Any, ...]] = {
     "a list": ("- zero\n- 3\n", "holds a list", "a mapping of field names to values"),
     "an unknown field": ("zero: 3\ndp_shrad: 2\n", "no field 'dp_shrad'", "did you mean 'dp_shard'?"),
     "broken YAML": ("zero: [3\n", "plan.yaml", "cannot be read as YAML", "line"),
+    "YAML that is not UTF-8": ("# caf\u00e9\n", "plan.yaml is no text in UTF-8", "iconv"),
     "no file": (None, "plan.yaml", "there is no file"),
 }
 
@@ -78,5 +79,5 @@ WRONG_FILES: dict[str, tuple[Any, ...]] = {
 def test_a_wrong_file(what: str, tmp_path: Path) -> None:
     content, *words = WRONG_FILES[what]
     if content is not None:
-        (tmp_path / "plan.yaml").write_text(content)
+        (tmp_path / "plan.yaml").write_text(content, encoding="latin1")
     assert_refused(what, said(ts.Plan.from_yaml, tmp_path / "plan.yaml"), (None, *words))

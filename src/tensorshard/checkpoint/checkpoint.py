@@ -25,6 +25,7 @@ from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.comm.sharding import to_local
 from tensorshard.mesh import Mesh
 from tensorshard.offload.slots import Slots, SpareRoom
+from tensorshard.paths import read_utf8
 from tensorshard.plan import AXES, Plan
 from tensorshard.pretrained.export import write_configs
 from tensorshard.pretrained.safe_reader import SafeReader, read_metadata
@@ -154,8 +155,8 @@ def _read_description(engine: TrainingState, source: Path) -> tuple[dict[str, An
     if not (source / "engine.json").is_file():
         raise FileNotFoundError(f"{source} is no checkpoint of tensorshard: it has no file engine.json")
     try:
-        document = json.loads((source / "engine.json").read_text())
-    except json.JSONDecodeError as error:
+        document = json.loads(read_utf8(source / "engine.json"))
+    except ValueError as error:
         raise ValueError(f"{source / 'engine.json'} is damaged: {error}") from error
     if document.get("format") != _FORMAT:
         raise ValueError(f"{source} has format {document.get('format')!r}; this version reads format {_FORMAT}")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tensorshard.paths import read_utf8
 from tensorshard.pretrained.export import MAX_SHARD_SIZE, check_is_new, export_all, model_from_configs
 from tensorshard.pretrained.weight_files import open_weight_files
 
@@ -49,7 +50,7 @@ def export_checkpoint(
     mapped = target.with_name(f".{target.name}.mapped")
     try:
         export_all(tensors, mapped, None, layouts, dtype=dtype, max_shard_size=max_shard_size)
-        aliases = json.loads((checkpoint / "engine.json").read_text()).get("aliases", {})
+        aliases = json.loads(read_utf8(checkpoint / "engine.json")).get("aliases", {})
         _pickle(mapped, target, aliases)
     finally:
         shutil.rmtree(mapped, ignore_errors=True)

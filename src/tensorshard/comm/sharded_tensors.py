@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds a part, and tensors laid out like them: whole from parts, and back.
+"""Parameters of which each rank holds a shard, and tensors laid out like them: the full from its shards, and back.
 
 Parallel layers hold marked plain tensors (:mod:`tensorshard.comm.marks`), which FSDP2 may have made DTensors of.
 """
@@ -36,7 +36,7 @@ def own_group(parameter: torch.Tensor) -> dist.ProcessGroup:
 
 
 def gather_full(tensor: torch.Tensor, layout: ParallelMark | None) -> torch.Tensor:
-    """The whole of a tensor that is cut as `layout` says. Every rank of its group calls this.
+    """The full tensor that is cut as `layout` says. Every rank of its group calls this.
 
     Args:
         tensor: a shard; or a DTensor, which is put together over its own mesh first, as FSDP2 splits shards further.
@@ -52,30 +52,30 @@ def gather_full(tensor: torch.Tensor, layout: ParallelMark | None) -> torch.Tens
     return primitives.gather_dim(tensor, dim, primitives.exchange_sizes(tensor.size(dim), group, tensor.device), group)
 
 
-def own_shard(whole: torch.Tensor, layout: ParallelMark | None, like: torch.Tensor | None = None) -> torch.Tensor:
-    """What this rank holds of `whole` if that is cut as `layout` says, in memory of its own.
+def own_shard(full: torch.Tensor, layout: ParallelMark | None, like: torch.Tensor | None = None) -> torch.Tensor:
+    """What this rank holds of `full` if that is cut as `layout` says, in memory of its own.
 
     Args:
         like: what the result must look like: of the same shape, and a DTensor if it is one.
 
     Raises:
-        ValueError: `whole` is not of the shape of which `like` is a shard.
+        ValueError: `full` is not of the shape of which `like` is a shard.
     """
-    if isinstance(whole, DTensor):
-        return whole
-    shard = whole
+    if isinstance(full, DTensor):
+        return full
+    shard = full
     if layout is not None and layout.dim is not None:
         group = _group_of(layout)
-        dim = normalize_dim(layout.dim, whole.ndim)
-        shard = whole.narrow(dim, *shard_range(whole.size(dim), group.size(), group.rank()))
+        dim = normalize_dim(layout.dim, full.ndim)
+        shard = full.narrow(dim, *shard_range(full.size(dim), group.size(), group.rank()))
         shard = shard.clone(memory_format=torch.contiguous_format)
     if like is None:
         return shard
-    if shard.shape != like.shape or _is_of_another_size(whole, layout):
+    if shard.shape != like.shape or _is_of_another_size(full, layout):
         held = list(like.shape)
         if layout is not None and layout.dim is not None and layout.size is not None:
             held[layout.dim] = layout.size
-        raise ValueError(f"a tensor of shape {list(whole.shape)} was given where {held} is held")
+        raise ValueError(f"a tensor of shape {list(full.shape)} was given where {held} is held")
     return distribute_like(shard, like) if isinstance(like, DTensor) else shard
 
 
@@ -97,9 +97,9 @@ def own_part(value: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.T
     return own_shard(value, mark) if is_full else value
 
 
-def _is_of_another_size(whole: torch.Tensor, layout: ParallelMark | None) -> bool:
+def _is_of_another_size(full: torch.Tensor, layout: ParallelMark | None) -> bool:
     known = layout is not None and layout.dim is not None and layout.size is not None
-    return known and whole.size(layout.dim) != layout.size  # type: ignore[union-attr, arg-type]
+    return known and full.size(layout.dim) != layout.size  # type: ignore[union-attr, arg-type]
 
 
 def _group_of(layout: ParallelMark) -> dist.ProcessGroup:
@@ -131,7 +131,7 @@ def refuse_dtensor(tensor: torch.Tensor, what: str) -> None:
 
 
 def local_of(tensor: DTensor, dim: int, group: groups.Group | None) -> tuple[torch.Tensor, dist.ProcessGroup, int]:
-    """This rank's part of a DTensor that is split along `dim`, its group, and the size of the whole along `dim`.
+    """This rank's shard of a DTensor that is split along `dim`, its group, and the size of the full tensor along `dim`.
 
     Raises:
         ValueError: it is not split along `dim`, or over other ranks than those of `group`.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tensorshard.commands.help_format import HelpFormat
 from tensorshard.config import ConfigError
+from tensorshard.paths import read_utf8
 
 if TYPE_CHECKING:
     from tensorshard.data.text_codec import TextCodec
@@ -98,7 +99,7 @@ def _write(texts: list[Path], codec: "TextCodec", files: dict[str, Path], share:
     """Writes the token files, reading each text once; all of them or none. Returns their numbers of tokens.
 
     Raises:
-        ConfigError: a file would be empty; a text is not UTF-8.
+        ValueError: a file would be empty; a text is not UTF-8.
     """
     import numpy as np
 
@@ -110,7 +111,7 @@ def _write(texts: list[Path], codec: "TextCodec", files: dict[str, Path], share:
             for name, file in files.items()
         }
         for text in texts:
-            content = _read(text)
+            content = read_utf8(text)
             end = round((1 - share) * len(content))
             for name, part in {"train": (0, end), "validation": (end, len(content))}.items():
                 for piece in _pieces(content, *part):
@@ -120,13 +121,6 @@ def _write(texts: list[Path], codec: "TextCodec", files: dict[str, Path], share:
             if not count:
                 raise ConfigError(f"{files[name]} would be empty: the texts are too short for --validation {share:g}")
     return counts
-
-
-def _read(text: Path) -> str:
-    try:
-        return text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{text} is no text in UTF-8: {error}") from error
 
 
 def _pieces(content: str, start: int, end: int) -> Iterator[str]:

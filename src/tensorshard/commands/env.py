@@ -58,6 +58,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _version(package: str) -> str:
+    if package == "torch":  # which its metadata does not always tell in full: 2.11.0+cu130
+        import torch
+
+        return torch.__version__
     try:
         return version(package)
     except PackageNotFoundError:

@@ -21,6 +21,7 @@ from tensorshard.config.allowed_targets import check_targets, resolved
 from tensorshard.config.config_error import ConfigError, suggest
 from tensorshard.config.lazy import plain
 from tensorshard.config.overrides import apply_overrides
+from tensorshard.paths import read_utf8
 
 ASKED = "asked"
 """The key at which :func:`load_config` records what was asked for."""
@@ -185,8 +186,9 @@ def _read(path: Path) -> DictConfig:
 
 def _read_python(path: Path) -> DictConfig:
     namespace: dict[str, Any] = {"__file__": str(path), "__name__": f"<config {path.name}>"}
+    code = _text_of(path)
     try:
-        exec(compile(path.read_text(encoding="utf-8"), path, "exec"), namespace)
+        exec(compile(code, path, "exec"), namespace)
     except ConfigError as error:
         raise ConfigError(f"{_line_in(path, error)}: {error}") from error
     except (ConfigAttributeError, ConfigKeyError) as error:
@@ -203,6 +205,7 @@ def _read_python(path: Path) -> DictConfig:
 
 
 def _read_yaml(path: Path) -> DictConfig:
+    _text_of(path)
     try:
         config = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException, OSError) as error:
@@ -210,6 +213,13 @@ def _read_yaml(path: Path) -> DictConfig:
     if not isinstance(config, DictConfig):
         raise ConfigError(f"{path} holds a list; a config is a mapping of keys to values")
     return config
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_utf8(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _is_public(name: str, value: Any) -> bool:

@@ -1,8 +1,8 @@
 """ZeRO 3: parameters are sharded too, and gathered unit by unit for forward and backward. On PyTorch's FSDP2."""
 
 import zlib
-from collections import Counter
 from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +18,18 @@ from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.heads.under_plan.method_calls import gather_for_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces, like
+from tensorshard.offload.offloaded_parameters import OffloadedParameters
+from tensorshard.offload.slots import OffloadedMaster, Slot
 from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
-from tensorshard.torch_private.fsdp import AllGather, ReduceScatter, reset_iteration
+from tensorshard.torch_private.fsdp import (
+    AllGather,
+    ReduceScatter,
+    gather_from,
+    padded_shards,
+    parameter_groups,
+    replace_shards,
+    reset_iteration,
+)
 from tensorshard.torch_private.modules import own_parameters
 from tensorshard.transforms.precision import compute_dtype, master_dtype
 
@@ -33,6 +43,7 @@ class FullyShardedModel(ShardedModel):
             no more than one unit is whole at any time.
         units: lists of modules whose parameters travel together.
         reduce_dtype: gradients are summed over the ranks in this type.
+        offloaded: where the shards are kept; None for the device.
     """
 
     def __init__(
@@ -45,6 +56,7 @@ class FullyShardedModel(ShardedModel):
         *,
         precision: str,
         reduce_dtype: torch.dtype,
+        offloaded: OffloadedParameters | None = None,
     ) -> None:
         super().__init__(model, split)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
@@ -54,12 +66,15 @@ class FullyShardedModel(ShardedModel):
         hybrid = mesh.degrees["dp_replicate"] > 1
         self._dp_size = mesh.dp_size
         self._hybrid = hybrid
+        self._offloaded = offloaded
+        self._slots: dict[nn.Parameter, Slot] = {}
+        self._refused: Exception | None = None
         self._scalars = self._keep_scalars_whole(value_of)
         options: dict[str, Any] = {
             "mesh": mesh.along("dp_replicate", "dp_shard") if hybrid else mesh.along("dp_shard"),
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=compute_dtype(self._dtype, precision),
-                reduce_dtype=reduce_dtype if self._dtype == torch.float32 else self._dtype,
+                reduce_dtype=reduce_dtype if self._dtype == torch.float32 and mesh.dp_size > 1 else self._dtype,
                 cast_forward_inputs=False,  # autocast casts where it is needed
             ),
             "ignored_params": set(self._scalars),
@@ -69,8 +84,10 @@ class FullyShardedModel(ShardedModel):
             if not any(parameter in tied for module in unit for parameter in module.parameters()):
                 self._fill(unit, value_of)
                 fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=True, **options)
+                self._offload(unit)
         self._fill([model], value_of)
         fully_shard(model, reshard_after_forward=False, **options)
+        self._offload([model])
         gather_for_heads(model)
         # Kept, because between a forward and its backward the modules show whole parameters.
         self._masters = dict(model.named_parameters())
@@ -80,6 +97,8 @@ class FullyShardedModel(ShardedModel):
         inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
         OutsideCalls(model, inner, self._gradients, options["mp_policy"].param_dtype)
         model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
+        if offloaded is not None:
+            model.register_forward_pre_hook(lambda *_: offloaded.begin(), prepend=True)
         if is_gloo(mesh.group("dp_shard"), torch.device(mesh.device_mesh.device_type)):
             names = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
             order = UnitOrder([name or type(model).__name__ for name in names.values()])
@@ -93,6 +112,9 @@ class FullyShardedModel(ShardedModel):
 
     def masters(self) -> dict[str, nn.Parameter]:
         return self._masters
+
+    def offloaded_masters(self) -> dict[str, OffloadedMaster]:
+        return {n: OffloadedMaster(self._slots[m], None) for n, m in self._masters.items() if m in self._slots}
 
     def _forward_over(self) -> None:
         if not torch.is_grad_enabled():  # no backward will come and shard the root's parameters again
@@ -126,6 +148,8 @@ class FullyShardedModel(ShardedModel):
 
     def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         """FSDP gathers the masters themselves."""
+        if self._offloaded is not None:
+            self._offloaded.forget()
 
     def finish_gather(self) -> None:
         """FSDP gathers in forward and backward alone."""
@@ -139,6 +163,35 @@ class FullyShardedModel(ShardedModel):
                     value = value_of(self._names[parameter])
                     value = value.to(master_dtype(value.dtype)) if value.is_floating_point() else value
                     self._places.replace(parameter, like(parameter, value.contiguous()))
+
+    def _offload(self, unit: list[nn.Module]) -> None:
+        """Moves the shards of `unit`, which was just sharded, to where they are kept."""
+        if self._offloaded is None:
+            return
+        groups = [group for module in unit for group in parameter_groups(module)]
+        for group in {id(group): group for group in groups}.values():
+            shards = padded_shards(group)
+            if not shards or not shards.keys().isdisjoint(self._slots):
+                continue
+            try:
+                moved = self._offloaded.add(list(shards.values()))
+            except (ValueError, OSError) as error:
+                # Other ranks may wait for this one's values of the units to come, which take no memory here.
+                self._refused = self._refused or error
+                replace_shards(group, [shard.new_zeros(1).expand(shard.numel()) for shard in shards.values()])
+                continue
+            replace_shards(group, [slot.tensor for slot in moved.slots])
+            gather_from(group, partial(self._offloaded.read, moved))
+            self._slots.update(zip(shards, moved.slots, strict=True))
+
+    def check_offloaded(self) -> None:
+        """Called when the model is made.
+
+        Raises:
+            ValueError, OSError: there is no room for its parameters where they are to be kept.
+        """
+        if self._refused is not None:
+            raise self._refused
 
     def _keep_scalars_whole(self, value_of: Callable[[str], torch.Tensor]) -> list[nn.Parameter]:
         """FSDP cannot shard a parameter without dimensions: each rank keeps it whole, and averages its gradient."""
@@ -155,19 +208,27 @@ class FullyShardedModel(ShardedModel):
 def _shared_between(model: nn.Module, units: list[list[nn.Module]]) -> set[nn.Parameter]:
     """Parameters that are tied across units, or to a place in none of them (such as one that another pipeline stage
     computes); FSDP wants all who use one in one group, so these units join the root's."""
-    everywhere = _places([model])
-    seen: set[nn.Parameter] = set()
+    seen = _parameters_outside(model, {module for unit in units for module in unit})
     shared: set[nn.Parameter] = set()
     for unit in units:
-        own = _places(unit)
-        shared |= {parameter for parameter, count in own.items() if parameter in seen or count < everywhere[parameter]}
-        seen |= set(own)
+        own = {parameter for module in unit for parameter in module.parameters()}
+        shared |= own & seen
+        seen |= own
     return shared
 
 
-def _places(modules: list[nn.Module]) -> Counter[nn.Parameter]:
-    inner = dict.fromkeys(inner for module in modules for inner in module.modules())
-    return Counter(p for module in inner for p in own_parameters(module).values())
+def _parameters_outside(model: nn.Module, modules: Container[nn.Module]) -> set[nn.Parameter]:
+    """Parameters of `model` that are reached without going through one of `modules`."""
+    visited: set[nn.Module] = set()
+    found: set[nn.Parameter] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in visited and module not in modules:
+            visited.add(module)
+            found |= set(own_parameters(module).values())
+            waiting += module.children()
+    return found
 
 
 class _Allocate:

@@ -18,12 +18,12 @@ _ALONE_BYTES = 1 << 16
 class Groups:
     """Who averages gradients with whom."""
 
-    shard: dist.ProcessGroup | None  # each keeps a part of the sum
+    shard: dist.ProcessGroup | None  # each keeps a shard of the sum
     sum: dist.ProcessGroup | None  # each keeps the same
     data_ranks: int
 
     @property
-    def parts(self) -> int:
+    def num_shards(self) -> int:
         return 1 if self.shard is None else self.shard.size()
 
     @property
@@ -73,12 +73,12 @@ class Reduction:
 
     def _pack(self, gradients: dict[ReplicatedParameter, torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """[ranks of the shard group, parts of the packed parameters and the counts], flattened."""
-        bucket, parts = self._bucket, self._groups.parts
+        bucket, num_shards = self._bucket, self._groups.num_shards
         for p in bucket.packed:
             dtype = _travelling(p.compute.dtype, dtype)
         chunk = sum(p.chunk for p in bucket.packed)
         message = torch.zeros(
-            (parts, chunk + len(bucket.parameters)), dtype=dtype, device=bucket.parameters[0].storage.device
+            (num_shards, chunk + len(bucket.parameters)), dtype=dtype, device=bucket.parameters[0].storage.device
         )
         offset = 0
         for p in bucket.packed:
@@ -92,18 +92,18 @@ class Reduction:
         return message.view(-1)
 
     def _start(self, message: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """Starts the sum of `message`; returns the transfer and where this rank's part of the sum will be."""
+        """Starts the sum of `message`; returns the transfer and where this rank's shard of the sum will be."""
         groups = self._groups
         if groups.shard is None:
             assert groups.sum is not None
             return all_reduce_(message, groups.sum, async_op=True, what="gradients"), message
-        part = message.new_empty(message.numel() // groups.parts)
-        work = reduce_scatter_into(part, message, groups.shard, async_op=True, what="gradients")
+        shard = message.new_empty(message.numel() // groups.num_shards)
+        work = reduce_scatter_into(shard, message, groups.shard, async_op=True, what="gradients")
         if groups.sum is not None:
             assert work is not None
             work.wait()
-            work = all_reduce_(part, groups.sum, async_op=True, what="gradients")
-        return work, part
+            work = all_reduce_(shard, groups.sum, async_op=True, what="gradients")
+        return work, shard
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -135,12 +135,12 @@ class Reduction:
             if p not in absent:
                 p.set_gradient(packed[offset : offset + p.chunk].to(p.master.dtype))
             offset += p.chunk
-        for p, work, part in self._alone:
+        for p, work, shard in self._alone:
             work.wait()
             if self._scale != 1.0:
-                part.mul_(self._scale)
+                shard.mul_(self._scale)
             if p not in absent:
-                p.set_gradient(part.to(p.master.dtype))
+                p.set_gradient(shard.to(p.master.dtype))
 
 
 def _travelling(dtype: torch.dtype, requested: torch.dtype) -> torch.dtype:

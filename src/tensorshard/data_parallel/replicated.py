@@ -349,7 +349,7 @@ class ReplicatedModel(ShardedModel):
             work = all_gather_into(p.storage, p.storage[p.own], group, async_op=True)
             assert work is not None
             bucket.gathering.append((work, None))
-        packed = [p for p in bucket.packed if p.parts > 1]
+        packed = [p for p in bucket.packed if p.num_shards > 1]
         for dtype in sorted({p.storage.dtype for p in packed}, key=str):
             alike = [p for p in packed if p.storage.dtype == dtype]
             mine = torch.cat([p.storage[p.own] for p in alike])
@@ -367,7 +367,7 @@ class ReplicatedModel(ShardedModel):
             parameters, all_parts = unpack
             pieces = all_parts.split([p.chunk for p in parameters], dim=1)
             for p, piece in zip(parameters, pieces, strict=True):
-                p.storage.view(p.parts, p.chunk).copy_(piece)
+                p.storage.view(p.num_shards, p.chunk).copy_(piece)
         bucket.gathering.clear()
 
     def _wait_before_forward(self, units: list[list[nn.Module]]) -> None:

@@ -1,4 +1,4 @@
-"""A parameter that every rank holds whole, and of which each rank may update a part."""
+"""A parameter that every rank holds in full, and of which each rank may update a shard."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,20 +29,20 @@ class ReplicatedParameter:
         self.offloaded: OffloadedMaster | None = None
         self.take_gradient: Callable[[nn.Parameter], None] | None = None
         self.finish_gradients: Callable[[], None] | None = None
-        self.parts = 1 if shard_mesh is None or value.dim() == 0 else shard_mesh.size()
-        index = 0 if self.parts == 1 else shard_mesh.get_local_rank()  # type: ignore[union-attr]
+        self.num_shards = 1 if shard_mesh is None or value.dim() == 0 else shard_mesh.size()
+        index = 0 if self.num_shards == 1 else shard_mesh.get_local_rank()  # type: ignore[union-attr]
         wide = master_dtype(value.dtype)
         narrow = compute_dtype(wide, precision)
         rows = value.size(0) if value.dim() else 1
-        self.chunk_rows = -(-rows // self.parts)
+        self.chunk_rows = -(-rows // self.num_shards)
         row = value[0].numel() if value.dim() and rows else 1
         self.chunk = self.chunk_rows * row
-        self.even = self.chunk * self.parts == value.numel()
+        self.even = self.chunk * self.num_shards == value.numel()
 
-        self.storage = torch.zeros(self.chunk * self.parts, dtype=narrow, device=value.device)
-        whole = self.storage[: value.numel()].view(value.shape)
-        whole.copy_(value)
-        self.compute = like(template, whole)
+        self.storage = torch.zeros(self.chunk * self.num_shards, dtype=narrow, device=value.device)
+        full = self.storage[: value.numel()].view(value.shape)
+        full.copy_(value)
+        self.compute = like(template, full)
         self.own = slice(index * self.chunk, (index + 1) * self.chunk)
         if shard_mesh is None and narrow == wide:
             self.master = self.compute
@@ -50,14 +50,14 @@ class ReplicatedParameter:
         first = min(index * self.chunk_rows, rows)
         mine = slice(first, min(first + self.chunk_rows, rows))
         if narrow == wide:
-            local = whole[mine] if value.dim() else whole
+            local = full[mine] if value.dim() else full
         else:
             local = (value[mine] if value.dim() else value).to(wide)
             local = local.clone() if keep_master is None or not value.dim() else self._keep(local, keep_master)
-        if self.parts > 1:
+        if self.num_shards > 1:
             assert shard_mesh is not None
             shard: Any = DTensor.from_local(
-                local, shard_mesh, [Shard(0)], run_check=False, shape=value.shape, stride=whole.stride()
+                local, shard_mesh, [Shard(0)], run_check=False, shape=value.shape, stride=full.stride()
             )
             self.master = like(template, shard)
         else:
@@ -70,13 +70,13 @@ class ReplicatedParameter:
         return slot.tensor.view(local.shape)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a master or of its gradient."""
+        """This rank's shard of a master or of its gradient."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def scatter_into(self, message: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Copies the whole `gradient` into `message` [parts, chunk], where row r is what rank r will keep."""
+        """Copies the full `gradient` into `message` [num_shards, chunk], where row r is what rank r will keep."""
         flat = gradient.reshape(-1)
-        if self.parts == 1:  # a parameter that is not sharded: every row is the whole
+        if self.num_shards == 1:  # a parameter that is not sharded: every row is all of it
             message.copy_(flat.view(1, -1).expand_as(message))
             return
         if not self.chunk:
@@ -88,16 +88,16 @@ class ReplicatedParameter:
             message[rows, : rest.numel()].copy_(rest)
 
     def set_gradient(self, flat: torch.Tensor) -> None:
-        """Adds `flat`, this rank's part of the averaged gradient with its padding, to the master's gradient."""
+        """Adds `flat`, this rank's shard of the averaged gradient with its padding, to the master's gradient."""
         local = self.local(self.master.detach())
-        part = flat[: local.numel()].view(local.shape)
+        shard = flat[: local.numel()].view(local.shape)
         if self.master.grad is not None:
             if self.finish_gradients is not None:
                 self.finish_gradients()
-            self.local(self.master.grad).add_(part)
+            self.local(self.master.grad).add_(shard)
         elif isinstance(self.master, DTensor):
             self.master.grad = DTensor.from_local(
-                part,
+                shard,
                 self.master.device_mesh,
                 self.master.placements,
                 run_check=False,
@@ -105,6 +105,6 @@ class ReplicatedParameter:
                 stride=self.master.stride(),
             )
         else:
-            self.master.grad = part
+            self.master.grad = shard
         if self.take_gradient is not None:
             self.take_gradient(self.master)

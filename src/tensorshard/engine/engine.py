@@ -16,8 +16,9 @@ from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
-from tensorshard.engine.offload import offload_states
+from tensorshard.engine.offload import check_transfers, offload_states
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
+from tensorshard.engine.optimizer_parts import guard_optimizer_states
 from tensorshard.engine.other_optimizers import mark_trained, warn_of_schedulers
 from tensorshard.engine.own_loop import OwnLoop
 from tensorshard.engine.random_streams import RandomStreams
@@ -104,14 +105,18 @@ class Engine(LoopMethods):
             surround_forwards(sharded.model, partial(cache.off_in_training, sharded.model))
             if self._compile_log is not None:
                 surround_forwards(sharded.model, self._compile_log.watched)
+            sharded.model.register_forward_hook(
+                lambda *_: None if torch.is_grad_enabled() else check_transfers(slots, mesh.world_group)
+            )
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         self.optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
         self._offloaded: OffloadedOptimizer | None = None
-        if slots is not None:
+        if slots is not None and slots.offload.optimizer is not None:
             trained = self._gradients.trained
             self._offloaded = offload_states(self.optimizer, optimizer, head_groups, sharded, trained, mesh, slots)
             self._gradients.offloaded = self._offloaded.gradients
         copied = () if self._offloaded is None else self._offloaded.written
+        self.optimizer.register_step_pre_hook(lambda *_: check_transfers(slots, mesh.world_group))
         self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
         self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters(copied))
         self._own_loop = OwnLoop(
@@ -125,7 +130,8 @@ class Engine(LoopMethods):
             count_step=self._count_step,
         )
         self._own_loop.surround(sharded.model, self.optimizer)
-        GuardedStateDicts(sharded, plan)
+        if GuardedStateDicts(sharded, plan).holds_parts:
+            guard_optimizer_states(self.optimizer, plan, mesh)
         mark_trained(self._gradients.trained.values(), self.optimizer)
 
     # -- one step --
@@ -188,6 +194,7 @@ class Engine(LoopMethods):
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
+        check_transfers(self.slots, self.mesh.world_group)
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
@@ -221,7 +228,9 @@ class Engine(LoopMethods):
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
         with self._call("evaluate"), self._cache.off(), self._evaluation_mode():
-            return self._step_runner.evaluate(inputs, targets)
+            loss = self._step_runner.evaluate(inputs, targets)
+            check_transfers(self.slots, self.mesh.world_group)
+            return loss
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
@@ -241,7 +250,9 @@ class Engine(LoopMethods):
         # Micro-batches of a pipeline have no cache in common.
         cache = self._cache.off() if self.plan.pp > 1 else nullcontext()
         with cache:
-            return self._step_runner.predict(inputs, compare=compare)
+            output = self._step_runner.predict(inputs, compare=compare)
+        check_transfers(self.slots, self.mesh.world_group)
+        return output
 
     @torch.no_grad()
     def generate(

@@ -13,6 +13,7 @@ from tensorshard.comm.decisions import succeed_together
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.mesh import Mesh
+from tensorshard.offload.activations import OffloadedActivations
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.slots import Slots
 from tensorshard.offload.state_probe import probe_states
@@ -38,8 +39,16 @@ def open_tiers(plan: Plan, mesh: Mesh, device: torch.device) -> Slots | None:
             f"(dp_shard over more processes and recompute='full' save memory)"
         )
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
-    slots = succeed_together(lambda: Slots(offload, ranks_here), mesh.world_group, "parallelize")
-    if mesh.rank == 0 and "cpu" in (offload.optimizer, offload.gradients):
+
+    def open_slots() -> Slots:
+        slots = Slots(offload, ranks_here)
+        if offload.activations is not None:
+            slots.activations = OffloadedActivations(slots)
+        return slots
+
+    slots = succeed_together(open_slots, mesh.world_group, "parallelize")
+    held = (offload.optimizer, offload.gradients, offload.parameters, offload.activations)
+    if mesh.rank == 0 and "cpu" in held:
         logger.warning("offload to host memory saves nothing on CPU ranks, whose own memory that is; 'disk' does")
     return slots
 
@@ -69,7 +78,12 @@ def offload_states(
             states = probe_states(partial(build_optimizer, factory, heads=heads), trained)
         masters = {name: m for name, m in sharded.offloaded_masters().items() if name in trained}
         return OffloadedOptimizer(
-            optimizer, trained, states, slots, offloaded=masters, agree=partial(_stop_together, mesh.world_group)
+            optimizer,
+            trained,
+            states,
+            slots,
+            offloaded=masters,
+            agree=partial(_stop_together, mesh.world_group, "the update of offloaded states"),
         )
 
     offloaded = succeed_together(offload, mesh.world_group, "parallelize")
@@ -80,8 +94,24 @@ def offload_states(
     return offloaded
 
 
-def _stop_together(group: torch.distributed.ProcessGroup, failure: Exception | None) -> None:
-    """Raises the `failure` of any rank on all of them. A collective of `group`."""
+def check_transfers(slots: Slots | None, group: torch.distributed.ProcessGroup) -> None:
+    """Raises on all ranks what failed on any in moving parameters or activations.
+
+    Called after forwards and backwards. A collective of `group`, where a disk is used.
+
+    Raises:
+        OSError, ValueError: the disk failed, or is full. The gradients are of no use; weights are as before the step.
+    """
+    if slots is None or not slots.offload.uses_disk:
+        return
+    if slots.offload.parameters is not None:
+        _stop_together(group, "reading offloaded parameters", slots.take_failure())
+    if slots.activations is not None:
+        _stop_together(group, "moving offloaded activations", slots.activations.take_failure())
+
+
+def _stop_together(group: torch.distributed.ProcessGroup, what: str, failure: Exception | None) -> None:
+    """Raises the `failure` of any rank on all of them, in doing `what`. A collective of `group`."""
     if group.size() > 1:
         failures = torch.tensor([float(failure is not None)])
         all_reduce_(failures, group, what="whether the scratch files could be read and written")
@@ -94,4 +124,4 @@ def _stop_together(group: torch.distributed.ProcessGroup, failure: Exception | N
         if failure is not None:
             raise failure
 
-    succeed_together(fail, group, "the update of offloaded states")
+    succeed_together(fail, group, what)

@@ -23,6 +23,9 @@ class GuardedStateDicts:
 
     Args:
         plan: for messages.
+
+    Attributes:
+        holds_parts: whether this rank's parameters are not all that the model has.
     """
 
     def __init__(self, sharded: ShardedModel, plan: Plan) -> None:
@@ -31,6 +34,7 @@ class GuardedStateDicts:
         self._loaded = False  # since the ranks' copies last followed the masters
         self._modules = {id(module) for module in sharded.model.modules()}
         sharded_names = {name for name, p in sharded.masters().items() if self._is_part(name, p)}
+        self.holds_parts = plan.pp > 1 or bool(sharded_names)
         for path, module in sharded.model.named_modules():
             prefix = f"{path}." if path else ""
             names = {name: sharded.aliases().get(prefix + name, prefix + name) for name in own_parameters(module)}

@@ -8,14 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.comm.decisions import succeed_together
 from tensorshard.data_parallel.batch_norm import synchronize_batch_norm
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import assign_buffers
+from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.slots import Slots
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.transforms.compile import compile_blocks
+from tensorshard.transforms.offload_activations import offload_activations
 from tensorshard.transforms.precision import DTYPES, keep_norms_fp32
 from tensorshard.transforms.recompute import apply_recompute
 
@@ -70,18 +73,31 @@ def lay_out(
         for sentence in compile_blocks(part.repeated, plan.recompute):
             if mesh.rank == 0:
                 logger.warning("compile=True: %s", sentence)
+    if slots is not None and slots.activations is not None:
+        offload_activations(part.repeated, slots.activations)
     reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
 
     def local_value(name: str) -> torch.Tensor:
         return split.local(name, value_of(name))
 
     assign_buffers(part.module, local_value, device)
-    if plan.zero == 3 and mesh.degrees["dp_shard"] > 1:
+    if plan.shards_parameters:
         from tensorshard.data_parallel.fully_sharded import FullyShardedModel
 
-        return FullyShardedModel(
-            part.module, local_value, part.units, mesh, split, precision=plan.precision, reduce_dtype=reduce_dtype
+        offloads = slots is not None and slots.offload.parameters is not None
+        sharded = FullyShardedModel(
+            part.module,
+            local_value,
+            part.units,
+            mesh,
+            split,
+            precision=plan.precision,
+            reduce_dtype=reduce_dtype,
+            offloaded=OffloadedParameters(slots) if slots is not None and offloads else None,
         )
+        if offloads:
+            succeed_together(sharded.check_offloaded, mesh.world_group, "parallelize")
+        return sharded
     from tensorshard.data_parallel.replicated import ReplicatedModel
 
     return ReplicatedModel(
@@ -93,7 +109,7 @@ def lay_out(
         level=int(plan.zero),
         precision=plan.precision,
         reduce_dtype=reduce_dtype,
-        keep_master=None if slots is None else slots.keep,
+        keep_master=None if slots is None or slots.offload.optimizer is None else slots.keep,
     )
 
 

@@ -57,7 +57,7 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
                 f"module {name!r} is an {type(module).__name__} with sparse=True, but only dense gradients can be "
                 f"averaged over ranks; build it with sparse=False"
             )
-    if plan.zero == 3 and plan.dp_shard > 1:
+    if plan.shards_parameters:
         _check_fully_shardable(model, trained)
     data_ranks = plan.dp_replicate * plan.dp_shard
     check_batch_norms(model, ranks=data_ranks * plan.tp * plan.pp * plan.cp, data_ranks=data_ranks)

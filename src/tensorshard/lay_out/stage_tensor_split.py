@@ -43,17 +43,8 @@ def split_stage(
 
     Args:
         whole: the model, on the meta device and as it was.
-
-    Raises:
-        ValueError: a module that other modules run as a part of themselves is split.
     """
     styles = found.plan.resolve(whole)
-    nested = [name for name in stage.cut.graph.nested if name in styles and name in stage.elsewhere]
-    if nested:
-        raise ValueError(
-            f"{nested[0]!r} is split by tp and is called inside of other units, so that stages of a pipeline need it "
-            f"in two forms; set pp=1, or give a tp_plan in which it is 'replicate'"
-        )
     parted = plan.zero == 3 and isinstance(plan.shard_units, list)
     shared = () if parted else [[n for n in names if n not in stage.elsewhere] for names in found.shared_inputs]
     shared_inputs = [names for names in shared if len(names) > 1]
@@ -63,7 +54,7 @@ def split_stage(
         found.plan,
         group,
         shared_inputs=shared_inputs,
-        outputs=outputs,
+        outputs=outputs if stage.is_last else None,  # what goes to another stage is full
         whole=whole,
         elsewhere=stage.elsewhere,
     )

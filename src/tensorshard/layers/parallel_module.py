@@ -77,20 +77,20 @@ class ParallelModule(ConvertibleModule):
         """
         return self.mesh.get_group()
 
-    def split(self, whole: torch.Tensor, dim: int) -> nn.Parameter:
-        """A parameter of which every rank holds a shard, cut along `dim`. The memory of `whole` is not kept.
+    def split(self, full: torch.Tensor, dim: int) -> nn.Parameter:
+        """A parameter of which every rank holds a shard, cut along `dim`. The memory of `full` is not kept.
 
         Args:
-            whole: what the parameter is to be, the same on every rank.
+            full: what the parameter is to be, the same on every rank.
             dim: counted from either end.
         """
-        dim, size = normalize_dim(dim, whole.ndim), whole.size(dim)
-        return self._marked(own_shard(whole.detach(), ParallelMark(dim, size, self.group)), dim, size, whole)
+        dim, size = normalize_dim(dim, full.ndim), full.size(dim)
+        return self._marked(own_shard(full.detach(), ParallelMark(dim, size, self.group)), dim, size, full)
 
-    def replicate(self, whole: torch.Tensor) -> nn.Parameter:
+    def replicate(self, full: torch.Tensor) -> nn.Parameter:
         """A parameter that every rank holds in full, with the values of the group's first rank."""
-        parameter = self._marked(whole.detach().clone(memory_format=torch.contiguous_format), None, None, whole)
-        if self.mesh.size() > 1 and type(whole) in (torch.Tensor, nn.Parameter) and not whole.is_meta:
+        parameter = self._marked(full.detach().clone(memory_format=torch.contiguous_format), None, None, full)
+        if self.mesh.size() > 1 and type(full) in (torch.Tensor, nn.Parameter) and not full.is_meta:
             dist.broadcast(parameter.detach(), group_src=0, group=self.group)
         return parameter
 
@@ -123,10 +123,10 @@ class ParallelModule(ConvertibleModule):
         _layers.add(self)
         self._mark_all()  # torch copies and saves parameters without their attributes
 
-    def _marked(self, held: torch.Tensor, dim: int | None, size: int | None, whole: torch.Tensor) -> nn.Parameter:
+    def _marked(self, held: torch.Tensor, dim: int | None, size: int | None, full: torch.Tensor) -> nn.Parameter:
         if held.device.type not in (self.mesh.device_type, "meta"):
             held = held.to(self.mesh.device_type)
-        parameter = nn.Parameter(held, requires_grad=whole.requires_grad)
+        parameter = nn.Parameter(held, requires_grad=full.requires_grad)
         set_mark(parameter, ParallelMark(dim, size, self.group, self.dim))
         return parameter
 

@@ -16,7 +16,7 @@ from tensorshard.layers.arguments import check_dim, check_indices, full_size, pa
 
 
 class _VocabularyEmbedding(Function):
-    """Each rank looks up the rows it holds; the others' are zero; the sum is whole (Shoeybi et al. 2019)."""
+    """Each rank looks up the rows it holds; the others' are zero; the sum is the full output (Shoeybi et al. 2019)."""
 
     @staticmethod
     def forward(
@@ -73,16 +73,16 @@ def parallel_embedding(
     """``F.embedding`` with a table that is split over a group.
 
     Args:
-        input: indices into the whole vocabulary, the same on every rank of the group.
-        weight: [num_embeddings, embedding_dim]: this rank's part of it, or a DTensor.
+        input: indices into the full vocabulary, the same on every rank of the group.
+        weight: [num_embeddings, embedding_dim]: this rank's shard of it, or a DTensor.
         padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in ``F.embedding``. `max_norm`
             changes `weight` in place. `sparse` needs ``dim=None``.
-        num_embeddings: size of the whole vocabulary; needed with ``dim=0`` if `weight` is not a layer's or a DTensor.
+        num_embeddings: size of the full vocabulary; needed with ``dim=0`` if `weight` is not a layer's or a DTensor.
         dim: None: ``F.embedding``. 0: the vocabulary is split. 1 or -1: the features are split.
-        group: the ranks that hold the parts; by default the weight's own, else the model-parallel group.
+        group: the ranks that hold the shards; by default the weight's own, else the model-parallel group.
 
     Returns:
-        [*input.shape, embedding_dim], whole.
+        [*input.shape, embedding_dim], full.
 
     Raises:
         IndexError: an index outside the vocabulary.
@@ -148,7 +148,7 @@ def split_embedding(
 
 
 def _rows_held(num_embeddings: int | None, height: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """The first row of this rank's part of the table, and how many it has."""
+    """The first row of this rank's shard of the table, and how many it has."""
     if num_embeddings is None:
         raise ValueError("parallel_embedding with dim=0 was given a local weight without num_embeddings=")
     start, expected = shard_range(num_embeddings, group.size(), group.rank())
@@ -171,7 +171,7 @@ def _positive(padding_idx: int | None, num_embeddings: int) -> int | None:
 def _renormalize_features(
     weight: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float, group: dist.ProcessGroup
 ) -> None:
-    """``embedding_renorm_`` of rows of which each rank holds some features: by the norms of whole rows."""
+    """``embedding_renorm_`` of rows of which each rank holds some features: by the norms of full rows."""
     rows = indices.unique()
     parts = primitives.gather_flat(torch.linalg.vector_norm(weight[rows], norm_type, dim=1), group)
     norms = torch.linalg.vector_norm(parts, norm_type, dim=0)

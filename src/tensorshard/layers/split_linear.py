@@ -24,16 +24,16 @@ def parallel_linear(
     """``F.linear`` with a weight that is split over a group.
 
     Args:
-        input: [*, in_features], whole; with ``dim=0`` it may also be this rank's part of the input features.
-        weight: [out_features, in_features]: this rank's part of it, or a DTensor.
-        bias: [out_features]: split as the weight's rows with ``dim=1``, whole with ``dim=0``.
+        input: [*, in_features], full; with ``dim=0`` it may also be this rank's shard of the input features.
+        weight: [out_features, in_features]: this rank's shard of it, or a DTensor.
+        bias: [out_features]: split as the weight's rows with ``dim=1``, full with ``dim=0``.
         dim: None: ``F.linear``. 1 or -1: the output features are split (a column layer); the output is this
-            rank's part, [*, part of out_features], and marked as such. 0: the input features are split (a row
-            layer); the output is whole.
-        group: the ranks that hold the parts; by default the weight's own, else the model-parallel group.
+            rank's shard, [*, shard of out_features], and marked as such. 0: the input features are split (a row
+            layer); the output is full.
+        group: the ranks that hold the shards; by default the weight's own, else the model-parallel group.
 
     Raises:
-        ValueError: `dim` is none of these; a part was given where a whole input is needed, or the reverse;
+        ValueError: `dim` is none of these; a shard was given where a full input is needed, or the reverse;
             `group` is not the weight's.
     """
     check_dim(dim, "parallel_linear")
@@ -66,7 +66,7 @@ def split_linear(
     if input.size(-1) != local_weight.size(1):
         raise ValueError(
             f"an input of shape {list(input.shape)} was given to a layer of {local_weight.size(1)} input "
-            "features: a layer that splits its output features needs its input whole"
+            "features: a layer that splits its output features needs its full input"
         )
     (output,) = column_linear(input, [(local_weight, local_bias)], Replicated(group))
     return set_mark(output, ParallelMark(-1, size, group))
@@ -77,7 +77,7 @@ def _check_whole(input: torch.Tensor, what: str) -> None:
     if mark is not None and _is_of_features(mark, input) and _is_split(mark):
         raise ValueError(
             f"a tensor {list(input.shape)} marked as split along its last dimension was given to {what}, "
-            "which needs it whole: put it together with tensorshard.distributed.gather(x, dim=-1), or use "
+            "which needs the full input: put it together with tensorshard.distributed.gather(x, dim=-1), or use "
             "a layer with dim=0"
         )
 
@@ -90,22 +90,22 @@ def _is_split(mark: ParallelMark) -> bool:
     return mark.group is None or mark.group.size() > 1
 
 
-def _as_row_input(input: torch.Tensor, part: int, whole: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of the input of a row layer, which has `part` of `whole` input features here."""
+def _as_row_input(input: torch.Tensor, held: int, full: int | None, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's shard of the input of a row layer, which has `held` of `full` input features here."""
     mark = get_mark(input)
     width = input.size(-1)
-    is_part = mark is not None and _is_of_features(mark, input)
-    if is_part and width == part:
+    is_shard = mark is not None and _is_of_features(mark, input)
+    if is_shard and width == held:
         return input
-    if not is_part:
+    if not is_shard:
         expected = shard_range(width, group.size(), group.rank())[1]
-        if width == whole or (whole is None and width != part and expected == part):
+        if width == full or (full is None and width != held and expected == held):
             return scatter(input, -1, group)
-        if width == part:  # nobody marked it, but this is what this rank is to have
+        if width == held:  # nobody marked it, but this is what this rank is to have
             return input
-    needed = f"its part of {part}" if whole is None else f"all {whole} input features, or its part of {part}"
+    needed = f"its shard of {held}" if full is None else f"all {full} input features, or its shard of {held}"
     raise ValueError(
         "an input of shape "
-        f"{list(input.shape)}{' marked as split along its last dimension' if is_part else ''} was given to "
+        f"{list(input.shape)}{' marked as split along its last dimension' if is_shard else ''} was given to "
         f"rank {group.rank()} of {group.size()} of a layer that splits its input features: it needs {needed}"
     )

@@ -18,6 +18,11 @@ from tensorshard.torch_private.pytree import tree_leaves
 # Parameters that a copy with values may have: they take 2 GB.
 _LARGEST_REAL_COPY = 500_000_000
 
+# Matrices of at least so many elements can be made compact: 4 MB.
+_LARGE_MATRIX = 1 << 20
+# How many elements further on the next row of a compact matrix begins: a prime, which no size of a layer is.
+_COMPACT_STRIDE = 17
+
 _Module = TypeVar("_Module", bound=nn.Module)
 _Mode = TypeVar("_Mode", bound=TorchDispatchMode)
 
@@ -176,7 +181,32 @@ def random_values(
             return noise.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
         if name in kernels:
             return noise.mul_(1.5 / tensor[0].numel() ** 0.5)
-        # Somewhat above the usual scale, so that attention is far from uniform.
-        return noise.mul_(1.5 / max(1, min(tensor.shape[-2:])) ** 0.5)
+        return noise.mul_(_scale(tensor.shape))
 
     return value
+
+
+def compact_values(
+    generator: torch.Generator, values: Callable[[str, torch.Tensor], torch.Tensor]
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """The same as `values`, but that rows of large matrices overlap in memory: each begins soon after the one before.
+
+    So a matrix takes few percent of its memory. No two rows are alike, nor two columns; what computes with the wrong
+    ones is off by as much as with numbers that are all independent.
+    """
+
+    def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        large = isinstance(tensor, nn.Parameter) and tensor.ndim == 2 and tensor.numel() >= _LARGE_MATRIX
+        if not large or not tensor.is_floating_point() or tensor.shape[1] < 2 * _COMPACT_STRIDE:
+            return values(name, tensor)
+        rows, columns = tensor.shape
+        noise = torch.randn((rows - 1) * _COMPACT_STRIDE + columns, generator=generator)
+        noise.mul_(_scale(tensor.shape))
+        return noise.as_strided((rows, columns), (_COMPACT_STRIDE, 1))
+
+    return value
+
+
+def _scale(shape: Sequence[int]) -> float:
+    """Somewhat above the usual scale of a matrix, so that attention is far from uniform."""
+    return 1.5 / max(1, min(shape[-2:])) ** 0.5

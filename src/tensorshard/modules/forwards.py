@@ -74,6 +74,8 @@ class Role(IntEnum):
     """Activations are computed again in backward."""
     COMPILATION = auto()
     """Everything further in is compiled."""
+    OFFLOADED_ACTIVATIONS = auto()
+    """What is kept for backward, by all that is further in, goes to another tier."""
     PIPELINE_STAGE = auto()
     """What another stage computes is not computed here."""
     TRACE = auto()

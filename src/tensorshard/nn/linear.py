@@ -19,18 +19,18 @@ class ParallelLinear(ParallelModule):
     ======  =========================  ===============================  ====================
     `dim`   what is split              input                            output
     ======  =========================  ===============================  ====================
-    None    nothing                    whole                            whole
-    0       input features (row)       whole, or this rank's part       whole
-    1, -1   output features (column)   whole                            this rank's part
+    None    nothing                    full                            full
+    0       input features (row)       full, or this rank's shard       full
+    1, -1   output features (column)   full                            this rank's shard
     ======  =========================  ===============================  ====================
 
     A part is of the last dimension; that of a column layer is marked as such.
 
     Initial weights are those that ``nn.Linear`` gets from the same random seed, which must be the same on the
-    ranks of the group. The whole weight exists for that long on every rank.
+    ranks of the group. The full weight exists for that long on every rank.
 
     Args:
-        in_features, out_features: of the whole layer.
+        in_features, out_features: of the full layer.
         bias: whether there is one. It is split with `dim` 1, and added once, on every rank alike, with `dim`
             0.
         dim: see above.
@@ -38,7 +38,7 @@ class ParallelLinear(ParallelModule):
         device, dtype: as in ``nn.Linear``. Split parameters live on the device type of the group.
 
     Attributes:
-        weight: [out_features, in_features]: this rank's part of it, marked as such; all of it with ``dim=None``.
+        weight: [out_features, in_features]: this rank's shard of it, marked as such; all of it with ``dim=None``.
         bias: [out_features] or None: a part with `dim` 1, all of it with `dim` 0 and None.
 
     Raises:

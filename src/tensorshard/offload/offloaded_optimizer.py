@@ -137,7 +137,9 @@ class OffloadedOptimizer:
             with torch.enable_grad():
                 loss = closure()
         factor, self.factor = self.factor, None
-        failure = None if self.gradients is None else self.gradients.begin_update()
+        failure = self._slots.take_failure()
+        if self.gradients is not None:
+            failure = self.gradients.begin_update() or failure
         changed = [o for o in self._offloaded.values() if o.master.grad is not None]
         try:
             if failure is not None:
@@ -229,9 +231,11 @@ class OffloadedOptimizer:
             mine = {key: moved.pop(0) for key in o.states}
             weights, copy = o.weights[tile], None
             if o.place is not None:
-                weights, copy = moved.pop(0), o.place.copy[tile]
+                weights, copy = moved.pop(0), None if o.place.copy is None else o.place.copy[tile]
             assert o.master.grad is not None
             gradient = moved.pop(0) if o.gradient is not None else to_local(o.master.grad).reshape(-1)[tile]
+            # Here, once: a tile takes so little time that the smallest operation shows.
+            scale = factor.to(weights.dtype) if isinstance(factor, torch.Tensor) else factor
             for a, count in _tiles(numel, _CACHE_ELEMENTS * torch.get_num_threads()):
                 within = slice(a, a + count)
                 self._update_tile(
@@ -239,7 +243,7 @@ class OffloadedOptimizer:
                     weights[within],
                     gradient[within],
                     {key: tensor[within] for key, tensor in mine.items()},
-                    factor,
+                    scale,
                 )
                 if copy is not None:
                     copy[within].copy_(weights[within])
@@ -257,14 +261,17 @@ class OffloadedOptimizer:
             if self._scratch.numel() < gradient.numel() or self._scratch.dtype != weights.dtype:
                 self._scratch = torch.empty(gradient.numel(), dtype=weights.dtype)
             scaled = self._scratch[: gradient.numel()]
-            scaled.copy_(gradient)
-            if factor is not None:
-                scaled.mul_(factor.to(scaled.dtype) if isinstance(factor, torch.Tensor) else factor)
+            if factor is not None and gradient.dtype == weights.dtype:
+                torch.mul(gradient, factor, out=scaled)
+            else:
+                scaled.copy_(gradient)
+                if factor is not None:
+                    scaled.mul_(factor)
             gradient = scaled
         given: dict[str, torch.Tensor | None] = {
             key: None if key in o.fresh and begins_with_gradient(key) else value for key, value in states.items()
         }
-        self._update(o.options, weights, gradient, given, o.step.clone())
+        self._update(o.options, weights, gradient, given, o.step)
         for key, value in given.items():
             if value is not None and value is not states[key]:
                 states[key].copy_(value)
@@ -333,7 +340,7 @@ class OffloadedOptimizer:
                     state[key] = o.shown(slot)
 
     def _make_transfers(self) -> Transfers:
-        budget = self._slots.offload.buffer_bytes
+        budget = self._slots.offload.buffer_bytes - self._slots.offload.activation_buffer_bytes
         self._work_bytes = budget // _WORKS
         if self._update is None:
             largest = max((sum(s.nbytes for s in _specs(o)) for o in self._offloaded.values()), default=1)

@@ -10,6 +10,8 @@ import torch
 
 from tensorshard.offload.folders import BLOCK, free_bytes, open_unnamed
 
+_LOST = "Weights and optimizer states are lost; go on from the last checkpoint"
+
 
 class ScratchFile:
     """A file without a name, for direct I/O and for plain reads as tensors. What is asked for is reserved at once.
@@ -20,13 +22,15 @@ class ScratchFile:
 
     Args:
         folder: where it is.
+        lost: what it means when the disk fails, for people.
 
     Raises:
         ValueError: the folder cannot hold it, see :func:`.folders.open_unnamed`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lost: str = _LOST) -> None:
         self.folder = folder
+        self._lost = lost
         self.nbytes = 0
         self._maps: dict[int, mmap.mmap] = {}
         self._descriptor = open_unnamed(folder)
@@ -35,8 +39,11 @@ class ScratchFile:
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)  # mapped tensors keep their part of the file
 
-    def reserve(self, nbytes: int) -> int:
+    def reserve(self, nbytes: int, *, mapped: bool = True) -> int:
         """Makes the file larger by `nbytes`, in whole blocks; returns where they begin.
+
+        Args:
+            mapped: whether :meth:`tensor` will be asked for tensors in them.
 
         Raises:
             ValueError: there is no such space left.
@@ -50,7 +57,8 @@ class ScratchFile:
                 f"{start:,} of them the disk has {free_bytes(self.folder):,} left ({error.strerror}); set offload.path "
                 f"to a folder on a larger disk, or shard over more processes"
             ) from error
-        self._maps[start] = mmap.mmap(self._descriptor, size, offset=start)
+        if mapped:
+            self._maps[start] = mmap.mmap(self._descriptor, size, offset=start)
         self.nbytes = start + size
         return start
 
@@ -82,8 +90,8 @@ class ScratchFile:
 
     def settle(self) -> None:
         """What was written through mapped tensors reaches the disk, and nothing of the file stays in the page cache."""
+        os.fdatasync(self._descriptor)  # of mapped pages too
         for mapped in self._maps.values():
-            mapped.flush()
             mapped.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -98,8 +106,7 @@ class ScratchFile:
         except OSError as error:
             raise OSError(
                 f"{len(memory):,} bytes of the scratch file in {str(self.folder)!r} could not be {done} at byte "
-                f"{offset:,}: {error.strerror or error}. Weights and optimizer states are lost; go on from the last "
-                f"checkpoint, with offload.path on another disk"
+                f"{offset:,}: {error.strerror or error}. {self._lost}, with offload.path on another disk"
             ) from error
 
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,6 +12,9 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.offload.folders import BLOCK, scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
 from tensorshard.offload_fields import Offload
+
+if TYPE_CHECKING:
+    from tensorshard.offload.activations import OffloadedActivations
 
 _LEAST_ON_DISK = 1 << 16  # bytes that are worth a request of their own
 
@@ -23,7 +27,7 @@ class SlotSpec:
     """A tensor that is to be kept on a tier.
 
     Args:
-        kind: what it is, for people: "optimizer states", "master weights" or "gradients".
+        kind: what it is, for people: "parameters", "optimizer states", "master weights", "gradients" or "activations".
         numel: elements of this rank's shard.
         dtype: of its elements.
     """
@@ -97,15 +101,16 @@ class DiskSlot(Slot):
 
 @dataclass(frozen=True)
 class OffloadedMaster:
-    """Where the fp32 weights are that a 16-bit parameter is a copy of.
+    """Where weights are that the optimizer updates.
 
     Args:
         slot: this rank's shard of them.
-        copy: the same shard of the parameter that forward computes with, flat, on the device.
+        copy: the same shard of the 16-bit parameter that forward computes with, flat, on the device; None where the
+            weights themselves are read for it.
     """
 
     slot: Slot
-    copy: torch.Tensor
+    copy: torch.Tensor | None
 
 
 class Slots:
@@ -115,6 +120,10 @@ class Slots:
         offload: what goes where.
         ranks_here: how many ranks share the host's memory.
 
+    Attributes:
+        activations: what moves them; None if they stay on the device.
+        failure: what went wrong in reading parameters, until all ranks are told; None for nothing.
+
     Raises:
         ValueError: the folder cannot hold a scratch file, see :func:`.folders.open_unnamed`; `host_memory` is less than
             the buffers of this machine's ranks.
@@ -122,6 +131,8 @@ class Slots:
 
     def __init__(self, offload: Offload, ranks_here: int = 1) -> None:
         self.offload = offload
+        self.failure: OSError | None = None
+        self.activations: OffloadedActivations | None = None
         self._file: ScratchFile | None = None
         self._left: int | None = None  # of the budget
         self._held: dict[tuple[str, str], int] = {}
@@ -130,8 +141,8 @@ class Slots:
             if self._left < 0:
                 raise ValueError(
                     f"offload.host_memory={offload.host_memory!r} is less than the buffers of this machine's "
-                    f"{ranks_here} ranks, {offload.buffer_memory} each; make buffer_memory smaller, or host_memory "
-                    f"larger"
+                    f"{ranks_here} ranks, {offload.buffer_memory} each; set host_memory to at least "
+                    f"{ranks_here * offload.buffer_bytes} bytes, or make buffer_memory smaller"
                 )
         if offload.uses_disk:
             self._file = ScratchFile(scratch_folder(offload.path))
@@ -142,7 +153,7 @@ class Slots:
         Raises:
             ValueError: the disk has no space for them.
         """
-        in_memory = [tier == "cpu" and self._takes(spec) for spec in specs]
+        in_memory = [tier == "cpu" and self.borrow(spec.nbytes) for spec in specs]
         on_disk = [spec for spec, here in zip(specs, in_memory, strict=True) if not here]
         reserved = offset = 0
         if on_disk:
@@ -170,10 +181,20 @@ class Slots:
         slot.tensor.copy_(values.reshape(-1))
         return slot
 
+    def take_failure(self) -> OSError | None:
+        """:attr:`failure`, which is forgotten."""
+        failure, self.failure = self.failure, None
+        return failure
+
     def settle(self) -> None:
         """Called before transfers, for those who wrote to or read from :attr:`Slot.tensor` in between."""
         if self._file is not None:
             self._file.settle()
+
+    @property
+    def held(self) -> dict[tuple[str, str], int]:
+        """Bytes of each kind on "host memory" or "disk" of this rank; of activations, the most at a time."""
+        return dict(self._held)
 
     def describe(self) -> str:
         """A table of what is held where on this rank, a line for each kind and tier."""
@@ -181,14 +202,18 @@ class Slots:
         lines.append(f"{'buffers':<16} {'host memory':<11} {self.offload.buffer_bytes / 2**20:>12,.1f} MiB")
         return "\n".join(lines)
 
-    def _takes(self, spec: SlotSpec) -> bool:
-        """Whether host memory has room for it, which it then takes."""
+    def borrow(self, nbytes: int) -> bool:
+        """Whether host memory has room for so many bytes, which its budget then has less; below 0 gives back."""
         if self._left is None:
             return True
-        if spec.nbytes > self._left:
+        if nbytes > self._left:
             return False
-        self._left -= spec.nbytes
+        self._left -= nbytes
         return True
+
+    def note(self, kind: str, where: str, nbytes: int) -> None:
+        """Has the table say that so much of a `kind` is held at a time, if it was less before."""
+        self._held[kind, where] = max(nbytes, self._held.get((kind, where), 0))
 
     def _count(self, spec: SlotSpec, where: str) -> None:
         place = spec.kind, where

@@ -66,6 +66,25 @@ class _UnderWay:
         self.transfers.clear()
 
 
+class Reading:
+    """Bytes that are being read into memory of their own."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = mmap.mmap(-1, round_up(nbytes))  # aligned to pages
+        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes)
+        self.transfers: list[Future[None]] = []
+
+    def wait(self) -> torch.Tensor:
+        """All of them, [nbytes] of uint8.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        for transfer in self.transfers:
+            transfer.result()
+        return self.tensor
+
+
 def _nothing(_: list[torch.Tensor]) -> None:
     """What is computed where tiles are written alone."""
 
@@ -88,12 +107,16 @@ class Transfers:
         self._pool: ThreadPoolExecutor | None = None
         self._written: deque[_UnderWay] = deque()  # by write
 
-    def write(self, slot: Slot, values: torch.Tensor) -> None:
+    def write(self, slot: Slot, values: torch.Tensor) -> list[Future[None]]:
         """Has all of `slot` written in the background; `values`, [numel], may change once this returns.
+
+        Returns:
+            What is under way then.
 
         Raises:
             OSError: the disk failed, with this or an earlier write.
         """
+        begun: list[Future[None]] = []
         each = self._largest // values.dtype.itemsize // TILE_ALIGNMENT * TILE_ALIGNMENT
         for start in range(0, values.numel(), each):
             part = values[start : start + each]
@@ -102,6 +125,19 @@ class Transfers:
             self._written.append(started)
             started.tensors[0].copy_(part)
             self._submit_writes(started)
+            begun += started.transfers
+        return begun
+
+    def read(self, slot: Slot, nbytes: int) -> Reading:
+        """Begins to read the first bytes of `slot`, whose elements are bytes."""
+        reading = Reading(nbytes)
+        view = memoryview(reading.memory)
+        each = self._largest // TILE_ALIGNMENT * TILE_ALIGNMENT
+        for start in range(0, nbytes, each):
+            part = reading.tensor[start : start + each]
+            memory = view[start : start + round_up(part.numel())]
+            reading.transfers.append(self._threads_of_pool().submit(slot.read, start, part, memory))
+        return reading
 
     def drain(self) -> None:
         """Waits until all that :meth:`write` began is written.
@@ -146,8 +182,7 @@ class Transfers:
             raise
 
     def _start(self, work: Work, behind: deque[_UnderWay], zero: bool = True) -> _UnderWay:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tensorshard-offload")
+        pool = self._threads_of_pool()
         if work.buffer_bytes > self._largest:
             raise ValueError(f"a work needs {work.buffer_bytes} bytes, and buffers have {self._largest}")
         started = _UnderWay(work, self._buffer(behind))
@@ -161,10 +196,15 @@ class Transfers:
             started.tensors.append(tensor)
             started.memories.append(memory)
             if move.read:
-                started.transfers.append(self._pool.submit(move.slot.read, move.start, tensor, memory))
+                started.transfers.append(pool.submit(move.slot.read, move.start, tensor, memory))
             elif zero:
                 tensor.zero_()
         return started
+
+    def _threads_of_pool(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tensorshard-offload")
+        return self._pool
 
     def _buffer(self, behind: deque[_UnderWay]) -> mmap.mmap:
         if not self._buffers and self._made < self._count:

@@ -21,7 +21,8 @@ States = dict[str, torch.Tensor | None]
 """A tile's states by their keys; None for one that begins with this update, which the update puts in its place."""
 
 TileUpdate = Callable[[Mapping[str, Any], torch.Tensor, torch.Tensor, States, torch.Tensor], None]
-"""Called with a parameter group's options, a tile's weights, gradient and states, and the count of steps before."""
+"""Called with a parameter group's options, a tile's weights, gradient and states, and the count of steps before (which
+stays as it is)."""
 
 
 def _adam(
@@ -37,7 +38,7 @@ def _adam(
         [_given(states["exp_avg"])],
         [_given(states["exp_avg_sq"])],
         [_given(states["max_exp_avg_sq"])] if amsgrad else [],
-        [step],
+        [step.clone()],  # which is added to
         foreach=group["foreach"],
         fused=group["fused"],
         decoupled_weight_decay=group["decoupled_weight_decay"],
@@ -79,7 +80,7 @@ def _adagrad(
         [weights],
         [gradient],
         [_given(states["sum"])],
-        [step],
+        [step.clone()],
         foreach=group["foreach"],
         fused=group["fused"],
         lr=group["lr"],

@@ -79,6 +79,7 @@ def export_all(tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs
     try:
         for name, tensor in tensors:
             export.add(name, tensor)
+            del tensor  # before the next is read
         export.finish()
     except BaseException:
         export.discard()

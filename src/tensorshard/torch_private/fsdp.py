@@ -10,6 +10,8 @@ Checked: torch 2.11 and 2.13.
 Public way: none; the methods are public and the classes are not.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +26,10 @@ __all__ = [
     "AllGather",
     "ReduceScatter",
     "forget_fully_shard",
+    "gather_from",
+    "padded_shards",
     "parameter_groups",
+    "replace_shards",
     "reset_iteration",
     "unsharded_parameter",
 ]
@@ -56,6 +61,67 @@ def unsharded_parameter(fsdp_param: Any) -> torch.Tensor | None:
     Public way: the module's own parameter, between a forward and its backward.
     """
     return getattr(fsdp_param, "_unsharded_param", None)
+
+
+def padded_shards(group: Any) -> dict[nn.Parameter, torch.Tensor]:
+    """This rank's shards of a group's parameters, flat and padded to the size that all ranks have.
+
+    Why: they are what FSDP2 gathers, and what is to be kept elsewhere.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none; the parameters' ``to_local()`` has no padding.
+    """
+    return {fsdp_param.sharded_param: fsdp_param._sharded_param_data for fsdp_param in group.fsdp_params}
+
+
+def replace_shards(group: Any, shards: Sequence[torch.Tensor]) -> None:
+    """Puts `shards`, as :func:`padded_shards` gives them, in the place of a group's own, which are freed.
+
+    Why: a parameter whose shard is on disk shows memory that is mapped to it.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``CPUOffloadPolicy``, which knows host memory alone.
+    """
+    for fsdp_param, flat in zip(group.fsdp_params, shards, strict=True):
+        local = fsdp_param.sharded_param._local_tensor
+        fsdp_param._sharded_param_data = flat
+        fsdp_param.sharded_param._local_tensor = flat[: local.numel()].view(local.shape)
+
+
+def gather_from(group: Any, shards: Callable[[bool], AbstractContextManager[Sequence[torch.Tensor]]]) -> None:
+    """Has every gather of `group` take its shards from a context, which ends when they were copied.
+
+    Why: shards that are not in memory are read for the gather, and dropped after it.
+
+    Checked: torch 2.11 and 2.13. Where there is one rank, ``wait_for_unshard`` copies the shards; else ``unshard``.
+
+    Public way: ``fsdp_pre_all_gather`` of a tensor subclass, which every parameter would have to become.
+
+    Args:
+        shards: called with whether the gather is for backward; gives what :func:`padded_shards` does.
+    """
+    alone = group._all_gather_process_group.size() == 1
+    name = "wait_for_unshard" if alone else "unshard"
+    original = getattr(group, name)
+
+    def gather(*args: Any, **kwargs: Any) -> None:
+        begun = group._all_gather_result is not None
+        if group.is_unsharded or begun is not alone:
+            original(*args, **kwargs)
+            return
+        kept = [fsdp_param._sharded_param_data for fsdp_param in group.fsdp_params]
+        with shards(group._training_state == TrainingState.PRE_BACKWARD) as values:
+            try:
+                for fsdp_param, value in zip(group.fsdp_params, values, strict=True):
+                    fsdp_param._sharded_param_data = value
+                original(*args, **kwargs)
+            finally:
+                for fsdp_param, before in zip(group.fsdp_params, kept, strict=True):
+                    fsdp_param._sharded_param_data = before
+
+    setattr(group, name, gather)
 
 
 def reset_iteration(root: nn.Module) -> None:

@@ -95,7 +95,7 @@ def write_config(config: DictConfig, directory: RunDirectory, step: int) -> None
     config.train.name = _run_name(config)
     if not directory.config.exists():
         save_config(config, directory.config)
-    elif to_yaml(config) != directory.config.read_text(encoding="utf-8"):
+    elif to_yaml(config).encode() != directory.config.read_bytes():
         changed = directory.path / f"config-from-step-{step}.yaml"
         changed.write_text(to_yaml(config), encoding="utf-8")
 

@@ -1,1 +1,1 @@
-"""Model to model, for what concerns one rank alone: precision, recomputation, compilation."""
+"""Model to model, for what concerns one rank alone: precision, recomputation, compilation, activations elsewhere."""

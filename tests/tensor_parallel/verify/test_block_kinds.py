@@ -133,3 +133,24 @@ def test_blocks_that_a_string_makes_unlike_are_split_each_by_its_own_check():
     found = find_tensor_plan(model, 2, inputs=torch.zeros(2, 3, WIDTH))
     split = {name.rpartition(".")[0] for name, style in found.plan.resolve(model).items() if style.kind == "colwise"}
     assert split == {"layers.0", "layers.2"}
+
+
+class Windowed(nn.Module):
+    """Computes long sequences in windows."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.unflatten(1, (-1, self.window)).cumsum(2).flatten(1, 2) if x.shape[1] > self.window else x
+
+
+@pytest.mark.parametrize(("window", "kept"), [(1024, [2, 12, 8]), (64, [4, 512, 8])])
+def test_a_large_batch_is_cut_where_less_shows_the_same(window, kept):
+    model = Windowed(window)
+    run = run_once(model, list(find_units(model)), torch.zeros(4, 512, 8), 2)
+    assert list(run.inputs.shape) == kept == list(run.calls["layers.0"].args[0].shape)

@@ -199,7 +199,7 @@ class HeadSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes its own state or that of a ``torch.optim.SGD`` of the same parameters, whole or in parts.
+        """Takes its own state or that of a ``torch.optim.SGD`` of the same parameters, full or in shards.
 
         A momentum of another type is converted.
 
@@ -233,18 +233,18 @@ class HeadSGD(torch.optim.Optimizer):
             self.group["initial_lr"] = groups[0]["initial_lr"]
 
     def _load(self, parameter: torch.Tensor, momentum: torch.Tensor, scales: torch.Tensor | None) -> None:
-        part, slot = rows_like(momentum, parameter), self._slot(parameter)
+        shard, slot = rows_like(momentum, parameter), self._slot(parameter)
         if scales is not None:
             own_scales = rows_like(scales, parameter)
             if slot.scales is not None:
-                slot.momentum.copy_(part)
+                slot.momentum.copy_(shard)
                 slot.scales.copy_(own_scales)
                 return
-            part = dequantize(part, own_scales, out=torch.empty_like(part, dtype=torch.float32))
+            shard = dequantize(shard, own_scales, out=torch.empty_like(shard, dtype=torch.float32))
         if slot.scales is None:
-            slot.momentum.copy_(part)
+            slot.momentum.copy_(shard)
             return
-        values = part.to(slot.scales.device, torch.float32, copy=True).contiguous()
+        values = shard.to(slot.scales.device, torch.float32, copy=True).contiguous()
         noise = Noise(values.numel(), 0, values.device)
         quantize(values, noise.bits(values.shape), torch.empty_like(values), slot.momentum, slot.scales)
 
@@ -257,7 +257,7 @@ class HeadSGD(torch.optim.Optimizer):
         return slots[0], slots[1] if len(slots) > 1 else None
 
     def _slot(self, parameter: torch.Tensor) -> Slot:
-        """A parameter's part and its momentum, made at first use."""
+        """A parameter's shard and its momentum, made at first use."""
         state, local = self.state[parameter], parameter.detach()
         if _MOMENTUM not in state:
             wide = torch.float64 if local.dtype == torch.float64 else torch.float32

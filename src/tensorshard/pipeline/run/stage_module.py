@@ -14,7 +14,7 @@ from tensorshard.modules.values import Layout, take_apart
 from tensorshard.pipeline.run.crossings import Shapes
 from tensorshard.pipeline.run.stage_run import StageLeft, StageRun
 from tensorshard.pipeline.run.stage_skeleton import skeleton
-from tensorshard.torch_private.modules import clear_forward_hooks, clear_hooks
+from tensorshard.torch_private.modules import clear_forward_hooks, clear_hooks, own_parameters
 from tensorshard.torch_private.pytree import tree_map_only
 
 
@@ -34,7 +34,7 @@ class StageModule:
             state dict has the model's names. It is what transforms are applied to; call the stage instead.
         units: what it can compute, by name: units that it calls, and those that no run has called and whose parameters
             it holds.
-        elsewhere: names of what other stages compute: of modules, and of what is in them.
+        elsewhere: names of what other stages alone compute: of modules, and of what is in them.
         blocks: those of the model's blocks that are the stage's own (for recomputation, compilation and sharding).
     """
 
@@ -45,12 +45,14 @@ class StageModule:
         self._stubs = shapes.stages_of.keys() - own
         # Units that no run called stay whole: a stage that holds their parameters may not know of all their uses.
         called_elsewhere = {call.unit for call in graph.calls} - own
-        self.elsewhere = frozenset(
-            name
-            for stub in called_elsewhere
-            for name in (stub, *(f"{stub}.{inner}" for inner, _ in _named_members(model.get_submodule(stub))))
-        )
         self.module, self._removed = skeleton(model, self.cut.parameters(index), called_elsewhere - graph.nested)
+        self.elsewhere = frozenset(
+            f"{stub}.{inner}" if inner else stub
+            for stub in called_elsewhere
+            for inner in _computed_elsewhere(
+                model.get_submodule(stub), self.module.get_submodule(stub), nested=stub in graph.nested
+            )
+        )
         self.units = {name: self.module.get_submodule(name) for name in graph.parameters if name in own}
         self.blocks = {name: self.module.get_submodule(name) for name in find_blocks(model) if name in own}
         self._device: torch.device | None = None
@@ -183,6 +185,28 @@ class StageModule:
         return run.placeholder(self._device)
 
 
-def _named_members(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield from ((name, inner) for name, inner in module.named_modules(remove_duplicate=False) if name)
-    yield from module.named_parameters(remove_duplicate=False)
+def _computed_elsewhere(unit: nn.Module, remains: nn.Module, *, nested: bool) -> Iterator[str]:
+    """Names in a `unit` that other stages call, itself ("") included, of what this stage does not compute.
+
+    This stage may call modules inside of it by themselves, between units: a diffusion transformer's end lets its first
+    block embed the time step. Or the unit shares modules with a unit of this stage. In both cases the stage has these
+    modules' parameters.
+
+    Args:
+        remains: what the stage has of the unit.
+        nested: whether other units call it as a part of themselves.
+    """
+    held = {name for name, _ in remains.named_parameters(remove_duplicate=False)}
+    computed: dict[str, bool] = {}
+    for name, module in unit.named_modules(remove_duplicate=False):  # modules come before what is inside of them
+        prefix = f"{name}." if name else ""
+        if any(True for _ in module.parameters()):
+            own_ones_held = all(prefix + key in held for key in own_parameters(module))
+            computed[name] = own_ones_held and any(key.startswith(prefix) for key in held) and bool(name or nested)
+        else:  # an attention's core without parameters, say
+            computed[name] = computed.get(name.rpartition(".")[0], False)
+        if not computed[name]:
+            yield name
+    for name, _ in unit.named_parameters(remove_duplicate=False):
+        if not computed[name.rpartition(".")[0]]:
+            yield name

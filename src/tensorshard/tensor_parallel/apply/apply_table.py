@@ -138,14 +138,16 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
     layouts: dict[str, Layout] = {}
     chosen: dict[int, tuple[str, Layout]] = {}
     unsaid: list[tuple[str, torch.Tensor]] = []
+    table_name: dict[nn.Module, str] = {}  # a module that is registered at several places is in the table once
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = _module_layouts(prefix, module, styles.get(prefix), size)
+        said = table_name.setdefault(module, prefix)
+        own = _module_layouts(said, module, styles.get(said), size)
         for key, parameter in own_parameters(module).items():
             name = _join(prefix, key)
             layout = own.get(key, REPLICATED)
-            if name in styles:
-                layout = _parameter_layout(name, parameter, styles[name])
-            elif prefix not in styles and as_splittable(module) is None:
+            if (style := styles.get(_join(said, key))) is not None:
+                layout = _parameter_layout(name, parameter, style)
+            elif said not in styles and as_splittable(module) is None:
                 unsaid.append((name, parameter))  # what it is tied to, if anything, says it
                 continue
             check_can_split(layout, size, name)

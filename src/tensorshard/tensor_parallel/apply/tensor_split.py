@@ -30,7 +30,7 @@ class _Described(Protocol):
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Layouts of parameters over a group of tensor-parallel ranks; of none by default, where everything is whole.
+    """Layouts of parameters over a group of tensor-parallel ranks; of none by default, where everything is full.
 
     Args:
         layouts: of every parameter, by each of its names, and of the buffers that are split.
@@ -69,11 +69,11 @@ class TensorSplit:
         return 1 if self.layout(name).dim is None else self.size
 
     def local(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the parameter `name`."""
+        """This rank's shard of the parameter `name`."""
         return local_shard(full, self.layout(name), self.rank, self.size)
 
     def full_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """The shape of the parameter or buffer `name`, of which a rank's part, or all, has `shape`."""
+        """The shape of the parameter or buffer `name`, of which a rank's shard, or all, has `shape`."""
         layout = self.layout(name)
         full = list(shape)
         if layout.dim is not None:

@@ -1,11 +1,9 @@
 """Whether a whole table is right: every distinct block by numbers, then the model around them."""
 
 from collections.abc import Hashable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from tensorshard.modules.model_errors import raised_by_model
@@ -17,9 +15,10 @@ from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, SUM_GRADIENTS, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall, as_call, capture_calls
-from tensorshard.tensor_parallel.verify.block_check import Agreement, BlockCheck, MismatchError
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
+from tensorshard.tensor_parallel.verify.block_check import Agreement, MismatchError
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
+from tensorshard.tensor_parallel.verify.model_check import ModelCheck
 from tensorshard.tensor_parallel.verify.model_run import (
     ModelRun,
     find_units,
@@ -76,7 +75,7 @@ def check_tensor_plan(
     """
     find_layouts(model, plan.resolve(model), size)
     units = find_units(model)
-    run = run_once(model, list(units), inputs, sequences=sequence_parallel)
+    run = run_once(model, list(units), inputs, size, sequences=sequence_parallel)
     _check_outer_layers(model, plan, run, size)
     return check_around_run(model, plan, run, BlockChecks(units, run, size), sequence_parallel=sequence_parallel)
 
@@ -211,8 +210,8 @@ def _check_whole(
         if style.kind not in _ALWAYS_RIGHT and not any(_is_inside(name, unit) for unit in run.calls)
     }
     if checks.around is None:
-        checks.around = (_smallest_that_runs(model, run), None)
-    smaller, check = checks.around
+        checks.around = ModelCheck(_smallest_that_runs(model, run), run.inputs, checks.size)
+    smaller = checks.around.model
     if sum(p.numel() for p in smaller.parameters()) > _LARGEST_MODEL:
         if outside:
             raise WrongTensorPlanError(
@@ -225,17 +224,11 @@ def _check_whole(
         capture = capture_calls(smaller, [name for name in sequence if name in modules], run.inputs)
         sequence = link_splits({name: sequence[name] for name in capture.calls}, capture)
     kept = modules | {name for name, _ in smaller.named_parameters()}
-    if check is None:
-        check = BlockCheck(smaller, as_call(run.inputs), checks.size)
-        checks.around = (smaller, check)
+    checks.forget_large()
     inside = {name: style for name, style in styles.items() if name in kept}
     try:
-        return check.check(inside, sequence=sequence)
+        return checks.around.check(inside, sequence)
     except MismatchError as error:
-        # Through many layers of random weights, rounding may grow as large as a mistake would be. It does not in fp64.
-        with suppress(MismatchError, RuntimeError):  # some models compute in fp32 whatever they are given
-            wide = BlockCheck(smaller, as_call(run.inputs), checks.size, dtype=torch.float64)
-            return wide.check(inside, sequence=sequence)
         raise WrongTensorPlanError(
             f"the model as a whole does not compute what it does on one device with the table\n{plan.describe()}\n"
             f"although its blocks do: split over {checks.size} ranks, {error}"

@@ -102,7 +102,7 @@ def find_tensor_plan(
 
 def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> VerifiedTable:
     units = find_units(model)
-    run = run_once(model, list(units), inputs, sequences=sequence_parallel)
+    run = run_once(model, list(units), inputs, size, sequences=sequence_parallel)
     checks = BlockChecks(units, run, size)
     published = published_plan(model)
     whole = {name: "its block was not called" for name in units if name not in run.calls}
@@ -113,9 +113,10 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
         del units[name], run.calls[name], searches[name]
         whole[name] = reason
     styles: dict[str, Style] = {}
+    first = _first_names(model)  # a module that blocks share is split once
     for name, search in searches.items():
-        styles.update({_join(name, key): style for key, style in search.styles().items()})
-        whole.update({_join(name, key): reason for key, reason in search.whole.items()})
+        styles.update({first[_join(name, key)]: style for key, style in search.styles().items()})
+        whole.update({first[_join(name, key)]: reason for key, reason in search.whole.items()})
     ends = {_join(name, layer) for name, search in searches.items() for layer in search.ends}
     used_outside, single = run.capture.used_outside, OuterLayersCheck(model, run.inputs, size)
     outer, outer_whole = split_outer_layers(model, list(units), size, used_outside, styles, ends, single)
@@ -199,6 +200,15 @@ def _search_all(
             unexamined[name], search = search, BlockSearch()
         searches[name] = BlockSearch(list(search.split), dict(search.whole), list(search.ends))
     return searches, unexamined
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """For every name of a module or parameter, the one that a table calls it: a shared module has several."""
+    first: dict[nn.Module, str] = {}
+    found = {name: first.setdefault(module, name) for name, module in model.named_modules(remove_duplicate=False)}
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    own = {name: _join(found[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in parameters}
+    return found | own
 
 
 def _regions_of_names(searches: Mapping[str, BlockSearch]) -> dict[str, str]:

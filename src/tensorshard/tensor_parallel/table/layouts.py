@@ -1,4 +1,4 @@
-"""How a parameter lies over the tensor-parallel ranks: whole on each, or cut along one dimension."""
+"""How a parameter lies over the tensor-parallel ranks: full on each, or cut along one dimension."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Layout:
     """Where the elements of one parameter are.
 
     Args:
-        dim: the dimension that is cut; None for a parameter that every rank holds whole.
+        dim: the dimension that is cut; None for a parameter that every rank holds in full.
         parts: sizes, along `dim`, of what is packed into the parameter one after the other (a fused
             query-key-value weight has three). Each of them is cut over the ranks, and a rank holds its pieces
             in the same order. Most parameters are one part.
@@ -49,8 +49,15 @@ def local_shard(full: torch.Tensor, layout: Layout, rank: int, size: int) -> tor
     return pieces[0].clone(memory_format=torch.contiguous_format) if len(pieces) == 1 else torch.cat(pieces, layout.dim)
 
 
+def shard_view(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
+    """What :func:`local_shard` returns, in the memory of `full` where it is in one piece there and as contiguous."""
+    if layout.dim is not None and len(layout.parts) == 1 and (layout.dim == 0 or not full.is_contiguous()):
+        return full.narrow(layout.dim, *layout.ranges(rank, size)[0])
+    return local_shard(full, layout, rank, size)
+
+
 def join_shards(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """The whole of a parameter, of which ``held[rank]`` is what each rank holds: undoes
+    """The full parameter, of which ``held[rank]`` is what each rank holds: undoes
     :func:`local_shard`."""
     if layout.dim is None:
         return held[0]
@@ -73,5 +80,5 @@ def check_can_split(layout: Layout, size: int, what: str) -> None:
             packed = "" if len(layout.parts) == 1 else f" (one of the parts {', '.join(map(str, layout.parts))})"
             raise ValueError(
                 f"{what} has {part} elements along dimension {layout.dim}{packed}, which cannot be split over {size} "
-                f"ranks: each needs one at least; leave it whole, or lower tp"
+                f"ranks: each needs one at least; leave it replicated, or lower tp"
             )

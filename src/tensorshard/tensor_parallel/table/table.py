@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from tensorshard.paths import read_utf8
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
 from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, HEADS, ROWWISE, VOCAB, Style, parse_style
 
@@ -54,11 +55,14 @@ class TensorPlan:
         """Reads what :meth:`to_yaml` wrote.
 
         Raises:
-            ValueError: the file holds no mapping, or one that :meth:`from_dict` refuses.
+            ValueError: the file is no YAML, holds no mapping, or one that :meth:`from_dict` refuses.
         """
         import yaml
 
-        table = yaml.safe_load(Path(path).read_text())
+        try:
+            table = yaml.safe_load(read_utf8(Path(path)))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} cannot be read as YAML: {error}") from error
         if not isinstance(table, dict):
             raise ValueError(f"{path} holds a {type(table).__name__}, but a tensor plan maps names to styles")
         return cls.from_dict(table)
@@ -67,7 +71,7 @@ class TensorPlan:
         """Writes the table to `path` as YAML, to be read and edited."""
         import yaml
 
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
 
     def describe(self) -> str:
         """One line an entry."""

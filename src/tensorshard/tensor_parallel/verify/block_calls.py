@@ -33,12 +33,14 @@ class BlockCall:
             and the index among its output's leaves.
         operations: a digest of the operations that it ran: their names, the shapes and types of their tensors, and
             their numbers. Equal for blocks that compute the same function of their inputs and parameters.
+        names: a digest of the operations' names alone.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     providers: dict[int, Output] = field(default_factory=dict)
     operations: str = ""
+    names: str = ""
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Capture:
         read_outside: outputs of blocks that something else than the call of a block reads: code between the blocks, or
             the caller of the model.
         repeated: blocks that were called more than once.
+        names: a digest of the names of all operations.
     """
 
     calls: dict[str, BlockCall]
@@ -61,6 +64,15 @@ class Capture:
     read_outside: set[Output] = field(default_factory=set)
     repeated: set[str] = field(default_factory=set)
     readers: dict[str, str] = field(default_factory=dict)
+    names: str = ""
+
+    def is_like(self, other: "Capture") -> bool:
+        """Whether `other` showed the same but for the shapes of tensors."""
+        return self._flow() == other._flow()
+
+    def _flow(self) -> tuple[Any, ...]:
+        calls = [(name, call.providers, call.names) for name, call in self.calls.items()]
+        return calls, self.used_outside, self.read_outside, self.repeated, self.readers, self.names
 
 
 def as_call(inputs: Any) -> BlockCall:
@@ -99,7 +111,8 @@ class BlockOutputs(Provenance[Output]):
         super().__init__(fake)
         self.capture = Capture({}, set())
         self._running: list[str] = []  # blocks
-        self._digests: dict[str, Any] = {}  # of the blocks that run for the first time
+        self._digests: dict[str, _Digests] = {}  # of the blocks that run for the first time
+        self._digest = _Digests()  # of the model
         self._returned: dict[int, Output] = {}  # by the tensors' ids; they are kept
         self._names = {storage_key(p): name for name, p in model.named_parameters()}
         self._own: list[tuple[set[int], bool]] = []  # parameters of the modules that are running; whether splittable
@@ -118,7 +131,8 @@ class BlockOutputs(Provenance[Output]):
                 module.register_forward_hook(self._layer_ended)
 
     def returned(self, output: Any) -> None:
-        """Notes what the model returned."""
+        """Notes what the model returned, at the end of the run."""
+        self.capture.names = self._digest.names.hexdigest()
         self.capture.read_outside |= self.of(tensor_leaves(output))
 
     def follow(self, operation: Operation) -> None:
@@ -134,10 +148,10 @@ class BlockOutputs(Provenance[Output]):
                     self._note_reader(name)
         if not self._running:  # whoever reads the shape alone counts, too: that of a part of a sequence is another
             self.capture.read_outside |= self.of(operation.inputs)
-        if self._digests:
-            described = _described(operation)
-            for digest in self._digests.values():
-                digest.update(described)
+        if operation.name not in ("detach", "alias"):  # which are what autograd alone needs
+            described = _described(operation) if self._digests else b""
+            for digest in (self._digest, *self._digests.values()):
+                digest.add(operation, described)
 
     def _note_reader(self, parameter: str) -> None:
         around = [name for name in self._modules if name and parameter.startswith(f"{name}.")]
@@ -154,12 +168,13 @@ class BlockOutputs(Provenance[Output]):
         providers = {i: self._returned[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._returned}
         meta_args, meta_kwargs = map_tensors_once(_on_meta, (args, kwargs))
         self.capture.calls[name] = BlockCall(meta_args, meta_kwargs, providers)
-        self._digests[name] = hashlib.blake2b(digest_size=16)
+        self._digests[name] = _Digests()
 
     def _end(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
         if name in self._digests:
-            self.capture.calls[name].operations = self._digests.pop(name).hexdigest()
+            digests, call = self._digests.pop(name), self.capture.calls[name]
+            call.operations, call.names = digests.operations.hexdigest(), digests.names.hexdigest()
         for index, leaf in enumerate(tensor_leaves(output)):
             self._returned[id(leaf)] = (name, index)
             self.set(leaf, [(name, index)])
@@ -171,10 +186,26 @@ class BlockOutputs(Provenance[Output]):
         self._modules.pop()
 
 
+class _Digests:
+    """What ran so far.
+
+    Attributes:
+        operations: all of each operation but for its tensors' values.
+        names: the names alone.
+    """
+
+    def __init__(self) -> None:
+        self.operations = hashlib.blake2b(digest_size=16)
+        self.names = hashlib.blake2b(digest_size=16)
+
+    def add(self, operation: Operation, described: bytes) -> None:
+        """Adds one operation."""
+        self.operations.update(described)
+        self.names.update(f"{operation.func} ".encode())
+
+
 def _described(operation: Operation) -> bytes:
-    """All that `operation` was but for its tensors' values; nothing for what autograd alone needs."""
-    if operation.name in ("detach", "alias"):
-        return b""
+    """All that `operation` was but for its tensors' values."""
     leaves = tree_leaves((operation.args, operation.kwargs))
     shown = [
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.modules.fake_copies import copy_with, mixed_mask, random_values
+from tensorshard.modules.fake_copies import compact_values, copy_with, mixed_mask, random_values
 from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.model_errors import raised_by_model, raised_in_operation
 from tensorshard.modules.operation_counter import OperationCounter
@@ -24,7 +24,7 @@ from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel,
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
 from tensorshard.tensor_parallel.apply.tensor_split import shard_buffers
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution
-from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
+from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard, shard_view
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
@@ -99,6 +99,8 @@ class BlockCheck:
         size: number of ranks to split it over.
         own_inputs: whether the tensors of `call` are real ones, and the inputs themselves.
         dtype: of its weights, inputs and buffers.
+        compact: whether large matrices take little memory, as :func:`tensorshard.modules.fake_copies.compact_values`
+            makes them. Few layers cannot compute with these.
     """
 
     def __init__(
@@ -109,9 +111,12 @@ class BlockCheck:
         *,
         own_inputs: bool = False,
         dtype: torch.dtype = torch.float32,
+        compact: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         values = random_values(generator, {f"{name}.weight" for name, m in block.named_modules() if is_convolution(m)})
+        if compact:
+            values = compact_values(generator, values)
         self.size = size
         self._block = copy_with(block, values).to(dtype)
         self._block.eval()  # which some modules return nothing from
@@ -150,6 +155,16 @@ class BlockCheck:
         """Its arguments, which a run may write into."""
         args, kwargs = map_tensors_once(lambda leaf: leaf.clone(), self._given)
         return args, kwargs
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements of its parameters."""
+        return sum(parameter.numel() for parameter in self._block.parameters())
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether any of its matrices takes less memory than its elements would."""
+        return any(not parameter.is_contiguous() for parameter in self._block.parameters())
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -273,7 +288,7 @@ class BlockCheck:
         apply_sequence_parallel(split_block, split.sequence, group, shared_inputs=split.shared_inputs)
         with torch.no_grad():
             for name, parameter in split_block.named_parameters():
-                parameter.data = local_shard(parameter.data, layouts[name], rank, size)
+                parameter.data = shard_view(parameter.data, layouts[name], rank, size)
             shard_buffers(split_block, layouts, rank, size)
         indices = count()
 

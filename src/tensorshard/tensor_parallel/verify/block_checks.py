@@ -7,7 +7,11 @@ from torch import nn
 
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
+from tensorshard.tensor_parallel.verify.model_check import ModelCheck
 from tensorshard.tensor_parallel.verify.model_run import ModelRun
+
+# Elements of the weights that are kept for another try.
+_MOST_KEPT = 1 << 22
 
 
 class BlockChecks:
@@ -20,7 +24,7 @@ class BlockChecks:
 
     Attributes:
         passed: what a caller found of blocks that passed, for when the same is asked again with another table.
-        around: the model around the blocks without those that repeat, and its check, once a caller has made them.
+        around: the check of the model around the blocks, once a caller has made it.
         not_random: names of the blocks that make no random numbers, once a caller has found out.
     """
 
@@ -29,7 +33,7 @@ class BlockChecks:
         self._units, self._run = units, run
         self._made: dict[int, BlockCheck] = {}
         self.passed: dict[Hashable, Any] = {}
-        self.around: tuple[nn.Module, BlockCheck | None] | None = None
+        self.around: ModelCheck | None = None
         self.not_random: frozenset[str] | None = None
 
     def of(self, name: str) -> BlockCheck:
@@ -38,6 +42,11 @@ class BlockChecks:
         if kind not in self._made:
             self._made[kind] = BlockCheck(self._units[name], self._run.calls[name], self.size)
         return self._made[kind]
+
+    def forget_large(self) -> None:
+        """Frees the numbers of the checks made so far, if they are many; the same are made again when asked for."""
+        if sum(check.num_elements for check in self._made.values()) > _MOST_KEPT:
+            self._made.clear()
 
 
 def styles_inside(name: str, styles: Mapping[str, Style]) -> dict[str, Style]:

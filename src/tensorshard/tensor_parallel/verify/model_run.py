@@ -12,6 +12,7 @@ from tensorshard.modules.blocks import find_blocks
 from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.sample_inputs import example_inputs
+from tensorshard.modules.smaller_inputs import smaller_inputs
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution, is_multihead_attention
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
@@ -93,8 +94,14 @@ class ModelRun:
         return self.capture.calls
 
 
-def run_once(model: nn.Module, units: list[str], inputs: Any, *, sequences: bool = False) -> ModelRun:
+def run_once(model: nn.Module, units: list[str], inputs: Any, size: int = 1, *, sequences: bool = False) -> ModelRun:
     """Runs `model` on fake tensors, on guessed inputs if `inputs` is None; on `sequences` if it takes any.
+
+    Of a large batch that was given, it keeps as much as shows the same: the same operations in the same order, and the
+    same flow from block to block.
+
+    Args:
+        size: number of ranks to split over.
 
     Raises:
         ValueError: it does not run.
@@ -111,8 +118,9 @@ def run_once(model: nn.Module, units: list[str], inputs: Any, *, sequences: bool
                 raise
             error = error or caught
             continue
-        kinds = block_kinds({name: model.get_submodule(name) for name in units}, capture.calls)
-        return ModelRun(capture, candidate, kinds, guessed=inputs is None)
+        blocks = {name: model.get_submodule(name) for name in units}
+        run = ModelRun(capture, candidate, block_kinds(blocks, capture.calls), guessed=inputs is None)
+        return run if run.guessed else _on_fewer(model, blocks, run, size)
     remedy = (
         "give parallelize(sample_inputs=...), or find_tensor_plan(inputs=...), inputs as for Engine.step, of any "
         "values and any sizes that the model takes"
@@ -124,6 +132,22 @@ def run_once(model: nn.Module, units: list[str], inputs: Any, *, sequences: bool
         f"{type(model).__name__} does not run on {what}, {type(error).__name__}: {error}"
         + (f"; {remedy}" if inputs is None else "")
     ) from error
+
+
+def _on_fewer(model: nn.Module, blocks: Mapping[str, nn.Module], run: ModelRun, size: int) -> ModelRun:
+    """A run of `model` on less than that of `run`, if it shows the same; else `run`."""
+    inputs = smaller_inputs(run.inputs, size)
+    if inputs is None:
+        return run
+    try:
+        capture = capture_calls(model, list(blocks), inputs)
+    except Exception as error:
+        if not raised_by_model(error):
+            raise
+        return run
+    smaller = ModelRun(capture, inputs, block_kinds(blocks, capture.calls))
+    same = capture.is_like(run.capture) and smaller.kinds == run.kinds
+    return smaller if same else run
 
 
 def _is_flat(inputs: Any) -> bool:

@@ -1,0 +1,125 @@
+"""A limit on the memory of some processes together, page cache included: a memory cgroup of Linux.
+
+It takes rights that a user seldom has (root, or a delegated group). Where none can be made, processes run without a
+limit, and what they hold is sampled: their own memory, and by how much the machine's page cache grew.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.harness import memory
+
+JOIN = "BENCHMARK_MEMORY_GROUP"
+"""The variable that tells a rank which group to join."""
+
+_ROOT = Path("/sys/fs/cgroup")
+_POLL_SECONDS = 0.02
+
+
+@dataclass
+class MemoryUse:
+    """What the processes of a group held.
+
+    Args:
+        limited: whether there was a limit.
+        peak_bytes: the most at a time, page cache included; known when the group ends.
+        killed: whether the system ended a process because of the limit.
+    """
+
+    limited: bool
+    peak_bytes: int = 0
+    killed: bool = False
+
+
+@contextmanager
+def limited_memory(limit_bytes: int) -> Iterator[tuple[dict[str, str], MemoryUse]]:
+    """Within this, ranks that are given the variables and call :func:`join` share `limit_bytes` of memory.
+
+    Yields:
+        Variables for the ranks, and what becomes known of their memory.
+    """
+    group = _make_group(limit_bytes)
+    if group is None:
+        use = MemoryUse(limited=False)
+        with _sampled_page_cache(use):
+            yield {}, use
+        return
+    use = MemoryUse(limited=True)
+    try:
+        yield {JOIN: str(group)}, use
+    finally:
+        use.peak_bytes = _peak(group)
+        use.killed = _kills(group) > 0
+        _remove(group)
+
+
+def join() -> None:
+    """Has this process's memory count from now on in the group that the caller named, if any."""
+    if JOIN in os.environ:
+        Path(os.environ[JOIN], "cgroup.procs").write_text(str(os.getpid()))
+
+
+def _make_group(limit_bytes: int) -> Path | None:
+    name = f"benchmark-{os.getpid()}"
+    if (_ROOT / "memory").is_dir():  # version 1
+        group, limits = _ROOT / "memory" / name, {"memory.limit_in_bytes": str(limit_bytes), "memory.swappiness": "0"}
+    else:
+        group, limits = _ROOT / name, {"memory.max": str(limit_bytes), "memory.swap.max": "0"}
+    try:
+        group.mkdir()
+    except OSError:
+        return None
+    try:
+        for file, value in limits.items():
+            (group / file).write_text(value)
+    except OSError:
+        group.rmdir()
+        return None
+    return group
+
+
+def _peak(group: Path) -> int:
+    for name in ("memory.max_usage_in_bytes", "memory.peak"):
+        if (group / name).exists():
+            return int((group / name).read_text())
+    return 0
+
+
+def _kills(group: Path) -> int:
+    for name in ("memory.oom_control", "memory.events"):
+        if (group / name).exists():
+            counts = dict(line.split() for line in (group / name).read_text().splitlines())
+            return int(counts.get("oom_kill", 0))
+    return 0
+
+
+def _remove(group: Path) -> None:
+    for _ in range(500):
+        try:
+            group.rmdir()
+        except OSError:  # processes that were killed are not gone at once
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
+
+
+@contextmanager
+def _sampled_page_cache(use: MemoryUse) -> Iterator[None]:
+    before, over = memory.page_cache_bytes(), threading.Event()
+
+    def sample() -> None:
+        while not over.wait(_POLL_SECONDS):
+            use.peak_bytes = max(use.peak_bytes, memory.page_cache_bytes() - before)
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        yield
+    finally:
+        over.set()
+        sampler.join()

@@ -1,0 +1,42 @@
+"""How fast the disk itself is: direct I/O of large blocks, several at a time, reading and writing at once."""
+
+import mmap
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tensorshard.offload.folders import open_unnamed
+
+_BLOCK = 16 << 20
+_REQUESTS = 8
+
+
+def raw_bytes_per_second(folder: Path, nbytes: int) -> float:
+    """Bytes a second, of reading `nbytes` of an unnamed file in `folder` while as many of another are written."""
+    blocks = max(1, nbytes // _BLOCK)
+    files = [open_unnamed(folder) for _ in range(2)]
+    buffers = [mmap.mmap(-1, _BLOCK) for _ in range(_REQUESTS)]
+    try:
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+
+            def write(file: int, block: int) -> None:
+                os.pwritev(file, [buffers[block % _REQUESTS]], block * _BLOCK)
+
+            def read(file: int, block: int) -> None:
+                os.preadv(file, [buffers[block % _REQUESTS]], block * _BLOCK)
+
+            for file in files:  # space that was never written is slower, and reads as zeros without the disk
+                list(pool.map(lambda block, file=file: write(file, block), range(blocks)))
+            began = time.perf_counter()
+            under_way = [
+                pool.submit(call, file, block)
+                for block in range(blocks)
+                for call, file in ((read, files[0]), (write, files[1]))
+            ]
+            for each in under_way:
+                each.result()
+            return 2 * blocks * _BLOCK / (time.perf_counter() - began)
+    finally:
+        for file in files:
+            os.close(file)

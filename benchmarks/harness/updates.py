@@ -1,0 +1,160 @@
+"""The update alone, without a disk: parameters a second of one AdamW step, and the share of the memory's bandwidth."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.harness.jobs import run_job
+from benchmarks.offloads import OPTIMIZER
+from tensorshard import Offload
+from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
+from tensorshard.offload.slots import OffloadedMaster, Slots, SlotSpec
+from tensorshard.offload.transfers import Move
+
+_FACTOR = 0.37  # of a gradient that is clipped
+_RANK_MODULE = "benchmarks.harness.updates_rank"
+
+Step = Callable[[torch.Tensor | None], torch.Tensor]
+"""One update; given the factor that gradients are multiplied by, or None, returns the 16-bit weights."""
+
+
+@dataclass(frozen=True)
+class UpdateJob:
+    """What a fresh process is to measure.
+
+    Args:
+        contender: a key of :data:`CONTENDERS`.
+        numel: parameters, of one tensor.
+        clip: whether gradients are multiplied by a factor on the way.
+        steps: of which the median counts, after one that does not.
+        threads: of the processor.
+    """
+
+    contender: str
+    numel: int
+    clip: bool
+    steps: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class UpdateMeasurement:
+    """What was measured.
+
+    Args:
+        triad_bytes_per_second: of ``a = b + s * c``, which reads two arrays and writes one, in the same process.
+    """
+
+    step_seconds: float
+    triad_bytes_per_second: float
+
+    def bandwidth_share(self, numel: int) -> float:
+        """The bytes that a single pass has to move, over the triad's rate."""
+        return numel * BYTES_PER_PARAMETER / self.step_seconds / self.triad_bytes_per_second
+
+
+BYTES_PER_PARAMETER = 4 + 3 * 8 + 2
+"""A gradient is read, a master and two states are read and written, a 16-bit weight is written."""
+
+
+def measure_update(job: UpdateJob, *, timeout: float) -> UpdateMeasurement:
+    """Runs `job` in a fresh process."""
+    environment = {"OMP_NUM_THREADS": str(job.threads), "CUDA_VISIBLE_DEVICES": ""}
+    return UpdateMeasurement(**run_job(_RANK_MODULE, job, 1, environment=environment, timeout=timeout)[0])
+
+
+def run(job: UpdateJob) -> UpdateMeasurement:
+    """Measures here."""
+    triad = _triad(job.numel, job.steps)
+    step = CONTENDERS[job.contender](job.numel)
+    factor = torch.tensor(_FACTOR, dtype=torch.float64) if job.clip else None
+    return UpdateMeasurement(_median_seconds(lambda: step(factor), job.steps), triad)
+
+
+def _triad(numel: int, steps: int) -> float:
+    a, b, c = (torch.ones(numel) for _ in range(3))
+    return 3 * 4 * numel / _median_seconds(lambda: torch.add(b, c, alpha=3.0, out=a), steps)
+
+
+def _median_seconds(call: Callable[[], object], steps: int) -> float:
+    call()
+    seconds = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def _plain(numel: int) -> Step:
+    master, copy = torch.nn.Parameter(torch.ones(numel)), torch.ones(numel, dtype=torch.bfloat16)
+    master.grad = torch.ones(numel)
+    optimizer = OPTIMIZER([master])
+
+    @torch.no_grad()
+    def step(factor: torch.Tensor | None) -> torch.Tensor:
+        assert master.grad is not None
+        if factor is not None:
+            master.grad.mul_(factor.float())
+        optimizer.step()
+        return copy.copy_(master)
+
+    return step
+
+
+def _ours(numel: int) -> Step:
+    master, copy = torch.nn.Parameter(torch.ones(numel)), torch.ones(numel, dtype=torch.bfloat16)
+    master.grad = torch.ones(numel)
+    slots = Slots(Offload(optimizer="cpu"))
+    [place] = slots.add("cpu", [SlotSpec("master weights", numel, torch.float32)])
+    place.tensor.copy_(master.detach())
+    offloaded = OffloadedOptimizer(
+        OPTIMIZER([master]), {"p": master}, {}, slots, offloaded={"p": OffloadedMaster(place, copy)}, agree=_nothing
+    )
+    [o] = offloaded._offloaded.values()
+    o.step = torch.zeros(())
+
+    @torch.no_grad()
+    def step(factor: torch.Tensor | None) -> torch.Tensor:
+        # What a step computes with tiles, all of which are in memory here: without the transfers around it.
+        offloaded._begin(o)
+        moved = [*o.states.values(), place]
+        moves = [Move(slot, 0, numel, torch.float32) for slot in moved]
+        offloaded._compute([(o, 0, moves)], factor, [slot.tensor for slot in moved])
+        o.step += 1
+        return copy
+
+    return step
+
+
+def _deepspeed(numel: int) -> Step:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    master, copy = torch.nn.Parameter(torch.ones(numel)), torch.ones(numel, dtype=torch.bfloat16)
+    master.grad = torch.ones(numel)
+    optimizer = DeepSpeedCPUAdam([master], lr=1e-4, weight_decay=0.1, adamw_mode=True)
+
+    @torch.no_grad()
+    def step(factor: torch.Tensor | None) -> torch.Tensor:
+        assert master.grad is not None
+        if factor is not None:
+            master.grad.mul_(factor.float())
+        optimizer.step()
+        return copy.copy_(master)
+
+    return step
+
+
+def _nothing(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+CONTENDERS: dict[str, Callable[[int], Step]] = {
+    "torch's fused AdamW, and casts": _plain,
+    "DeepSpeedCPUAdam, and casts": _deepspeed,
+    "tensorshard": _ours,
+}

@@ -1,0 +1,40 @@
+"""``state_dict`` and ``load_state_dict`` of an Engine's optimizer: one rank's states are not taken for another's.
+
+Each rank may keep its own, in a file of its own. Written by the first rank and read by all, as is right for a model on
+one device, they would often have the shapes of the others' states, and be those of other parameters.
+"""
+
+from typing import Any
+
+import torch
+
+from tensorshard.mesh import Mesh
+from tensorshard.plan import Plan
+
+_HELD_BY = "tensorshard"
+"""The key that says whose states they are. Torch passes over keys that it does not know."""
+
+
+def guard_optimizer_states(optimizer: torch.optim.Optimizer, plan: Plan, mesh: Mesh) -> None:
+    """Has `optimizer`, which holds parts of the model's parameters, refuse the states of other parts."""
+    axes = ("pp", "dp_shard", "tp") if plan.zero else ("pp", "tp")
+    own = {axis: f"{mesh.index(axis)} of {mesh.degrees[axis]}" for axis in axes}
+
+    def note(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        state[_HELD_BY] = dict(own)
+
+    def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        held = state.get(_HELD_BY, own)
+        if held != own:
+            raise RuntimeError(
+                f"engine.optimizer.load_state_dict was given the states of another rank's parameters ({_listed(held)}; "
+                f"here {_listed(own)}), as where one rank's file is read by all. Call engine.save(path) and "
+                f"engine.load(path), whose checkpoints any plan reads, or keep a file for each rank"
+            )
+
+    optimizer.register_state_dict_post_hook(note)
+    optimizer.register_load_state_dict_pre_hook(check)
+
+
+def _listed(places: dict[str, str]) -> str:
+    return ", ".join(f"{axis} {place}" for axis, place in places.items() if not place.endswith(" of 1"))

@@ -1,0 +1,124 @@
+"""Space for activations, which come and go: host memory as long as its budget lasts, then a scratch file that grows."""
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from tensorshard.offload.folders import scratch_folder
+from tensorshard.offload.scratch_file import ScratchFile, round_up
+from tensorshard.offload.slots import HostSlot, Slot, Slots, SlotSpec
+
+_KIND = "activations"
+_GROWTH = 1 << 24  # bytes by which the file grows at least
+
+_LOST = "The step was not taken, and weights are as before it; save a checkpoint and go on from that"
+
+
+class ActivationSlot(Slot):
+    """Bytes of a scratch file, which are read and written in the background alone."""
+
+    def __init__(self, file: ScratchFile, start: int, nbytes: int) -> None:
+        self._file = file
+        self.start = start
+        self.nbytes = nbytes
+
+    def read(self, start: int, into: torch.Tensor, memory: memoryview) -> None:
+        self._file.read(memory, self.start + start)
+
+    def write(self, start: int, values: torch.Tensor, memory: memoryview) -> None:
+        self._file.write(memory, self.start + start)
+
+
+class ActivationSpace:
+    """Hands out slots for bytes, and takes them back.
+
+    How much is needed is known after the first forward; the file then stays as large as it was at most. It is another
+    one than that of optimizer states, whose page cache is dropped before every update.
+
+    Args:
+        slots: whose budget of host memory, folder and table these count in.
+
+    Raises:
+        ValueError: the folder cannot hold a scratch file, see :func:`.folders.open_unnamed`.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._tier = slots.offload.activations
+        self._file: ScratchFile | None = None
+        if slots.offload.uses_disk:
+            self._file = ScratchFile(scratch_folder(slots.offload.path), _LOST)
+        self._free: list[tuple[int, int]] = []  # (start, bytes) of the file, in order, never adjacent
+        # Slots that are no longer needed, with the writes that must end before they can be used again. Collecting
+        # garbage may call give_back at any time, in any thread: it does no more than append here.
+        self._returned: deque[tuple[Slot, int, Sequence[Future[None]]]] = deque()
+        self._lent = {"host memory": 0, "disk": 0}
+
+    @property
+    def lent_bytes(self) -> int:
+        """What is held by slots that were not given back."""
+        self._collect()
+        return sum(self._lent.values())
+
+    def take(self, nbytes: int) -> Slot:
+        """A slot of `nbytes`.
+
+        Raises:
+            ValueError: the disk is full.
+        """
+        self._collect()
+        size = round_up(nbytes)
+        if self._tier == "cpu" and self._slots.borrow(size):
+            slot: Slot = HostSlot(SlotSpec(_KIND, nbytes, torch.uint8))
+            where = "host memory"
+        else:
+            slot, where = self._take_of_file(size), "disk"
+        self._lent[where] += size
+        self._slots.note(_KIND, where, self._lent[where])
+        return slot
+
+    def give_back(self, slot: Slot, nbytes: int, writes: Sequence[Future[None]]) -> None:
+        """Ends the use of a slot of `nbytes`, to which `writes` may still be under way."""
+        self._returned.append((slot, round_up(nbytes), writes))
+
+    def _collect(self) -> None:
+        for _ in range(len(self._returned)):
+            slot, size, writes = self._returned.popleft()
+            if not all(write.done() for write in writes):
+                self._returned.append((slot, size, writes))
+                continue
+            if isinstance(slot, ActivationSlot):
+                self._lent["disk"] -= size
+                self._put_back(slot.start, slot.nbytes)
+            else:
+                self._lent["host memory"] -= size
+                self._slots.borrow(-size)
+
+    def _take_of_file(self, size: int) -> ActivationSlot:
+        assert self._file is not None
+        for index, (start, free) in enumerate(self._free):
+            if free >= size:
+                self._free[index : index + 1] = [(start + size, free - size)] if free > size else []
+                return ActivationSlot(self._file, start, size)
+        grown = max(size, _GROWTH)
+        try:
+            start = self._file.reserve(grown, mapped=False)
+        except ValueError:
+            if grown == size:
+                raise
+            grown = size
+            start = self._file.reserve(grown, mapped=False)
+        self._put_back(start, grown)
+        return self._take_of_file(size)
+
+    def _put_back(self, start: int, size: int) -> None:
+        index = bisect_left(self._free, (start, size))
+        if index < len(self._free) and self._free[index][0] == start + size:
+            size += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == start:
+            before, length = self._free.pop(index - 1)
+            start, size = before, length + size
+        insort(self._free, (start, size))

@@ -1,0 +1,317 @@
+"""What blocks keep for backward, on another tier: written behind their forward, read ahead of their backward.
+
+``torch.autograd.graph.saved_tensors_hooks`` are called with each tensor that a block keeps. Its storage is moved as it
+is, so that sizes, strides, offsets and bits are kept; a storage of which several views are kept is moved once. The copy
+is made when the tensor is kept: what is changed in place afterwards does not change it.
+
+The memory of a kept tensor is freed where forward lets go of it; the tensor that takes its place in backward is freed
+when the last operation that needs it has run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import ReferenceType, WeakSet, ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tensorshard.offload.activation_space import ActivationSpace
+from tensorshard.offload.slots import Slot, Slots
+from tensorshard.offload.transfers import Reading, Transfers
+from tensorshard.torch_private.autograd import is_in_backward
+from tensorshard.torch_private.modules import own_buffers, own_parameters
+from tensorshard.torch_private.tensors import storage_address, tensor_version
+
+SMALLEST = 1 << 16
+"""Bytes of a storage that are worth a request: smaller ones stay on the device."""
+
+_REQUESTS = 8  # that the bytes which are written behind are divided into
+# Operations that make a view or a cast of one tensor.
+_VIEWS_AND_CASTS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
+        *("SplitWithSizes", "Squeeze", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
+    )
+)
+
+
+class BlockCall:
+    """One call of a block in forward.
+
+    Args:
+        previous: the call before, which backward comes to afterwards.
+    """
+
+    def __init__(self, block: int, previous: "BlockCall | None") -> None:
+        self.block = block
+        self.previous = None if previous is None else ref(previous)
+        self.records: list[ReferenceType[_Record]] = []
+        self.in_backward = False
+
+    def unread(self) -> Iterator["_Record"]:
+        """Its storages that backward still has to read, those that were kept last first."""
+        for reference in reversed(self.records):
+            record = reference()
+            if record is not None and record.is_unread:
+                yield record
+
+
+class _Record:
+    """One storage that was moved. Its slot is given back when nothing needs it any more."""
+
+    def __init__(self, call: BlockCall, space: ActivationSpace, slot: Slot, nbytes: int) -> None:
+        self.call = call
+        self.slot = slot
+        self.nbytes = nbytes
+        self.writes: Sequence[Future[None]] = ()
+        self.saved: WeakSet[_Moved] = WeakSet()
+        self.reading: Reading | None = None
+        self.storage: torch.UntypedStorage | None = None  # while it is in the device's memory
+        self.stays = False
+        self._space = space
+
+    @property
+    def is_unread(self) -> bool:
+        return self.storage is None and self.reading is None and not any(saved.used for saved in self.saved)
+
+    @property
+    def is_written(self) -> bool:
+        return all(write.done() for write in self.writes)
+
+    def __del__(self) -> None:
+        self._space.give_back(self.slot, self.nbytes, self.writes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Stays:
+    """A tensor that stays on the device, as autograd holds it."""
+
+    call: BlockCall
+    tensor: torch.Tensor
+    version: int
+
+    def restore(self) -> torch.Tensor:
+        if tensor_version(self.tensor) != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {list(self.tensor.shape)} that is needed for the gradient was changed in place "
+                f"after a block had kept it: it is at version {tensor_version(self.tensor)}, and version "
+                f"{self.version} is needed; change a clone of it"
+            )
+        return self.tensor
+
+
+@dataclass(eq=False)
+class _Moved:
+    """A view of a storage that was moved."""
+
+    call: BlockCall
+    record: _Record
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conjugate: bool
+    laid_out: Callable[[torch.Tensor], torch.Tensor] | None  # makes a DTensor of it
+    used: bool = False
+
+    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        if self.conjugate:
+            tensor = tensor.conj()
+        return tensor if self.laid_out is None else self.laid_out(tensor)
+
+
+class OffloadedActivations:
+    """Moves what blocks keep for backward, of one rank.
+
+    A block whose backward always follows its own forward at once, such as a model's last, keeps what it has: it would
+    be read before it is written.
+
+    Args:
+        slots: what goes where. Of its ``buffer_memory``, half is for activations: a half of that for what is written,
+            and a half for what is read ahead. Without offloaded states all of it is.
+
+    Raises:
+        ValueError: the folder cannot hold a scratch file.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self.space = ActivationSpace(slots)
+        share = slots.offload.activation_buffer_bytes // 2
+        self._ahead_bytes = share
+        self._transfers = Transfers(share, share // _REQUESTS)
+        self._modules: dict[int, list[nn.Module]] = {}  # of each block
+        self._moved: dict[int, tuple[StorageWeakRef, int, ReferenceType[_Record]]] = {}  # by the storage's address
+        self._ahead: WeakSet[_Record] = WeakSet()  # read, or being read, before they were asked for
+        self._direct: dict[int, bool] = {}  # of blocks, whether their backward always follows their forward
+        self._latest: ReferenceType[BlockCall] | None = None  # the last call in forward
+        self._failure: Exception | None = None
+
+    # -- forward --
+
+    def forward(self, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """``forward(*args, **kwargs)``, what it keeps for backward being moved."""
+        if not torch.is_grad_enabled() or is_in_backward():  # what is computed again is needed at once
+            return forward(*args, **kwargs)
+        with self._hooks(block):
+            return forward(*args, **kwargs)
+
+    @contextmanager
+    def _hooks(self, block: nn.Module) -> Iterator[None]:
+        latest = None if self._latest is None else self._latest()
+        if latest is not None and not latest.in_backward:
+            self._direct[latest.block] = False
+        call = BlockCall(id(block), latest)
+        self._latest = ref(call)
+        self._moved = {address: known for address, known in self._moved.items() if not known[0].expired()}
+        if call.block not in self._modules:
+            self._modules[call.block] = list(block.modules())
+        stays = self._direct.get(call.block, False)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            with torch.no_grad():
+                return self._stay(call, tensor) if stays else self._keep(call, tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._restore):
+            yield
+
+    def _keep(self, call: BlockCall, tensor: torch.Tensor) -> _Moved | _Stays:
+        local, laid_out = tensor, None
+        if type(tensor) is DTensor:
+            local = tensor.to_local()
+            laid_out = partial(
+                DTensor.from_local,
+                device_mesh=tensor.device_mesh,
+                placements=tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+        if type(local) not in (torch.Tensor, nn.Parameter) or local.layout != torch.strided or local.is_neg():
+            return self._stay(call, tensor)
+        storage = local.untyped_storage()
+        address = storage_address(storage)
+        if storage.nbytes() < SMALLEST or _is_of_parameter(tensor) or self._belongs_to_block(call.block, address):
+            return self._stay(call, tensor)
+        record = self._record(call, local, storage, address)
+        if record is None:
+            return self._stay(call, tensor)
+        offset = int(local.storage_offset())
+        moved = _Moved(call, record, local.dtype, local.shape, local.stride(), offset, local.is_conj(), laid_out)
+        record.saved.add(moved)
+        return moved
+
+    def _stay(self, call: BlockCall, tensor: torch.Tensor) -> _Stays:
+        return _Stays(call, tensor.detach(), tensor_version(tensor))  # itself would hold the graph that holds it
+
+    def _belongs_to_block(self, block: int, address: int) -> bool:
+        # Asked for each time: ZeRO 3 puts gathered parameters in the place of shards.
+        return any(
+            type(tensor) is not DTensor and storage_address(tensor.untyped_storage()) == address
+            for module in self._modules[block]
+            for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
+        )
+
+    def _record(
+        self, call: BlockCall, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int
+    ) -> _Record | None:
+        """The record of `storage`, as it is now; None if it has to stay."""
+        version = tensor_version(tensor)
+        known = self._moved.get(address)
+        if known is not None and not known[0].expired() and known[1] == version:
+            record = known[2]()
+            if record is not None:
+                if record.call is not call:  # shared between blocks
+                    record.stays = True
+                    record.storage = storage
+                return record
+        if self._failure is not None:
+            return None
+        try:
+            slot = self.space.take(storage.nbytes())
+            record = _Record(call, self.space, slot, storage.nbytes())
+            values = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            values.set_(storage)  # type: ignore[call-overload]
+            record.writes = self._transfers.write(slot, values)
+        except (OSError, ValueError) as error:
+            self._failure = error  # told to all ranks before the update; an exception here would leave them waiting
+            return None
+        call.records.append(ref(record))
+        self._moved[address] = StorageWeakRef(storage), version, ref(record)
+        return record
+
+    # -- backward --
+
+    def _restore(self, kept: _Moved | _Stays) -> torch.Tensor:
+        call = kept.call
+        if not call.in_backward:
+            call.in_backward = True
+            if self._latest is not None and self._latest() is call:
+                self._direct.setdefault(call.block, True)
+        with torch.no_grad():
+            if isinstance(kept, _Stays):
+                self._read_ahead(call)
+                return kept.restore()
+            record = kept.record
+            self._ahead.discard(record)
+            storage = self._load(record) if record.storage is None else record.storage
+            kept.used = True
+            tensor = kept.view(storage)
+            if not record.stays:
+                # Held until each of its views was asked for once.
+                record.storage = None if all(saved.used for saved in record.saved) else storage
+            self._read_ahead(call)
+            return tensor
+
+    def _load(self, record: _Record) -> torch.UntypedStorage:
+        reading, record.reading = record.reading, None
+        try:
+            if reading is None:
+                for write in record.writes:
+                    write.result()
+                reading = self._transfers.read(record.slot, record.nbytes)
+            return reading.wait().untyped_storage()
+        except OSError as error:
+            self._failure = self._failure or error
+            return torch.zeros(record.nbytes, dtype=torch.uint8).untyped_storage()
+
+    def _read_ahead(self, call: BlockCall | None) -> None:
+        """Begins to read what backward needs next, of this call and of those before it."""
+        room = self._ahead_bytes - sum(record.nbytes for record in self._ahead)
+        while call is not None:
+            for record in call.unread():
+                if not record.is_written or (record.nbytes > room and self._ahead):
+                    return  # at least one is read ahead, however large it is
+                record.reading = self._transfers.read(record.slot, record.nbytes)
+                self._ahead.add(record)
+                room -= record.nbytes
+            call = None if call.previous is None else call.previous()
+
+    # -- failures --
+
+    def take_failure(self) -> Exception | None:
+        """What went wrong since it was last asked for: the gradients are of no use then."""
+        try:
+            self._transfers.drain()
+        except OSError as error:
+            self._failure = self._failure or error
+        failure, self._failure = self._failure, None
+        return failure
+
+
+def _is_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a parameter, or a view or a cast of one."""
+    if isinstance(tensor, nn.Parameter):
+        return True
+    node = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS_AND_CASTS:
+        node = node.next_functions[0][0]
+    return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)

@@ -1,0 +1,193 @@
+"""Parameters on another tier: a unit's shards are read when it is gathered, those of the next one ahead of time."""
+
+import mmap
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from tensorshard.offload.scratch_file import round_up
+from tensorshard.offload.slots import TILE_ALIGNMENT, Slot, Slots, SlotSpec
+
+_THREADS = 8  # requests under way at once
+_REQUEST_BYTES = 4 << 20
+_BUFFERS_KEPT = 2  # one that is read ahead, and one that is copied from
+
+
+@dataclass(eq=False)
+class ParameterUnit:
+    """Parameters that are read together.
+
+    Args:
+        slots: of this rank's shards, with their padding.
+    """
+
+    slots: list[Slot]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a buffer for all of them, each in blocks of its own."""
+        return sum(_nbytes(slot) for slot in self.slots)
+
+
+@dataclass
+class _Buffer:
+    """Room for a unit, and what is being read into it."""
+
+    unit: ParameterUnit
+    memory: mmap.mmap
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    transfers: list[Future[None]] = field(default_factory=list)
+
+    def wait(self) -> OSError | None:
+        """Waits for all transfers; returns what went wrong."""
+        failure = None
+        for transfer in self.transfers:
+            try:
+                transfer.result()
+            except OSError as error:
+                failure = error
+        self.transfers.clear()
+        return failure
+
+
+class OffloadedParameters:
+    """Reads units of parameters into memory for as long as they are gathered.
+
+    What is read next is what followed last time: the order of a model's forward and that of its backward are learned
+    in the first step. While a unit is computed with, the next one is read, so that two are in memory, and no more.
+
+    Args:
+        slots: where they go.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._pool: ThreadPoolExecutor | None = None
+        self._free: list[mmap.mmap] = []
+        self._sizes: Counter[int] = Counter()  # of the units' buffers
+        self._ahead: _Buffer | None = None
+        self._previous: Hashable = None
+        self._next: dict[Hashable, ParameterUnit] = {}
+
+    def add(self, shards: Sequence[torch.Tensor]) -> ParameterUnit:
+        """A unit that holds the values of `shards`, flat; they may be freed once this returns.
+
+        Raises:
+            ValueError: there is no space for them.
+            OSError: the disk failed.
+        """
+        tier = self._slots.offload.parameters
+        assert tier is not None
+        unit = ParameterUnit(
+            self._slots.add(tier, [SlotSpec("parameters", shard.numel(), shard.dtype) for shard in shards])
+        )
+        self._sizes[unit.nbytes] += 1
+        buffer = self._buffer(unit)
+        for tensor, shard in zip(buffer.tensors, shards, strict=True):
+            tensor.copy_(shard)
+        self._submit(buffer, write=True)
+        failure = buffer.wait()
+        self._keep(buffer)
+        if failure is not None:
+            raise failure
+        return unit
+
+    def begin(self) -> None:
+        """Called before each forward of the model: what was written to the parameters since the last is seen."""
+        self.forget()
+        self._slots.settle()
+
+    def forget(self) -> None:
+        """Called after the parameters were changed: what was read ahead is old."""
+        self._drop_ahead()
+        self._previous = None
+
+    @contextmanager
+    def read(self, unit: ParameterUnit, phase: Hashable) -> Iterator[list[torch.Tensor]]:
+        """Gives the values of `unit`, one flat tensor for each slot, until the context ends.
+
+        If the disk fails they are zeros, and :attr:`.Slots.failure` says so: an exception here would leave other ranks
+        waiting.
+
+        Args:
+            phase: what is done with it, such as forward or backward, each of which has an order of its own.
+        """
+        buffer = self._take(unit)
+        failure = buffer.wait()
+        if failure is not None:
+            self._slots.failure = failure
+            for tensor in buffer.tensors:
+                tensor.zero_()
+        try:
+            yield buffer.tensors
+        finally:
+            self._keep(buffer)
+        if self._previous is not None:
+            self._next[self._previous] = unit
+        self._previous = unit, phase, torch.is_grad_enabled()
+        ahead = self._next.get(self._previous)
+        if ahead is not None and self._ahead is None:
+            self._ahead = self._buffer(ahead)
+            self._submit(self._ahead, write=False)
+
+    def _take(self, unit: ParameterUnit) -> _Buffer:
+        """A buffer into which `unit` is being read."""
+        ahead = self._ahead
+        if ahead is not None and ahead.unit is unit:
+            self._ahead = None
+            return ahead
+        self._drop_ahead()  # the model went another way than last time
+        buffer = self._buffer(unit)
+        self._submit(buffer, write=False)
+        return buffer
+
+    def _drop_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.wait()  # a failure shows when the unit is needed
+            self._keep(ahead)
+
+    def _buffer(self, unit: ParameterUnit) -> _Buffer:
+        size = unit.nbytes
+        memory = next((free for free in self._free if len(free) == size), None)
+        if memory is None:
+            memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+        else:
+            self._free.remove(memory)
+        buffer = _Buffer(unit, memory)
+        offset = 0
+        for slot in unit.slots:
+            tensor = torch.empty(0, dtype=slot.tensor.dtype)
+            if slot.tensor.numel():
+                tensor = torch.frombuffer(memory, dtype=tensor.dtype, count=slot.tensor.numel(), offset=offset)
+            buffer.tensors.append(tensor)
+            offset += _nbytes(slot)
+        return buffer
+
+    def _keep(self, buffer: _Buffer) -> None:
+        """Keeps the memory for other units of the same size; that of a unit like no other is freed."""
+        if self._sizes[len(buffer.memory)] > 1 and len(self._free) < _BUFFERS_KEPT:
+            self._free.append(buffer.memory)
+
+    def _submit(self, buffer: _Buffer, write: bool) -> None:
+        """Has all of a unit read into `buffer`, or written from it, a few MiB at a time."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tensorshard-parameters")
+        view, offset = memoryview(buffer.memory), 0
+        for slot, tensor in zip(buffer.unit.slots, buffer.tensors, strict=True):
+            each = max(1, _REQUEST_BYTES // tensor.element_size() // TILE_ALIGNMENT) * TILE_ALIGNMENT
+            for start in range(0, tensor.numel(), each):
+                part = tensor[start : start + each]
+                first = offset + start * tensor.element_size()
+                memory = view[first : first + round_up(part.numel() * tensor.element_size())]
+                move = slot.write if write else slot.read
+                buffer.transfers.append(self._pool.submit(move, start, part, memory))
+            offset += _nbytes(slot)
+
+
+def _nbytes(slot: Slot) -> int:
+    return round_up(slot.tensor.numel() * slot.tensor.element_size())

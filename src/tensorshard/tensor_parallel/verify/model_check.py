@@ -1,0 +1,65 @@
+"""Whether a model as a whole, split as a table says, computes what it did: by numbers, in little memory."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.modules.model_errors import raised_by_model
+from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.verify.block_calls import as_call
+from tensorshard.tensor_parallel.verify.block_check import Agreement, BlockCheck, MismatchError
+
+
+class ModelCheck:
+    """The check of a model, whose blocks were checked by themselves before.
+
+    So large matrices are compact at first. Whatever refuses these is tried with full ones.
+
+    Args:
+        model: without the blocks that repeat, on the meta device.
+        inputs: what it is run on.
+        size: number of ranks to split it over.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any, size: int) -> None:
+        self.model = model
+        self._call, self._size = as_call(inputs), size
+        self._made: BlockCheck | None = None
+
+    def check(self, styles: Mapping[str, Style], sequence: Mapping[str, SequenceSplit]) -> Agreement:
+        """Compares the model, split as `styles` and `sequence` say, with the full one.
+
+        Raises:
+            MismatchError: they differ.
+        """
+        if self._made is None:
+            self._made = self._compact() or self._full(torch.float32)
+        if self._made.is_compact:
+            with suppress(MismatchError):
+                return self._made.check(styles, sequence=sequence)
+            self._made = None  # before the next is made
+            self._made = self._full(torch.float32)
+        try:
+            return self._made.check(styles, sequence=sequence)
+        except MismatchError:
+            # Through many layers of random weights, rounding may grow as large as a mistake would be. It does not in
+            # fp64.
+            with suppress(MismatchError, RuntimeError):  # some models compute in fp32 whatever they are given
+                return self._full(torch.float64).check(styles, sequence=sequence)
+            raise
+
+    def _compact(self) -> BlockCheck | None:
+        """With compact matrices; None if the model does not run with these."""
+        try:
+            return BlockCheck(self.model, self._call, self._size, compact=True)
+        except Exception as error:  # of what needs a weight in one piece
+            if not raised_by_model(error):
+                raise
+            return None
+
+    def _full(self, dtype: torch.dtype) -> BlockCheck:
+        return BlockCheck(self.model, self._call, self._size, dtype=dtype)
