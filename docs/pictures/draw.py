@@ -23,10 +23,10 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
 .parameters { fill: #0969da }
 .gradients { fill: #bf8700 }
 .states { fill: #1a7f37 }
-.gathered { fill: #7cb8ff }
-.activations { fill: #cf222e }
-.temporaries { fill: #8250df }
+.activations { fill: #8250df }
 .memory { fill: #59636e }
+.gathered { fill: #7cb8ff }
+.temporaries { fill: #cf222e }
 .limit { fill: none; stroke: #d1242f; stroke-width: 1.5; stroke-dasharray: 5 4 }
 .rank { fill: #ffffff; stroke: #59636e; stroke-width: 1.5 }
 .tp { fill: none; stroke: #0969da; stroke-width: 3 }
@@ -40,10 +40,10 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
   .parameters { fill: #4493f8 }
   .gradients { fill: #d29922 }
   .states { fill: #3fb950 }
-  .gathered { fill: #a5d0ff }
-  .activations { fill: #f47067 }
-  .temporaries { fill: #b083f0 }
+  .activations { fill: #ab7df8 }
   .memory { fill: #9198a1 }
+  .gathered { fill: #a5d0ff }
+  .temporaries { fill: #f47067 }
   .limit { stroke: #f85149 }
   .rank { fill: #0d1117; stroke: #9198a1 }
   .tp { stroke: #4493f8 }
@@ -201,73 +201,6 @@ def draw_mesh() -> str:
     )
 
 
-# -- what is in memory and what is on disk under offload --
-
-_KINDS = {
-    "parameters": "parameters",
-    "master weights": "parameters",
-    "optimizer states": "states",
-    "gradients": "gradients",
-    "activations": "activations",
-}
-_RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-_BAR, _WIDE = 20, 520  # pixels: of a bar's height, of the longest bar
-
-
-def draw_offload(group: dict[str, Any]) -> str:
-    """What each contender of a group of the offload benchmark held in memory and on disk, to scale.
-
-    Args:
-        group: as its results file has it.
-    """
-    rows, limit = group["rows"], group["settings"]["memory_bytes"]
-    on_disk = group["settings"]["on_disk"]
-    held = {row["contender"]: row["values"]["peak_bytes"]["median"] for row in rows if row["values"]}
-    longest = max([limit, *(held[name] + sum(on_disk[name].values()) for name in held)])
-    left, top, tall = 300, 88, _BAR + 16
-    shapes = [_text(20, 30, group["title"], "strong")]
-    shown = dict.fromkeys(kind for name in held for kind in on_disk[name])
-    x = 20
-    for words, kind in (("in memory, at most", "memory"), *((f"{kind} on disk", _KINDS[kind]) for kind in shown)):
-        shapes += [_rectangle(x, 45, 14, 14, kind, corner=2), _text(x + 20, 57, words)]
-        x += 34 + 8 * len(words)
-    for row, contender in enumerate(rows):
-        name, y = contender["contender"], top + row * tall
-        shapes.append(_text(20, y + 15, name, "strong" if contender["ours"] else ""))
-        if name not in held:
-            shapes.append(_text(left, y + 15, contender["note"], "small"))
-            continue
-        at = float(left)
-        for kind, nbytes in (("memory", held[name]), *((_KINDS[k], n) for k, n in on_disk[name].items())):
-            shapes.append(_rectangle(round(at, 1), y, round(nbytes / longest * _WIDE, 1), _BAR, kind))
-            at += nbytes / longest * _WIDE
-        total = held[name] + sum(on_disk[name].values())
-        shapes.append(_text(round(at + 8, 1), y + 15, f"{held[name] / 1e9:.1f} of {total / 1e9:.1f} GB", "small"))
-    bottom = top + len(rows) * tall
-    line = round(left + limit / longest * _WIDE, 1)
-    shapes.append(f'<path d="M{line:g} {top - 8}V{bottom}" class="limit"/>')
-    shapes.append(_text(line, bottom + 16, f"limit: {limit / 1e9:g} GB", "small middle"))
-    description = "; ".join(
-        f"{row['contender']}: {row['note']}"
-        if row["contender"] not in held
-        else f"{row['contender']}: {held[row['contender']] / 1e9:.1f} GB in memory, "
-        f"{sum(on_disk[row['contender']].values()) / 1e9:.1f} GB on disk"
-        for row in rows
-    )
-    title = "What is in memory and what is on disk"
-    return _svg(max(left + _WIDE + 130, x), bottom + 34, title, description, shapes)
-
-
-def offload_group() -> dict[str, Any] | None:
-    """Of the benchmark's results, the largest model's on one process; None before there are any."""
-    for path in sorted(_RESULTS.glob("offload-cpu-*.json")):
-        groups = json.loads(path.read_text())["groups"]
-        alone = [group for group in groups if group["settings"]["ranks"] == 1]
-        if alone:
-            return max(alone, key=lambda group: group["settings"]["parameters"])
-    return None
-
-
 # -- what a step holds, as it was measured --
 
 _AREA, _APART, _HIGH = 132, 14, 170  # pixels: a plan's width, between plans, the height of the scale
@@ -333,6 +266,73 @@ def _area(x: float, top: float, below: list[float], above: list[float], most: fl
         ]
 
     return f'<polygon points="{" ".join([*line(above), *line(below)[::-1]])}" class="{kind}"/>'
+
+
+# -- what is in memory and what is on disk under offload --
+
+_KINDS = {
+    "parameters": "parameters",
+    "master weights": "parameters",
+    "optimizer states": "states",
+    "gradients": "gradients",
+    "activations": "activations",
+}
+_RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+_BAR, _WIDE = 20, 520  # pixels: of a bar's height, of the longest bar
+
+
+def draw_offload(group: dict[str, Any]) -> str:
+    """What each contender of a group of the offload benchmark held in memory and on disk, to scale.
+
+    Args:
+        group: as its results file has it.
+    """
+    rows, limit = group["rows"], group["settings"]["memory_bytes"]
+    on_disk = group["settings"]["on_disk"]
+    held = {row["contender"]: row["values"]["peak_bytes"]["median"] for row in rows if row["values"]}
+    longest = max([limit, *(held[name] + sum(on_disk[name].values()) for name in held)])
+    left, top, tall = 300, 88, _BAR + 16
+    shapes = [_text(20, 30, group["title"], "strong")]
+    shown = dict.fromkeys(kind for name in held for kind in on_disk[name])
+    x = 20
+    for words, kind in (("in memory, at most", "memory"), *((f"{kind} on disk", _KINDS[kind]) for kind in shown)):
+        shapes += [_rectangle(x, 45, 14, 14, kind, corner=2), _text(x + 20, 57, words)]
+        x += 34 + 8 * len(words)
+    for row, contender in enumerate(rows):
+        name, y = contender["contender"], top + row * tall
+        shapes.append(_text(20, y + 15, name, "strong" if contender["ours"] else ""))
+        if name not in held:
+            shapes.append(_text(left, y + 15, contender["note"], "small"))
+            continue
+        at = float(left)
+        for kind, nbytes in (("memory", held[name]), *((_KINDS[k], n) for k, n in on_disk[name].items())):
+            shapes.append(_rectangle(round(at, 1), y, round(nbytes / longest * _WIDE, 1), _BAR, kind))
+            at += nbytes / longest * _WIDE
+        total = held[name] + sum(on_disk[name].values())
+        shapes.append(_text(round(at + 8, 1), y + 15, f"{held[name] / 1e9:.1f} of {total / 1e9:.1f} GB", "small"))
+    bottom = top + len(rows) * tall
+    line = round(left + limit / longest * _WIDE, 1)
+    shapes.append(f'<path d="M{line:g} {top - 8}V{bottom}" class="limit"/>')
+    shapes.append(_text(line, bottom + 16, f"limit: {limit / 1e9:g} GB", "small middle"))
+    description = "; ".join(
+        f"{row['contender']}: {row['note']}"
+        if row["contender"] not in held
+        else f"{row['contender']}: {held[row['contender']] / 1e9:.1f} GB in memory, "
+        f"{sum(on_disk[row['contender']].values()) / 1e9:.1f} GB on disk"
+        for row in rows
+    )
+    title = "What is in memory and what is on disk"
+    return _svg(max(left + _WIDE + 130, x), bottom + 34, title, description, shapes)
+
+
+def offload_group() -> dict[str, Any] | None:
+    """Of the benchmark's results, the largest model's on one process; None before there are any."""
+    for path in sorted(_RESULTS.glob("offload-cpu-*.json")):
+        groups = json.loads(path.read_text())["groups"]
+        alone = [group for group in groups if group["settings"]["ranks"] == 1]
+        if alone:
+            return max(alone, key=lambda group: group["settings"]["parameters"])
+    return None
 
 
 PICTURES = {"zero.svg": draw_zero, "mesh.svg": draw_mesh, "memory.svg": draw_memory}

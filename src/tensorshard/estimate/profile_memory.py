@@ -97,7 +97,7 @@ def profile_memory(engine: Engine) -> Iterator[MemoryProfile]:
     def counts(storage: torch.UntypedStorage) -> bool:
         return storage.device.type == engine.device.type and not (not on_gpu and files.hold(storage.data_ptr()))
 
-    with StorageLedger(counts) as ledger, StepWatcher(ledger, engine) as watcher:
+    with StorageLedger(counts, is_late=True) as ledger, StepWatcher(ledger, engine) as watcher:
         ledger.initialized()
         yield profile
     rank = summarize(ledger, watcher.known, rank=mesh.rank, stage=mesh.index("pp"), device_bytes=0)

@@ -54,6 +54,7 @@ class StorageLedger(TorchDispatchMode):
 
     Args:
         counts: whether a storage is on the device that is watched; None if all are.
+        is_late: whether there are storages already. They are added when an operation first uses them.
 
     Attributes:
         allocations: by their numbers.
@@ -63,9 +64,10 @@ class StorageLedger(TorchDispatchMode):
         start: the number of events before the first step.
     """
 
-    def __init__(self, counts: Callable[[torch.UntypedStorage], bool] | None = None) -> None:
+    def __init__(self, counts: Callable[[torch.UntypedStorage], bool] | None = None, *, is_late: bool = False) -> None:
         super().__init__()
         self._counts = counts
+        self._is_late = is_late
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
         self.initializing = True
@@ -128,7 +130,21 @@ class StorageLedger(TorchDispatchMode):
         weakref.finalize(storage, self._freed, key, number).atexit = False
         return number
 
+    def _note_earlier(self, tensor: torch.Tensor) -> None:
+        """Adds the storage of a tensor that was there before the ledger was, as if it had been seen from the start."""
+        before, self.initializing = len(self.events), True
+        self.note(tensor, "made before")
+        self.initializing = False
+        while len(self.events) > before:
+            self.events.insert(self.start, self.events.pop())
+            self.start += 1
+            before += 1
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_late and not self.initializing:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self._note_earlier(leaf)
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
