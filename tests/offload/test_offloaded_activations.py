@@ -37,7 +37,7 @@ def _train(kind: str, fields: dict[str, Any], steps: int) -> tuple[list[Any], di
     return losses, engine.full_state_dict(), held
 
 
-def _compare(cases: list[tuple[str, dict[str, Any]]], offload: dict[str, Any], steps: int = 3) -> list[str]:
+def _compare(cases: list[tuple[str, dict[str, Any]]], offload: dict[str, Any], steps: int = 2) -> list[str]:
     """The cases in which a loss or weight differs from that without offload, or nothing was moved, or is held still."""
     wrong = []
     with mock.patch.object(activations, "SMALLEST", 64):
@@ -52,22 +52,20 @@ def _compare(cases: list[tuple[str, dict[str, Any]]], offload: dict[str, Any], s
 
 ONE = [
     ("gpt_dropout", dict(precision="bf16", micro_batches=2, clip_grad_norm=0.5)),
-    ("llama", dict(recompute="full")),
     ("t5", dict(recompute="selective")),  # its decoder's blocks share what the encoder made
-    ("resnet", dict()),
 ]
 TWO = [
     ("gpt_tied", dict(zero=3, micro_batches=2, clip_grad_norm=0.5)),
-    ("gpt_101", dict(tp=2, zero=1)),
     ("gpt", dict(pp=2, micro_batches=4, zero=1)),
 ]
 MORE = [
-    *((kind, fields) for kind in ("gpt", "llama") for fields in (dict(zero=0), dict(zero=2, recompute="full"))),
+    ("gpt", dict(zero=0)),
+    ("llama", dict(zero=2, recompute="full")),
+    ("gpt_101", dict(tp=2, zero=1)),
     ("bert", dict(zero=3, precision="bf16", recompute="selective")),
     ("gpt", dict(zero=3, shard_units=["blocks.*.mlp", "embedding"])),
     ("resnet", dict(zero=3, recompute="full")),
     ("gpt_101", dict(tp=2, sequence_parallel=True, recompute="full")),
-    ("llama", dict(tp=2, precision="bf16")),
     ("mixtral", dict(zero=2)),
     ("gpt", dict(pp=2, micro_batches=4, pp_schedule="gpipe", recompute="full")),
     ("gpt_tied", dict(pp=2, micro_batches=4, pp_schedule="zbv")),
@@ -86,7 +84,7 @@ def test_losses_and_weights_are_the_same_to_the_last_bit(ranks, tmp_path, world_
     ids=["cpu", "disk"],
 )
 def test_the_same_under_more_plans(ranks, tmp_path, offload, cases):
-    assert ranks(2, _compare, cases, dict(path=str(tmp_path), **offload), 2)[0] == []
+    assert ranks(2, _compare, cases, dict(path=str(tmp_path), **offload))[0] == []
 
 
 # -- one block --
@@ -238,6 +236,7 @@ def _fails(folder: str, call: str) -> str:
         ("pwritev", "scratch file in '{}' could not be written"),
         ("preadv", "scratch file in '{}' could not be read .*weights are as before it"),
     ],
+    ids=["posix_fallocate", "pwritev", "preadv"],
 )
 def test_a_disk_that_fails_on_one_rank_stops_all_before_the_update(ranks, tmp_path, call, message):
     for rank, found in enumerate(ranks(2, _fails, str(tmp_path), call)):
