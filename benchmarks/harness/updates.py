@@ -89,9 +89,15 @@ def _median_seconds(call: Callable[[], object], steps: int) -> float:
     return statistics.median(seconds)
 
 
+def _weights(numel: int) -> tuple[torch.nn.Parameter, torch.Tensor]:
+    """Masters with gradients, and their 16-bit copies."""
+    master = torch.nn.Parameter(torch.linspace(-1e-3, 1e-3, numel))
+    master.grad = torch.linspace(1, -1, numel)
+    return master, torch.zeros(numel, dtype=torch.bfloat16)
+
+
 def _plain(numel: int) -> Step:
-    master, copy = torch.nn.Parameter(torch.ones(numel)), torch.ones(numel, dtype=torch.bfloat16)
-    master.grad = torch.ones(numel)
+    master, copy = _weights(numel)
     optimizer = OPTIMIZER([master])
 
     @torch.no_grad()
@@ -106,8 +112,7 @@ def _plain(numel: int) -> Step:
 
 
 def _ours(numel: int) -> Step:
-    master, copy = torch.nn.Parameter(torch.ones(numel)), torch.ones(numel, dtype=torch.bfloat16)
-    master.grad = torch.ones(numel)
+    master, copy = _weights(numel)
     slots = Slots(Offload(optimizer="cpu"))
     [place] = slots.add("cpu", [SlotSpec("master weights", numel, torch.float32)])
     place.tensor.copy_(master.detach())
@@ -133,8 +138,7 @@ def _ours(numel: int) -> Step:
 def _deepspeed(numel: int) -> Step:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    master, copy = torch.nn.Parameter(torch.ones(numel)), torch.ones(numel, dtype=torch.bfloat16)
-    master.grad = torch.ones(numel)
+    master, copy = _weights(numel)
     optimizer = DeepSpeedCPUAdam([master], lr=1e-4, weight_decay=0.1, adamw_mode=True)
 
     @torch.no_grad()

@@ -33,5 +33,6 @@ def build(work: OffloadWork, rank: int, world_size: int, folder: str, offload: M
         offload: fields of :class:`tensorshard.Offload`; None to keep everything in memory.
     """
     given: Any = None if offload is None else ts.Offload(path=folder, **offload)
-    plan = ts.Plan(zero=2, precision="bf16", recompute="full", clip_grad_norm=1.0, offload=given)
+    zero = 3 if offload is not None and "parameters" in offload else 2  # which parameters are offloaded at
+    plan = ts.Plan(zero=zero, precision="bf16", recompute="full", clip_grad_norm=1.0, offload=given)
     return Training(ts.parallelize(work.build, plan, optimizer=OPTIMIZER, loss_fn=next_token_loss))

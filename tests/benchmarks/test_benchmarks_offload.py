@@ -36,8 +36,9 @@ def test_the_share_of_bandwidth_counts_what_one_pass_moves():
 def test_kernels_compute_the_same(factor):
     plain, ours = (CONTENDERS[name](70_001) for name in ("torch's fused AdamW, and casts", "tensorshard"))
     given = None if factor is None else torch.tensor(factor, dtype=torch.float64)
-    assert torch.equal(ours(given), plain(given))
-    assert not torch.equal(ours(None), torch.ones(70_001, dtype=torch.bfloat16))
+    before = torch.linspace(-1e-3, 1e-3, 70_001).bfloat16()
+    assert torch.equal(found := ours(given), plain(given))
+    assert found.ne(before).float().mean() > 0.9
 
 
 def test_without_rights_memory_is_not_limited_and_the_page_cache_is_sampled(tmp_path, monkeypatch):
