@@ -52,7 +52,8 @@ class Training:
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """One step; returns the loss."""
-        loss = next_token_loss(self._model(inputs).float(), targets)
+        total, count = next_token_loss(self._model(inputs).float(), targets)
+        loss = total / count
         loss.backward()
         parameters = list(self._model.parameters())
         factor = torch.clamp(_CLIP / (get_total_norm([p.grad for p in parameters]) + 1e-6), max=1.0)

@@ -43,6 +43,7 @@ PLANS: dict[str, Mapping[str, str] | None] = {
     "tensorshard, optimizer on disk": {"optimizer": "disk"},
     "tensorshard, and gradients": {"optimizer": "disk", "gradients": "disk"},
     "tensorshard, and activations": {"optimizer": "disk", "gradients": "disk", "activations": "disk"},
+    "tensorshard, and parameters": {"optimizer": "disk", "gradients": "disk", "parameters": "disk"},
 }
 """What is offloaded, for each of our rows."""
 
