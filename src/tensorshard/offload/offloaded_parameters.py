@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tensorshard.offload.free_memory import give_back_free_memory
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.slots import TILE_ALIGNMENT, Slot, Slots, SlotSpec
 
@@ -97,9 +98,13 @@ class OffloadedParameters:
         return unit
 
     def begin(self) -> None:
-        """Called before each forward of the model: what was written to the parameters since the last is seen."""
+        """Called before each forward of the model: what was written to the parameters since the last is seen.
+
+        What the last step freed is given back to the system.
+        """
         self.forget()
         self._slots.settle()
+        give_back_free_memory()
 
     def forget(self) -> None:
         """Called after the parameters were changed: what was read ahead is old."""
