@@ -81,6 +81,7 @@ class OffloadedParameters:
             ValueError: there is no space for them.
             OSError: the disk failed.
         """
+        give_back_free_memory()  # of the unit before
         tier = self._slots.offload.parameters
         assert tier is not None
         unit = ParameterUnit(
