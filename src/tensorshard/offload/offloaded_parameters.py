@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tensorshard.offload.free_memory import give_back_free_memory
+from tensorshard.offload.free_memory import give_back_free_memory, map_large_tensors
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.slots import TILE_ALIGNMENT, Slot, Slots, SlotSpec
 
@@ -66,6 +66,7 @@ class OffloadedParameters:
     """
 
     def __init__(self, slots: Slots) -> None:
+        map_large_tensors()
         self._slots = slots
         self._pool: ThreadPoolExecutor | None = None
         self._free: list[mmap.mmap] = []
@@ -81,7 +82,6 @@ class OffloadedParameters:
             ValueError: there is no space for them.
             OSError: the disk failed.
         """
-        give_back_free_memory()  # of the unit before
         tier = self._slots.offload.parameters
         assert tier is not None
         unit = ParameterUnit(
