@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tensorshard.offload.free_memory import give_back_free_memory, map_large_tensors
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.slots import TILE_ALIGNMENT, Slot, Slots, SlotSpec
 
@@ -65,6 +66,7 @@ class OffloadedParameters:
     """
 
     def __init__(self, slots: Slots) -> None:
+        map_large_tensors()
         self._slots = slots
         self._pool: ThreadPoolExecutor | None = None
         self._free: list[mmap.mmap] = []
@@ -97,9 +99,13 @@ class OffloadedParameters:
         return unit
 
     def begin(self) -> None:
-        """Called before each forward of the model: what was written to the parameters since the last is seen."""
+        """Called before each forward of the model: what was written to the parameters since the last is seen.
+
+        What the last step freed is given back to the system.
+        """
         self.forget()
         self._slots.settle()
+        give_back_free_memory()
 
     def forget(self) -> None:
         """Called after the parameters were changed: what was read ahead is old."""
