@@ -21,6 +21,7 @@ from tensorshard.modules.parameters import ParameterPlaces, like
 from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.slots import OffloadedMaster, Slot
 from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
+from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.fsdp import (
     AllGather,
     ReduceScatter,
@@ -260,7 +261,7 @@ class UnitOrder:
         Raises:
             CollectiveMismatchError: they are different ones.
         """
-        if self._left == 0:
+        if self._left == 0 or active_fake_mode() is not None:  # fake ranks are alike, and have no values to compare
             return
         self._left -= 1
         mine = torch.tensor([zlib.crc32(name.encode())])
