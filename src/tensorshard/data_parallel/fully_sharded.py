@@ -261,7 +261,7 @@ class UnitOrder:
         Raises:
             CollectiveMismatchError: they are different ones.
         """
-        if self._left == 0 or active_fake_mode() is not None:  # names are no fake tensors
+        if self._left == 0 or active_fake_mode() is not None:  # fake ranks are alike, and have no values to compare
             return
         self._left -= 1
         mine = torch.tensor([zlib.crc32(name.encode())])
