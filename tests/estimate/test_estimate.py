@@ -1,7 +1,7 @@
 """Estimates on fake tensors: what a real run's ledger says, what it is made of, and what is refused."""
 
-import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,7 +95,36 @@ def test_it_is_described(ranks):
     assert text.startswith("fits: ") and "stage" in text and "activations" in text and "not validated" in text
     table = text[text.index("stage  rank") :]
     assert all(len(line) <= 80 for line in table.splitlines())
-    assert re.search(r"\b\w+\.py:\d+$", table, re.MULTILINE)  # the line of code that made one of the largest tensors
+
+
+class _Squares(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).square()  # the line that is looked for
+
+
+def _line_of_the_largest() -> str:
+    dist.destroy_process_group()
+    batch = torch.zeros(1000, 4)
+    found = ts.estimate(
+        _Squares(),
+        ts.Plan(),
+        world_size=2,
+        inputs=batch,
+        targets=batch,
+        optimizer=ADAMW,
+        loss_fn=torch.nn.functional.mse_loss,
+    )
+    return next(tensor.line for tensor in found.largest.largest if tensor.category == "activations")
+
+
+def test_the_line_of_code_that_made_a_tensor_is_told(ranks):
+    name, number = ranks(1, _line_of_the_largest)[0].split(":")
+    assert name == "test_estimate.py"
+    assert "the line that is looked for" in Path(__file__).read_text(encoding="utf-8").splitlines()[int(number) - 1]
 
 
 def _leaves_the_module_alone() -> bool:
