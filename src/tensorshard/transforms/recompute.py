@@ -12,21 +12,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tensorshard.modules.buffer_values import BufferValues, Exchanged
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.torch_private.modules import buffer_names
-from tensorshard.torch_private.operators import ATTENTION_KERNELS
+from tensorshard.transforms.costly_results import COSTLY, KeepsCostly, KeptResults, TakesKept
 
-_aten = torch.ops.aten
 
-# What "selective" keeps: the results that cost the most arithmetic a byte. All else is cheap to compute again.
-_COSTLY = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.convolution.default,
-    }
-    | ATTENTION_KERNELS
-)
+def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_COMPILED = partial(create_selective_checkpoint_contexts, _keep_costly)
 
 
 def apply_recompute(blocks: Iterable[nn.Module], mode: str) -> None:
@@ -40,23 +33,29 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: str) -> None:
         return
     for block in blocks:
         holders = [module for module in block.modules() if buffer_names(module)]
-        contexts = partial(_contexts, holders, mode == "selective") if holders or mode == "selective" else None
+        selective = mode == "selective"
+        contexts = partial(_contexts, holders, selective) if holders or selective else None
         # A module of its own would put its name into every parameter's; checkpoints would then depend on the plan.
-        wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, contexts))
+        wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, contexts, _COMPILED if selective else None))
 
 
-def _recomputed(contexts: Any, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(contexts: Any, compiled_contexts: Any, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    extra = {} if contexts is None else {"context_fn": contexts}
-    return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+    # In a compiled graph nothing changes in place: the policy is all that it takes.
+    context_fn = compiled_contexts if torch.compiler.is_compiling() else contexts
+    if context_fn is None:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
 
 def _contexts(holders: list[nn.Module], selective: bool) -> tuple[Any, Any]:
     """What surrounds the first forward of a call, and what surrounds its repetition in backward."""
-    first, again = (nullcontext(), nullcontext())
+    first: AbstractContextManager[Any] = nullcontext()
+    again: AbstractContextManager[Any] = nullcontext()
     if selective:
-        first, again = create_selective_checkpoint_contexts(_keep_costly)
+        results = KeptResults()
+        first, again = KeepsCostly(results), TakesKept(results)
     call = _FirstForward(holders, first)
     return call, _Repetition(call, again)
 
@@ -104,7 +103,3 @@ class _Repetition:
         assert self._exchanged is not None
         self._exchanged.undo()
         return self._inner.__exit__(*error)
-
-
-def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
