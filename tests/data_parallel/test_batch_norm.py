@@ -370,3 +370,20 @@ def test_trying_a_norm_out_changes_nothing():
     assert examined is not None and examined.calls_batch_norm and examined.samples_alone
     assert torch.equal(torch.rand(3), drawn) and not seen and norm.training and not has_users_forward(norm)
     torch.testing.assert_close(norm.state_dict(), state, rtol=0, atol=0)
+
+
+class FrozenForImages(nn.Module):
+    """As object detectors have it. An input of two dimensions is broadcast to four, samples taken for channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(4))
+        self.register_buffer("running_var", torch.ones(4))
+
+    def forward(self, x):
+        return (x - self.running_mean.reshape(1, -1, 1, 1)) * (self.running_var.reshape(1, -1, 1, 1) + 1e-5).rsqrt()
+
+
+def test_a_norm_is_examined_with_inputs_that_are_its_own():
+    examined = examine(FrozenForImages())
+    assert examined is not None and examined.samples_alone

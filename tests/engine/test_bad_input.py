@@ -54,9 +54,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "pipeline": (dict(plan=ts.Plan(pp=2)), ValueError, "1 processes do not divide by the other axes .pp 2"),
     "context": (dict(plan=ts.Plan(cp=2)), ValueError, "cp=2 asks for context parallelism.*not implement"),
     "offload": (
-        dict(plan=ts.Plan(offload=ts.Offload(parameters="cpu"))),
+        dict(plan=ts.Plan(zero=1, offload=ts.Offload(optimizer="cpu", parameters="cpu"))),
         ValueError,
-        "offload.parameters='cpu' is not implemented",
+        "offload.parameters='cpu' was given with zero=1",
     ),
     "optimizer, no callable": (dict(optimizer="adamw"), TypeError, "optimizer is a str; it must be a callable"),
     "optimizer, already built": (

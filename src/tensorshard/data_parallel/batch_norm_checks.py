@@ -84,16 +84,22 @@ def examine(module: nn.Module) -> Examined | None:
     channels = getattr(module, "num_features", None)
     if not isinstance(channels, int):
         channels = next((buffer.numel() for buffer in own_buffers(module).values() if buffer.dim() > 0), 1)
+    found: list[Examined] = []
     for size in _SIZES:
+        shape = (_SAMPLES, channels, *size)
         try:
             with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return _examine(module, (_SAMPLES, channels, *size))
+                examined, keeps_shape = _examine(module, shape)
         except Exception:  # whatever a module makes of inputs that are not its own
             continue
-    return None
+        if keeps_shape:
+            return examined
+        found.append(examined)  # inputs of fewer dimensions than it is made for may have been broadcast
+    return found[0] if found else None
 
 
-def _examine(module: nn.Module, shape: tuple[int, ...]) -> Examined:
+def _examine(module: nn.Module, shape: tuple[int, ...]) -> tuple[Examined, bool]:
+    """What it does with an input of `shape`, and whether its output has that shape."""
     generator = torch.Generator().manual_seed(0)
     copied = copy_with(module, random_values(generator))
     copied.eval()
@@ -108,7 +114,9 @@ def _examine(module: nn.Module, shape: tuple[int, ...]) -> Examined:
             with _unchanged_after(copied, start) as buffers:
                 outputs = tensor_leaves(copied.forward(input[:count].clone()))
                 found.append(([output[:_FEWER] for output in outputs], [b.clone() for b in buffers]))
-    return Examined(calls.count > 0, _same(found[0][0], found[1][0]) and _same(found[0][1], found[1][1]))
+                keeps_shape = all(output.shape == (count, *shape[1:]) for output in outputs)
+    examined = Examined(calls.count > 0, _same(found[0][0], found[1][0]) and _same(found[0][1], found[1][1]))
+    return examined, keeps_shape
 
 
 def _constants(
