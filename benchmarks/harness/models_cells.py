@@ -154,11 +154,12 @@ class CellRunner:
             )
             return cell
         if isinstance(plain, Trained):
-            away, alone_away = (
+            away, *alone_away = (
                 max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(trained.losses, plain.losses, strict=True))
-                for trained in (found, alone)
+                for trained in (found, alone, *others)
             )
-            if not away <= max(0.05, 1.2 * alone_away):  # batch norms over few samples go far in bf16 by themselves
+            # Batch norms over few samples go far in bf16 by themselves, how far depends on the order of the samples.
+            if not away <= max(0.05, 1.2 * max(alone_away)):
                 cell.status, cell.detail = "wrong", f"losses are {away:.1%} from those of fp32"
         return cell
 
