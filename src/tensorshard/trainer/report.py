@@ -70,8 +70,8 @@ def print_summary(
         table.add_row("speed", f"{', '.join(words)}, {figures['step_seconds']:.3f} s a step")
     table.add_row("peak memory", _by_rank(peak_bytes, format_bytes))
     if expected is not None:
-        table.add_row("of the model", _by_rank(above_start, format_bytes))
-        table.add_row("estimated", _by_rank(expected, format_bytes))
+        table.add_row("beyond start", _by_rank(above_start, format_bytes))
+        table.add_row("estimated", f"{_by_rank(expected, format_bytes)} of live tensors")
     places: dict[str, Path | None] = {
         "checkpoint": directory.newest_checkpoint(),
         "metrics": directory.metrics,
