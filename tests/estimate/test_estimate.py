@@ -75,15 +75,6 @@ def test_it_says_what_the_ledger_of_a_real_run_says(ranks, plan):
         assert sum(rank.by_category.values()) == rank.peak_allocated
 
 
-def _at_64_ranks() -> dict[int, dict[str, int]]:
-    return {level: _estimated(64, dict(zero=level)).ranks[0].by_category for level in (0, 3)}
-
-
-def test_sharded_states_shrink_with_the_number_of_ranks(ranks):
-    found = ranks(1, _at_64_ranks)[0]
-    assert found[3]["optimizer states"] < found[0]["optimizer states"] / 20  # each tensor is padded
-
-
 def _described() -> tuple[str, bool, bool]:
     found = _estimated(2, dict(pp=2, micro_batches=2))
     return found.describe(), found.fits(), found.fits("1MiB")

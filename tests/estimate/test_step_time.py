@@ -1,6 +1,5 @@
 """What estimates say of work, traffic and time, against formulas; and the hardware that they know."""
 
-import time
 from functools import partial
 from typing import Any
 
@@ -11,17 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorshard as ts
-from tensorshard.comm.groups import world_group
 from tensorshard.estimate.hardware import (
     THIS_MACHINE,
-    Hardware,
     Link,
     Rates,
     find_hardware,
     known_hardware,
     save_measured,
 )
-from tensorshard.estimate.machine_rates import link_rates, matmul_rate, memory_rate, operator_overhead
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Kernel, Operations, Transfer
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate
 from tensorshard.estimate.step_time import kernel_time, link_of, step_time, transfer_time
@@ -236,72 +232,3 @@ def test_hardware_is_found_by_its_name(tmp_path, monkeypatch):
     (tmp_path / f"{THIS_MACHINE}.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read"):
         find_hardware(THIS_MACHINE)
-
-
-TIMED: list[tuple[int, dict[str, Any]]] = [
-    (1, dict(zero=0)),
-    (1, dict(zero=0, recompute="full")),
-    (1, dict(zero=0, micro_batches=4)),
-    (2, dict(zero=1)),
-    (2, dict(zero=3)),
-    (2, dict(zero=3, recompute="full")),
-    (2, dict(tp=2, tp_plan=TABLE, tp_check=False)),
-    (2, dict(pp=2, micro_batches=2)),
-    (4, dict(zero=2)),
-    (4, dict(zero=3, recompute="full")),
-]
-_TIMED_BATCH = torch.zeros(4, 64, dtype=torch.long)
-_TIMED_MODEL = partial(GPT, 256, 64, 3, 4, 128)
-_TIMED_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
-
-
-def _cpu_seconds(fields: dict[str, Any]) -> float:
-    """Seconds that this rank computes for in a step: the fastest of a few."""
-    torch.set_num_threads(1)
-    engine = ts.parallelize(
-        _TIMED_MODEL, ts.Plan(**fields), optimizer=_TIMED_OPTIMIZER, loss_fn=next_token_loss, device="cpu"
-    )
-    found = []
-    for _ in range(6):
-        begin = time.process_time()
-        engine.step(_TIMED_BATCH, _TIMED_BATCH)
-        found.append(time.process_time() - begin)
-    return min(found)
-
-
-def _rates() -> Rates:
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    link = link_rates(world_group(), device)
-    flops = {"float32": matmul_rate(device, torch.float32)}
-    memory = memory_rate(device)
-    return Rates(
-        flops, memory, (0.6, 1.0), (0.6, 1.5), operator_overhead(device), False, 1024, link, link, memory
-    )  # fmt: skip
-
-
-def _predicted(rates: Rates) -> list[float]:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    found = []
-    for world, fields in TIMED:
-        estimate = ts.estimate(
-            _TIMED_MODEL,
-            ts.Plan(**fields),
-            world_size=world,
-            inputs=_TIMED_BATCH,
-            targets=_TIMED_BATCH,
-            optimizer=_TIMED_OPTIMIZER,
-            loss_fn=next_token_loss,
-            hardware=Hardware(THIS_MACHINE, 1 << 34, 0, rates),
-        )
-        found.append(estimate.step_time.busy)
-    return found
-
-
-def test_plans_are_ranked_by_the_time_that_they_take(ranks):
-    measured = [sum(ranks(world, _cpu_seconds, fields)) for world, fields in TIMED]
-    predicted = ranks(1, _predicted, ranks(2, _rates)[0])[0]
-    places = [torch.tensor(times).argsort().argsort().double() for times in (measured, predicted)]
-    correlation = torch.corrcoef(torch.stack(places))[0, 1].item()  # Spearman's
-    assert correlation >= 0.9, (measured, predicted)
