@@ -8,9 +8,9 @@ was changed is computed again.
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorshard.modules.tensors import map_tensors_once, storage_key, tensor_leaves
+from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.operators import ATTENTION_KERNELS, OpOverload, schema
 from tensorshard.torch_private.tensors import detached_alike, tensor_version
 
