@@ -223,4 +223,4 @@ HEADLINES = (
         lambda: _tokens(1, 1024),
     ),
 )
-NOT_POSSIBLE = ("175B with parameters on disk: Plan(offload=...) keeps parameters on the device in this version",)
+NOT_POSSIBLE = ("175B with parameters on disk: estimates do not know offload.parameters in this version",)

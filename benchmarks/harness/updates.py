@@ -96,9 +96,8 @@ def _weights(numel: int) -> tuple[torch.nn.Parameter, torch.Tensor]:
     return master, torch.zeros(numel, dtype=torch.bfloat16)
 
 
-def _plain(numel: int) -> Step:
-    master, copy = _weights(numel)
-    optimizer = OPTIMIZER([master])
+def _clipped_and_cast(optimizer: torch.optim.Optimizer, master: torch.nn.Parameter, copy: torch.Tensor) -> Step:
+    """A step of `optimizer`, with clipping before and the cast after it as passes of their own."""
 
     @torch.no_grad()
     def step(factor: torch.Tensor | None) -> torch.Tensor:
@@ -109,6 +108,11 @@ def _plain(numel: int) -> Step:
         return copy.copy_(master)
 
     return step
+
+
+def _plain(numel: int) -> Step:
+    master, copy = _weights(numel)
+    return _clipped_and_cast(OPTIMIZER([master]), master, copy)
 
 
 def _ours(numel: int) -> Step:
@@ -140,16 +144,7 @@ def _deepspeed(numel: int) -> Step:
 
     master, copy = _weights(numel)
     optimizer = DeepSpeedCPUAdam([master], lr=1e-4, weight_decay=0.1, adamw_mode=True)
-
-    @torch.no_grad()
-    def step(factor: torch.Tensor | None) -> torch.Tensor:
-        assert master.grad is not None
-        if factor is not None:
-            master.grad.mul_(factor.float())
-        optimizer.step()
-        return copy.copy_(master)
-
-    return step
+    return _clipped_and_cast(optimizer, master, copy)
 
 
 def _nothing(failure: Exception | None) -> None:

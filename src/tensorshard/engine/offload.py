@@ -107,10 +107,13 @@ def check_transfers(slots: Slots | None, group: torch.distributed.ProcessGroup) 
     """
     if slots is None or not slots.offload.uses_disk:
         return
-    if slots.offload.parameters is not None:
-        _stop_together(group, "reading offloaded parameters", slots.take_failure())
-    if slots.activations is not None:
-        _stop_together(group, "moving offloaded activations", slots.activations.take_failure())
+    parameters, activations = slots.offload.parameters is not None, slots.activations
+    if not parameters and activations is None:
+        return
+    failure: Exception | None = slots.take_failure() if parameters else None
+    if failure is None and activations is not None:
+        failure = activations.take_failure()
+    _stop_together(group, "moving offloaded parameters and activations", failure)
 
 
 def _stop_together(group: torch.distributed.ProcessGroup, what: str, failure: Exception | None) -> None:

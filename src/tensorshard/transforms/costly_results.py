@@ -5,6 +5,7 @@ notice where that is done by ``unsafe_chunk``, as recurrent layers do it: gradie
 was changed is computed again.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,10 +104,20 @@ class TakesKept(_CountingMode):
 
 def _draws_random_numbers(operation: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether an attention kernel has dropout: left out, it would leave the random numbers to those after it."""
+    found = _dropout_of(operation)
+    if found is None:
+        return False
+    place, default = found
+    return bool(kwargs.get("dropout_p", args[place] if place < len(args) else default))
+
+
+@cache
+def _dropout_of(operation: OpOverload) -> tuple[int, float] | None:
+    """The place of the argument ``dropout_p``, and its default; None if there is no such argument."""
     for place, argument in enumerate(schema(operation).arguments):
         if argument.name == "dropout_p":
-            return bool(kwargs.get("dropout_p", args[place] if place < len(args) else argument.default_value))
-    return False
+            return place, argument.default_value
+    return None
 
 
 def _written(operation: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
