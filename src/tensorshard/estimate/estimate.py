@@ -238,7 +238,7 @@ def estimate(
                 slots=engine.slots,
             )
         )
-    return Estimate(resolved, world_size, ranks, found, batch_size(inputs) * resolved.dp_size)
+    return Estimate(resolved, world_size, ranks, found, size * resolved.dp_size)
 
 
 def _first_ranks(plan: Plan) -> Iterator[int]:
