@@ -47,7 +47,7 @@ class GuardedStateDicts:
             module.register_load_state_dict_pre_hook(self._for_own(take_parts))
         if plan.pp == 1:
             sharded.model.register_forward_pre_hook(lambda *_: self.follow(), prepend=True)
-        if any(isinstance(p, DTensor) and p.device_mesh.size(-1) > 1 for p in sharded.masters().values()):
+        if self.holds_parts:
             vars(sharded.model)["__deepcopy__"] = self._refuse_copy  # which copy.deepcopy asks for
 
     def _for_own(self, hook: Callable[..., None]) -> Callable[..., None]:
