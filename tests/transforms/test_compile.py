@@ -39,6 +39,10 @@ def test_what_lies_between_split_layers_is_compiled(ranks):
     _check(ranks, "gpt", 2, dict(tp=2, sequence_parallel=True), "eager", 2)
 
 
+def test_statistics_of_all_data_ranks_are_taken_between_compiled_graphs(ranks):
+    _check(ranks, "resnet", 2, dict(zero=3), "eager", 2)
+
+
 def test_layers_that_run_as_they_are_are_not_compiled_again_and_again(caplog):
     """Torch warns after 8 compilations of one function's code, and users can do nothing about ours."""
 

@@ -116,10 +116,18 @@ def test_results_that_are_changed_in_place_are_computed_again(mode, twice):
     torch.testing.assert_close(_backward(again, twice=twice), _backward(plain, twice=twice), rtol=1e-12, atol=1e-12)
 
 
+class BetweenGraphs(nn.Module):
+    """Runs as it is in a compiled block, whose code falls into two graphs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.compiler.disable(torch.relu_)(x)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's, of what is in the graph
+@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), BetweenGraphs()], ids=["one graph", "two graphs"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_compiled_blocks_that_are_computed_again(mode):
-    plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 4))
+def test_compiled_blocks_that_are_computed_again(mode, activation):
+    plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), activation, nn.Linear(8, 4))
     again = copy.deepcopy(plain)
     apply_recompute([again], mode)
     compiled = torch.compile(again, backend="aot_eager")

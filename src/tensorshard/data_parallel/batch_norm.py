@@ -97,6 +97,7 @@ def _running(module: nn.Module) -> list[tuple[int, int]]:
     ]
 
 
+@never_compiled
 def _averaged(module: InstanceNorm, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """An instance normalization: each sample by itself, and running statistics that are a mean over all samples."""
     output = forward(*args, **kwargs)

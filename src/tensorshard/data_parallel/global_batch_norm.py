@@ -11,8 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.transforms.compile import never_compiled
 
 
+@never_compiled
 def global_batch_norm(
     input: torch.Tensor,
     running_mean: torch.Tensor | None,

@@ -1,7 +1,9 @@
-"""When torch.compile compiles."""
+"""When torch.compile compiles, and whether what runs is a compilation."""
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 
 def watch_compilation(begun: Callable[[], None], ended: Callable[[], None]) -> Callable[[], None]:
@@ -33,3 +35,15 @@ def watch_compilation(begun: Callable[[], None], ended: Callable[[], None]) -> C
             callback_handler.remove_end_callback(on_end)
 
     return end
+
+
+def is_making_graph() -> bool:
+    """Whether what runs now is recorded into a graph by torch.compile, rather than computed.
+
+    Why: recomputation keeps other things in a graph than where a compiled block's code falls into several graphs.
+
+    Checked: torch 2.11 and 2.13. ``torch._guards.TracingContext`` is there while one is made.
+
+    Public way: none; ``torch.compiler.is_compiling()`` is false then in torch 2.11, ``is_dynamo_compiling()`` in both.
+    """
+    return torch._guards.TracingContext.try_get() is not None

@@ -1,6 +1,6 @@
 """Recomputation (activation checkpointing) of a model's blocks (Chen et al. 2016)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tensorshard.modules.buffer_values import BufferValues, Exchanged
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.torch_private.compilation import is_making_graph
 from tensorshard.torch_private.modules import buffer_names
 from tensorshard.transforms.costly_results import COSTLY, KeepsCostly, KeptResults, TakesKept
 
@@ -19,7 +20,8 @@ def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if operation in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_COMPILED = partial(create_selective_checkpoint_contexts, _keep_costly)
+def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_recompute(blocks: Iterable[nn.Module], mode: str) -> None:
@@ -34,30 +36,39 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: str) -> None:
     for block in blocks:
         holders = [module for module in block.modules() if buffer_names(module)]
         selective = mode == "selective"
-        contexts = partial(_contexts, holders, selective) if holders or selective else None
+        contexts = _make_contexts(holders, selective) if holders or selective else None
         # A module of its own would put its name into every parameter's; checkpoints would then depend on the plan.
-        wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, contexts, _COMPILED if selective else None))
+        wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, contexts))
 
 
-def _recomputed(contexts: Any, compiled_contexts: Any, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(contexts: Any, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # In a compiled graph nothing changes in place: the policy is all that it takes.
-    context_fn = compiled_contexts if torch.compiler.is_compiling() else contexts
-    if context_fn is None:
+    if contexts is None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _contexts(holders: list[nn.Module], selective: bool) -> tuple[Any, Any]:
-    """What surrounds the first forward of a call, and what surrounds its repetition in backward."""
-    first: AbstractContextManager[Any] = nullcontext()
-    again: AbstractContextManager[Any] = nullcontext()
-    if selective:
-        results = KeptResults()
-        first, again = KeepsCostly(results), TakesKept(results)
-    call = _FirstForward(holders, first)
-    return call, _Repetition(call, again)
+def _make_contexts(holders: list[nn.Module], selective: bool) -> Callable[[], tuple[Any, Any]]:
+    """A function that makes what surrounds the first forward of a call, and what surrounds its repetition in backward.
+
+    A plain function: torch.compile takes no other.
+    """
+
+    def contexts() -> tuple[Any, Any]:
+        # In a graph nothing changes in place: a policy is all that it takes. A compiled block whose code is cut into
+        # several graphs is computed again outside of them.
+        if is_making_graph():
+            return create_selective_checkpoint_contexts(_keep_costly if selective else _keep_nothing)
+        first: AbstractContextManager[Any] = nullcontext()
+        again: AbstractContextManager[Any] = nullcontext()
+        if selective:
+            results = KeptResults()
+            first, again = KeepsCostly(results), TakesKept(results)
+        call = _FirstForward(holders, first)
+        return call, _Repetition(call, again)
+
+    return contexts
 
 
 class _FirstForward:
