@@ -59,7 +59,7 @@ class Cell:
         split_share: of the weights, by tp.
         kept_share: of them, what is split in memory and computed with on every rank.
         cpu_seconds, wall_seconds: that ``parallelize`` took on the first rank.
-        compared: "fp32", "fp64" where fp32 left doubt, or "bf16".
+        compared: "fp32", "fp64" where fp32 left doubt, or "bf16"; with ", compiled" where one process was compiled too.
         with_samples: the same with ``sample_inputs``, where the default call was not exact or split nothing.
     """
 
@@ -87,7 +87,7 @@ class CellRunner:
     folder: Path
     limit: float
     _count: int = 0
-    _alone: dict[tuple[str, int, str], Trained | Failure] = field(default_factory=dict)
+    _alone: dict[tuple[str, int, str, bool], Trained | Failure] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -119,12 +119,22 @@ class CellRunner:
             return cell
         finer = self._difference_in_fp64(case, plan, with_samples)
         cell.compared = "fp32" if finer is None else "fp64"
+        if plan.fields.get("compile") and not is_exact(apart, finer):
+            # What torch compiles computes some functions, such as exp, in other ways than torch itself does.
+            compiled = self._reference(case, plan.micro_batches, "float32", compiled=True)
+            if not isinstance(compiled, Failure):
+                cell.compared += ", compiled"
+                apart = difference(found, compiled)
+                if not is_exact(apart):
+                    finer = self._difference_in_fp64(case, plan, with_samples, compiled=True)
         cell.status = "exact" if is_exact(apart, finer) else "wrong"
         cell.detail = f"in fp32 {apart.describe()}" + (f"; in fp64 {finer.describe()}" if finer else "")
         return cell
 
-    def _difference_in_fp64(self, case: Case, plan: PlanCase, with_samples: bool) -> Difference | None:
-        expected = self._reference(case, plan.micro_batches, "float64")
+    def _difference_in_fp64(
+        self, case: Case, plan: PlanCase, with_samples: bool, *, compiled: bool = False
+    ) -> Difference | None:
+        expected = self._reference(case, plan.micro_batches, "float64", compiled=compiled)
         if isinstance(expected, Failure):
             return None
         found = self._train(case, plan, "float64", with_samples)[1]
@@ -163,13 +173,13 @@ class CellRunner:
                 cell.status, cell.detail = "wrong", f"losses are {away:.1%} from those of fp32"
         return cell
 
-    def _reference(self, case: Case, micro_batches: int, dtype: str) -> Trained | Failure:
-        key = case.key, micro_batches, dtype
+    def _reference(self, case: Case, micro_batches: int, dtype: str, *, compiled: bool = False) -> Trained | Failure:
+        key = case.key, micro_batches, dtype, compiled
         if key not in self._alone:
             if any(known[0] != case.key for known in self._alone):
                 self._alone.clear()  # those of the case before
             path = self._file()
-            outcome = self._processes(models_rank.run_alone, [(case.key, micro_batches, dtype, path)])
+            outcome = self._processes(models_rank.run_alone, [(case.key, micro_batches, dtype, compiled, path)])
             if outcome == "hung" or isinstance(outcome, str):
                 raise BrokenCaseError(f"{case.key} alone: {outcome}")
             failure = outcome[0].get("failure")

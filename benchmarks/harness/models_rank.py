@@ -17,11 +17,14 @@ from benchmarks.models.plans import PLANS, PlanCase
 from benchmarks.models.registry import find_cases
 
 
-def run_alone(connection: Connection, log: str, key: str, micro_batches: int, dtype: str, path: str) -> None:
+def run_alone(
+    connection: Connection, log: str, key: str, micro_batches: int, dtype: str, compiled: bool, path: str
+) -> None:
     """A plain process trains the case and saves what came of it to `path`."""
     _prepare(log)
     try:
-        torch.save(train_alone(find_cases()[key], micro_batches, getattr(torch, dtype)), path)
+        trained = train_alone(find_cases()[key], micro_batches, getattr(torch, dtype), compiled=compiled)
+        torch.save(trained, path)
         outcome: Any = {"done": True}
     except BaseException as error:
         traceback.print_exc()

@@ -54,10 +54,14 @@ def batch(case: Case, step: int, dtype: torch.dtype = torch.float32) -> Batch:
     return tree_map(lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, drawn)
 
 
-def train_alone(case: Case, micro_batches: int, dtype: torch.dtype = torch.float32) -> Trained:
+def train_alone(
+    case: Case, micro_batches: int, dtype: torch.dtype = torch.float32, *, compiled: bool = False
+) -> Trained:
     """What plain PyTorch makes of it in one process, whose micro-batches are those of the plan."""
     model = build(case, dtype)
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    if compiled:
+        model.compile()
     optimizer = OPTIMIZER([p for p in model.parameters() if p.requires_grad])
     losses = []
     for step in range(STEPS):
