@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.estimates import Outcome, summary_of
+from benchmarks.harness.estimates_time import Timed, rank_correlation
 from benchmarks.harness.hardware import hardware_name, installed_versions
 from benchmarks.harness.results import RESULTS
 
@@ -22,16 +25,27 @@ _BLOCK = re.compile(r"(<!-- estimates -->\n).*?(<!-- /estimates -->)", re.DOTALL
 
 @dataclass(frozen=True)
 class EstimateResults:
-    """One run of the benchmark."""
+    """What runs of the benchmark found, each part when it last ran."""
 
     date: str
     versions: dict[str, str]
     outcomes: list[Outcome]
     resident: list[Outcome]
+    timed: list[Timed]
 
     @classmethod
-    def of(cls, outcomes: list[Outcome], resident: list[Outcome]) -> "EstimateResults":
-        return cls(date.today().isoformat(), installed_versions(["torch", "tensorshard"]), outcomes, resident)
+    def load(cls, path: Path) -> "EstimateResults":
+        """What the file has; nothing if it is not there."""
+        if not path.exists():
+            return cls("", {}, [], [], [])
+        found = json.loads(path.read_text())
+        parts = {part: [_outcome(one) for one in found[part]] for part in ("outcomes", "resident")}
+        return cls(found["date"], found["versions"], **parts, timed=[Timed(**one) for one in found.get("timed", [])])
+
+
+def _outcome(fields: dict[str, Any]) -> Outcome:
+    by_rank = {name: {int(rank): size for rank, size in fields[name].items()} for name in ("estimated", "measured")}
+    return Outcome(**{**fields, **by_rank})
 
 
 def print_outcomes(console: Console, title: str, outcomes: Sequence[Outcome]) -> None:
@@ -54,11 +68,33 @@ def print_outcomes(console: Console, title: str, outcomes: Sequence[Outcome]) ->
     console.print("\n".join(_summary_lines(outcomes)))
 
 
-def write_estimates(console: Console, results: EstimateResults) -> None:
-    """Writes the results, and the block of the page."""
+def print_times(console: Console, timed: Sequence[Timed]) -> None:
+    """A row for each plan, and the rank correlation below them."""
+    if not timed:
+        return
+    table = Table(title="busy seconds of a step, all ranks together", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("plan", overflow="fold")
+    for head in ("predicted", "measured", "ratio"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for one in timed:
+        table.add_row(one.name, f"{one.predicted:.3f}", f"{one.measured:.3f}", f"{one.predicted / one.measured:.2f}")
+    console.print(table)
+    console.print(f"rank correlation {rank_correlation(timed):.2f}")
+
+
+def write_estimates(console: Console, outcomes: list[Outcome], resident: list[Outcome], timed: list[Timed]) -> None:
+    """Writes the parts that were run to the results, and the block of the page."""
     folder = RESULTS / "estimate"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{hardware_name('cpu')}.json"
+    before = EstimateResults.load(path)
+    results = EstimateResults(
+        date.today().isoformat(),
+        installed_versions(["torch", "tensorshard"]),
+        outcomes or before.outcomes,
+        resident or before.resident,
+        timed or before.timed,
+    )
     path.write_text(json.dumps(asdict(results), indent=1) + "\n")
     PAGE.write_text(replace_block(PAGE.read_text(), markdown(results)))
     console.print(f"Written to {path} and {PAGE}")
@@ -91,10 +127,19 @@ def markdown(results: EstimateResults) -> str:
         ]
         if errors:
             lines.append(f"| {other}, live tensors | {len(errors)} | {_percent(summary_of(errors))} |")
+    times = []
+    if results.timed:
+        ratios = sorted(one.predicted / one.measured for one in results.timed)
+        times = [
+            "",
+            f"Step times of {len(results.timed)} plans of one GPT at one global batch, on 1 to 4 ranks, with the rates "
+            f"that were measured right before: rank correlation {rank_correlation(results.timed):.2f}; predicted over "
+            f"measured {ratios[0]:.2f} to {ratios[-1]:.2f}, median {median(ratios):.2f} (busy CPU seconds, all ranks).",
+        ]
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     failed = [f"- not compared: {o.name}: {o.failure}" for o in results.outcomes if o.failure]
     return "\n".join(
-        [*lines, "", f"{hardware_name('cpu')}, {results.date}; {versions}.", *([""] if failed else []), *failed]
+        [*lines, *times, "", f"{hardware_name('cpu')}, {results.date}; {versions}.", *([""] if failed else []), *failed]
     )
 
 

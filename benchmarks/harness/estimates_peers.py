@@ -6,14 +6,13 @@ import torch
 from torch import nn
 
 from benchmarks.harness.estimates import OPTIMIZER, Cell, batch_of, build, case_of
+from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
 
 def others_say(cell: Cell) -> dict[str, int]:
     """Bytes of one rank, by the name of who says so; without those that have nothing to say of such a plan."""
-    case = case_of(cell)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build(case)
+    model = build(case_of(cell))
     found: dict[str, int] = {"Accelerate": accelerate_says(model)}
     if "tp" not in cell.fields and "pp" not in cell.fields:
         deepspeed = deepspeed_says(model, int(cell.fields["zero"]), cell.world_size)
@@ -48,8 +47,9 @@ def mem_tracker_says(cell: Cell) -> int:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     case = case_of(cell)
+    real = build(case)  # constructors ask for values, which fake tensors do not have
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        model = build(case)
+        model = make_fake_copy(real, fake, torch.device("cpu"))
         optimizer = OPTIMIZER(model.parameters())
         drawn = batch_of(case, cell)
         inputs, targets = _fakes(fake, drawn)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from benchmarks.harness import estimates_document
 from benchmarks.harness.estimates import Outcome, all_cells, summary_of
-from benchmarks.harness.estimates_document import EstimateResults, markdown, replace_block
+from benchmarks.harness.estimates_document import EstimateResults, markdown, replace_block, write_estimates
 from benchmarks.harness.estimates_peers import accelerate_says, deepspeed_says
+from benchmarks.harness.estimates_time import Timed
 from benchmarks.harness.zero_table import SIZES, StatesCell, states_cell
+from rich.console import Console
 
 OUTCOMES = [
     Outcome("a", {0: 102, 1: 90}, {0: 100, 1: 100}, {"DeepSpeed": 50}),
@@ -29,7 +31,9 @@ def test_the_rank_that_is_furthest_off_counts():
 
 
 def test_the_page_gets_its_table():
-    table = markdown(EstimateResults("2026-01-02", {"torch": "2.13.0"}, OUTCOMES, OUTCOMES[1:2]))
+    timed = [Timed("one", 1.0, 2.0), Timed("two", 3.0, 3.0), Timed("three", 2.0, 4.0)]
+    table = markdown(EstimateResults("2026-01-02", {"torch": "2.13.0"}, OUTCOMES, OUTCOMES[1:2], timed))
+    assert "rank correlation 0.50; predicted over measured 0.50 to 1.00, median 0.50" in table
     assert "| tensorshard, live tensors | 2 | 5.0% | 10.0% | 10.0% |" in table
     assert "| tensorshard, resident memory | 1 | 0.0% | 0.0% | 0.0% |" in table
     assert "| DeepSpeed, live tensors | 1 | 50.0%" in table and "- not compared: c: real run: it raised" in table
@@ -38,6 +42,19 @@ def test_the_page_gets_its_table():
     with pytest.raises(ValueError, match="needs the lines"):
         replace_block("nothing", table)
     replace_block(Path(estimates_document.PAGE).read_text(), table)
+
+
+def test_parts_that_were_not_run_stay(tmp_path, monkeypatch):
+    page = tmp_path / "estimate.md"
+    page.write_text("<!-- estimates -->\n<!-- /estimates -->\n")
+    monkeypatch.setattr(estimates_document, "PAGE", page)
+    monkeypatch.setattr(estimates_document, "RESULTS", tmp_path)
+    timed = [Timed("one", 1.0, 2.0), Timed("two", 3.0, 3.0)]
+    write_estimates(Console(), OUTCOMES, [], [])
+    write_estimates(Console(), [], [], timed)
+    (path,) = (tmp_path / "estimate").iterdir()
+    found = EstimateResults.load(path)
+    assert found.outcomes == OUTCOMES and found.timed == timed and "| 10.0% |" in page.read_text()
 
 
 def test_formulas_of_others():

@@ -1,5 +1,6 @@
 """Process groups of one's own, and what a group is made of."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -187,7 +188,9 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
         raise RuntimeError("this process is in a world of ranks already, and cannot be a rank of a fake one")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    report = sys.excepthook  # the world's would write "[rank0]:" before each line, and stays when the world goes
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    sys.excepthook = report
     stands_for = _STANDS_FOR.set(backend)
     try:
         yield

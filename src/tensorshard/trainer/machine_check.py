@@ -37,15 +37,18 @@ def run(results: str) -> None:
     join_world(device)
     size = dist.get_world_size()
     run_plans(PLANS)
-    rates, notes = _measure(device, size)
+    rates, notes = measure_rates(device, size)
     if dist.get_rank() == 0:
         found = {"memory": _memory(device), "rates": asdict(rates), "notes": notes}
         Path(results).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def _measure(device: torch.device, size: int) -> tuple[Rates, list[str]]:
-    """All ranks compute at once, as in training."""
+def measure_rates(device: torch.device, size: int) -> tuple[Rates, list[str]]:
+    """How fast a world of `size` ranks is here, and what could not be measured. A collective.
+
+    All ranks compute at once, as in training.
+    """
     notes = []
     flops = {str(dtype).removeprefix("torch."): matmul_rate(device, dtype) for dtype in _DTYPES}
     memory = memory_rate(device)

@@ -1,0 +1,99 @@
+"""Ten plans of one model at one global batch: the time that is predicted of each against the time that it takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import tensorshard as ts
+from benchmarks.harness.jobs import run_job
+from benchmarks.workload import OPTIMIZER, Workload, loss_fn
+from tensorshard.estimate.hardware import THIS_MACHINE, Hardware, Rates, rates_from_json
+
+SEQUENCES = 8  # of the global batch
+MODEL = Workload("4M", num_layers=4, num_heads=4, width=256, vocab_size=2048, context_length=128, batch_size=SEQUENCES)
+PLANS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, dict(zero=0)),
+    (1, dict(zero=0, recompute="full")),
+    (1, dict(zero=0, micro_batches=8)),
+    (2, dict(zero=0)),
+    (2, dict(zero=3)),
+    (2, dict(zero=3, recompute="full", micro_batches=2)),
+    (2, dict(tp=2, zero=0)),
+    (2, dict(pp=2, micro_batches=4, zero=0)),
+    (4, dict(zero=1)),
+    (4, dict(zero=3, recompute="full")),
+)
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TENSORSHARD_CACHE": "off"}
+_TIMEOUT = 600.0
+
+
+@dataclass(frozen=True)
+class TimeJob:
+    """A world's ranks measure a plan, or, without one, how fast the machine is.
+
+    Args:
+        fields: of the plan; None for none.
+        steps: that are timed, of which the fastest counts.
+    """
+
+    model: Workload
+    fields: dict[str, Any] | None = None
+    steps: int = 5
+
+
+@dataclass
+class Timed:
+    """A plan, and seconds of a step: busy ones, of all ranks together."""
+
+    name: str
+    predicted: float
+    measured: float
+
+
+def measure_plans(steps: int = 5) -> list[Timed]:
+    """All of :data:`PLANS`, with the rates that two ranks measure right before."""
+    rates = rates_from_json(_run(TimeJob(MODEL), 2)[0]["rates"])
+    return [_measure(world, fields, rates, steps) for world, fields in PLANS]
+
+
+def _measure(world: int, fields: dict[str, Any], rates: Rates, steps: int) -> Timed:
+    words = " ".join(f"{name}={value}" for name, value in fields.items())
+    plan = ts.Plan(**fields)
+    own = of_a_data_rank(MODEL, plan, world)
+    ranks = _run(TimeJob(own, fields, steps), world)
+    inputs, targets = own.batch(0, 0)
+    estimate = ts.estimate(
+        own.model,
+        plan,
+        world_size=world,
+        inputs=inputs,
+        targets=targets,
+        optimizer=OPTIMIZER,
+        loss_fn=loss_fn,
+        hardware=Hardware(THIS_MACHINE, 1 << 40, 0, rates),
+        device="cpu",
+    )
+    assert estimate.step_time is not None
+    name = f"{world} rank{'s' * (world > 1)}, {words}"
+    return Timed(name, estimate.step_time.busy, sum(rank["cpu_seconds"] for rank in ranks))
+
+
+def of_a_data_rank(model: Workload, plan: ts.Plan, world: int) -> Workload:
+    """The work of one data rank, with its part of the global batch."""
+    return replace(model, batch_size=model.batch_size // plan.resolve(world).dp_size)
+
+
+def _run(job: TimeJob, world: int) -> list[dict[str, Any]]:
+    module = "benchmarks.harness.estimates_time_rank"
+    return run_job(module, job, world, environment=_ENVIRONMENT, timeout=_TIMEOUT)
+
+
+def rank_correlation(timed: Sequence[Timed]) -> float:
+    """Spearman's, of what was predicted and what was measured."""
+    places = [
+        torch.tensor(times).argsort().argsort().double()
+        for times in ([one.predicted for one in timed], [one.measured for one in timed])
+    ]
+    return torch.corrcoef(torch.stack(places))[0, 1].item()
