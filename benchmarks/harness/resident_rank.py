@@ -40,9 +40,9 @@ def main() -> None:
     # A tiny model first, under the same plan: what libraries load and groups allocate once is no memory of the model.
     warm = make_engine(_WARM, job.fields)
     for step in range(2):
-        warm.step(*_WARM.batch(step, rank))
+        warm.step(*_WARM.batch(step, warm.mesh.dp_rank))
+    batches = [job.workload.batch(step, warm.mesh.dp_rank) for step in range(job.steps)]
     del warm
-    batches = [job.workload.batch(step, rank) for step in range(job.steps)]
     before = memory.resident_bytes()
     engine = make_engine(job.workload, job.fields)
     dist.barrier()

@@ -76,6 +76,38 @@ def test_it_says_what_the_ledger_of_a_real_run_says(ranks, plan):
         assert sum(rank.by_category.values()) == rank.peak_allocated
 
 
+class Experts(torch.nn.Module):
+    """Products of groups of tokens with the weights of their experts, in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([2, 6], dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+
+def _of_experts() -> tuple[int, int, int]:
+    loss = torch.nn.functional.mse_loss
+    batch = torch.zeros(6, 8), torch.zeros(6, 4)
+    ledger, known, _ = watch_steps(
+        lambda: ts.parallelize(Experts, ts.Plan(), optimizer=ADAMW, loss_fn=loss), lambda: batch
+    )
+    real = summarize(ledger, known, rank=0, stage=0, device_bytes=0)
+    dist.destroy_process_group()
+    found = ts.estimate(
+        Experts, ts.Plan(), world_size=1, inputs=batch[0], targets=batch[1], optimizer=ADAMW, loss_fn=loss, device="cpu"
+    )
+    return real.peak_allocated, found.largest.peak_allocated, found.largest.flops
+
+
+def test_products_of_experts_in_fp32(ranks):
+    real, estimated, flops = ranks(1, _of_experts)[0]
+    assert estimated == pytest.approx(real, rel=NEAR)
+    assert flops == 2 * 2 * 6 * 8 * 4  # forward, and the weights' gradient; the inputs need none
+
+
 def _described() -> tuple[str, bool, bool]:
     found = _estimated(2, dict(pp=2, micro_batches=2))
     return found.describe(), found.fits(), found.fits("1MiB")

@@ -30,7 +30,7 @@ from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.parallelize import lay_out_engine
 from tensorshard.plan import AXES, Plan
-from tensorshard.torch_private.fake_tensors import FakeTensorMode
+from tensorshard.torch_private.fake_tensors import FakeTensorMode, grouped_products_of_any_dtype
 from tensorshard.torch_private.process_groups import fake_world
 
 logger = logging.getLogger("tensorshard")
@@ -211,6 +211,7 @@ def estimate(
             _quiet(),
             _ranks_of_a_node(ranks_here),
             fake_world(rank, world_size, _BACKENDS[device]),
+            grouped_products_of_any_dtype(),
             FakeTensorMode(allow_non_fake_inputs=True) as fake,
         ):
 

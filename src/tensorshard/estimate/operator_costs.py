@@ -19,6 +19,7 @@ _READ_ROWS = ("embedding", "index_select", "gather", "index")
 _OVERWRITE = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
 # CPU attention by blocks, which has no formula in torch's registry.
 _FLASH_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+_GROUPED = "_grouped_mm"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def _describe(func: Any) -> _Operator:
         formula = _attention_flops
     elif name == f"{_FLASH_FOR_CPU}_backward":
         formula = _attention_backward_flops
+    elif name == _GROUPED:
+        formula = _grouped_flops
     return _Operator(name, free, frozenset(written), returns_new, formula)
 
 
@@ -124,6 +127,12 @@ def _attention_backward_flops(
     """The scores once more, and two products for each of the two of forward."""
     (queries, width), (keys, value_width) = query.shape[-2:], value.shape[-2:]
     return 2 * _product(query.shape[:-2]) * queries * keys * (3 * width + 2 * value_width)
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Groups of rows, columns or inner elements, each of which is in one group; or of matrices, one by one."""
+    rows_and_inner = a.numel() if a.dim() == 2 or b.dim() == 3 else _product(a.shape[1:])
+    return 2 * rows_and_inner * b.size(-1)
 
 
 def _product(sizes: Iterable[int]) -> int:

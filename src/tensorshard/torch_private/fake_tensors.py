@@ -10,7 +10,7 @@ shapes too, but has no device, and no error where a value is asked for.
 - `DataDependentOutputException`, `DynamicOutputShapeException`, `UnsupportedFakeTensorException`,
   `UnsupportedOperatorException`: what code raises that needs values, or an operator without a fake kernel.
 
-Checked: torch 2.11 and 2.13, for all of these and :func:`without_fake_kernel_reports`.
+Checked: torch 2.11 and 2.13, for all of these and for the functions below.
 
 Public way: none in these versions. ``torch.export`` makes fake tensors by itself, but runs whole programs.
 """
@@ -18,8 +18,11 @@ Public way: none in these versions. ``torch.export`` makes fake tensors by itsel
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch._guards import active_fake_mode, detect_fake_mode
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -43,6 +46,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "active_fake_mode",
     "detect_fake_mode",
+    "grouped_products_of_any_dtype",
     "unset_fake_temporarily",
     "without_fake_kernel_reports",
 ]
@@ -65,3 +69,46 @@ def without_fake_kernel_reports() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+@contextmanager
+def grouped_products_of_any_dtype() -> Iterator[None]:
+    """Inside, fake tensors of any dtype take ``_grouped_mm``, the product of each expert's tokens with its weights.
+
+    Why: the real kernel for CPUs takes fp32, and the fake one asks for bf16: a mixture of experts in fp32 could not be
+    tried on fake tensors.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none; ``torch.library.register_fake`` is for operators of one's own.
+    """
+    operator = torch.ops.aten._grouped_mm.default
+
+    def product(
+        mode: FakeTensorMode,
+        func: Any,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        shape = [*a.shape[:-1], b.size(-1)]
+        if b.dim() == 2:
+            shape = [a.size(-2), b.size(-1)]
+            if a.dim() == 2 and offs is not None:  # groups of inner elements: a matrix for each
+                shape.insert(0, offs.size(0))
+        aligned = 16 // a.element_size()  # rows begin at multiples of 16 bytes
+        row = (shape[-1] + aligned - 1) // aligned * aligned
+        strides = [shape[-2] * row, row, 1][-len(shape) :]
+        with mode:
+            return torch.empty_strided(shape, strides, dtype=a.dtype, device=a.device)
+
+    if operator in op_implementations_dict:  # within another call
+        yield
+        return
+    op_implementations_dict[operator] = product
+    try:
+        yield
+    finally:
+        del op_implementations_dict[operator]
