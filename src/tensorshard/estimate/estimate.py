@@ -25,10 +25,10 @@ from tensorshard.estimate.step_time import StepTime, step_time
 from tensorshard.estimate.watched_steps import watch_steps
 from tensorshard.field_checks import check_choice, size_in_bytes
 from tensorshard.lay_out.decisions import Decisions
+from tensorshard.lay_out_engine import lay_out_engine
 from tensorshard.modules.batches import batch_size
 from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once
-from tensorshard.parallelize import lay_out_engine
 from tensorshard.plan import AXES, Plan
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.process_groups import fake_world

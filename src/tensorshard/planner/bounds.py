@@ -128,7 +128,7 @@ class Bounds:
 
     def _along_tp(self, trace: Trace, known: Family, candidate: Candidate) -> float:
         """Seconds of tp's collectives for one micro-batch, which are waited for."""
-        plan, question = candidate.plan, self.question
+        plan = candidate.plan
         if plan.tp == 1:
             return 0.0
         if known[0] == plan.tp:

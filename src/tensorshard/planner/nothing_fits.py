@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from textwrap import wrap
+from typing import Any
 
 from tensorshard.estimate.sizes import size_text
 from tensorshard.planner.progress import Progress
@@ -12,6 +14,7 @@ from tensorshard.planner.wording import plan_words, why_nothing_fits
 
 _TRIES = 4  # estimates for each change
 _DOUBLINGS = 6
+_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,33 @@ class FittingChange:
         return f"{self.words} ({size_text(self.memory)} with {self.plan})"
 
 
+class NothingFitsError(ValueError):
+    """No plan fits.
+
+    Args:
+        problem: by how much, in a sentence. regions: what each ZeRO level and kind of recomputation lacks.
+        changes: the smallest ones with which a plan fits.
+    """
+
+    def __init__(self, problem: str, regions: list[str], changes: list[str]) -> None:
+        remedy = "; or ".join(changes) if changes else "none of the changes that were tried"
+        super().__init__(f"{problem} ({', '.join(regions)}). What would fit: {remedy}")
+        self.problem, self.regions, self.changes = problem, regions, changes
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.problem, self.regions, self.changes)
+
+    def describe(self) -> str:
+        """The same in lines of at most 80 columns."""
+        lines = [*wrap(self.problem, _WIDTH), ""]
+        for region in self.regions:
+            lines += wrap(region, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += ["", "what would fit:" if self.changes else "no change that was tried makes one fit"]
+        for change in self.changes:
+            lines += wrap(change, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        return "\n".join(lines)
+
+
 def nothing_fits(search: Search, progress: Progress) -> ValueError:
     """The error of a search without a plan that fits."""
     question = search.question
@@ -41,13 +71,12 @@ def nothing_fits(search: Search, progress: Progress) -> ValueError:
     too_much = size_text(max(0, least.memory - question.memory))
     changes = list(_changes(search, progress))
     progress.end()
-    regions = ", ".join(str(refusal) for refusal in why_nothing_fits(search))
-    remedy = "; or ".join(map(str, changes)) if changes else "none of those that were tried"
-    return ValueError(
+    problem = (
         f"no plan of {question.world_size} ranks fits {size_text(question.memory)} each; the nearest, "
         f"{plan_words(least.plan)}, takes {'' if least.estimate else 'at least '}{size_text(least.memory)}, {too_much} "
-        f"too much ({regions}). What would fit: {remedy}"
+        f"too much"
     )
+    return NothingFitsError(problem, [str(refusal) for refusal in why_nothing_fits(search)], list(map(str, changes)))
 
 
 def _no_plan(search: Search) -> str:

@@ -8,7 +8,7 @@ from tensorshard.planner.candidates import Refusal
 from tensorshard.planner.question import SEARCHED
 from tensorshard.planner.search import Considered, Search
 
-_LOSSES = {BUBBLE: "to the bubble", COMMUNICATION: "to communication that nothing hides", OFFLOAD: "to offload"}
+_LOSSES = {BUBBLE: "to the bubble", COMMUNICATION: "to exposed communication", OFFLOAD: "to offload"}
 _WORTH_SAYING = 0.02
 # The order in which what was not chosen is told of.
 _TOLD = ("zero", "recompute", "micro_batches", "tp", "sequence_parallel", "pp", "dp_replicate", "offload")
