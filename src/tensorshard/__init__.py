@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tensorshard.group_sharded import group_sharded_parallel, save_group_sharded_model
     from tensorshard.mesh import Mesh
     from tensorshard.parallelize import parallelize
+    from tensorshard.planner.find_plans import find_plans
+    from tensorshard.planner.plan_search import FoundPlan, PlanSearch
     from tensorshard.pretrained import from_pretrained
     from tensorshard.state import collect_state_dict, relocate_state_dict, sharded_state_dict, slice
 
@@ -26,12 +28,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Engine",
     "Estimate",
+    "FoundPlan",
     "Mesh",
     "Offload",
     "Plan",
+    "PlanSearch",
     "collect_state_dict",
     "distributed",
     "estimate",
+    "find_plans",
     "from_pretrained",
     "get_parallel_dim",
     "group_sharded_parallel",
@@ -53,9 +58,12 @@ __all__ = [
 _MODULES = {
     "Engine": "engine",
     "Estimate": "estimate",
+    "FoundPlan": "planner",
     "Mesh": "mesh",
+    "PlanSearch": "planner",
     "collect_state_dict": "state",
     "estimate": "estimate",
+    "find_plans": "planner",
     "from_pretrained": "pretrained",
     "get_parallel_dim": "comm.marks",
     "group_sharded_parallel": "group_sharded",

@@ -1,7 +1,6 @@
-"""parallelize(): a model and a Plan in, an Engine out."""
+"""parallelize(): a model and a Plan in, or "auto" for the best one; an Engine out."""
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -9,41 +8,21 @@ import torch
 from torch import nn
 
 from tensorshard.arguments import as_device, check_arguments
-from tensorshard.comm.decisions import check_same
-from tensorshard.comm.groups import world_group
-from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, world_size
-from tensorshard.engine.collective_errors import explained
+from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world
 from tensorshard.engine.engine import Engine, LossFunction
-from tensorshard.engine.offload import open_tiers
-from tensorshard.engine.optimizer import OptimizerFactory, check_trains_heads
-from tensorshard.engine.other_optimizers import mark_replaced
-from tensorshard.engine.random_streams import RandomStreams, kept_random_state
-from tensorshard.heads.under_plan.head_updates import (
-    HeadUpdate,
-    check_updates,
-    find_updates,
-    log_updates,
-    take_updates,
-)
-from tensorshard.lay_out.apply_plan import apply_plan
-from tensorshard.lay_out.decisions import Decisions
-from tensorshard.lay_out.laid_out_mark import check_not_laid_out, mark_laid_out
-from tensorshard.lay_out.model_checks import check_model
-from tensorshard.lay_out.users_modules import UsersModules, is_just_built
-from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.materialize import TensorSource, from_meta, from_module, record
-from tensorshard.mesh import Mesh
-from tensorshard.modules.generation_cache import GenerationCache
+from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.lay_out_engine import lay_out_engine
 from tensorshard.plan import Plan
+from tensorshard.planner.choose_plan import choose_plan
 from tensorshard.pretrained.pretrained_model import PretrainedModel
-from tensorshard.transforms.precision import check_supported
 
-logger = logging.getLogger("tensorshard")
+AUTO = "auto"
+"""In place of a Plan: the best one for this world."""
 
 
 def parallelize(
     model: nn.Module | PretrainedModel | Callable[[], nn.Module],
-    plan: Plan,
+    plan: Plan | str,
     *,
     optimizer: OptimizerFactory,
     loss_fn: LossFunction,
@@ -52,6 +31,8 @@ def parallelize(
     sample_inputs: Any = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     debug: bool = False,
+    sample_targets: Any = None,
+    fixed: Plan | Mapping[str, Any] | None = None,
 ) -> Engine:
     """Lays `model` out over the world as `plan` says.
 
@@ -62,7 +43,8 @@ def parallelize(
             constructor runs on fake tensors, and each weight is then made alone and cut to this rank's part, so that no
             rank ever holds the whole model. :func:`tensorshard.from_pretrained` is one whose weights are read from
             files. A module's own weights are those of rank 0 on every rank.
-        plan: what to do.
+        plan: what to do; or "auto" for the best plan for this world (:func:`tensorshard.find_plans`), which rank 0
+            looks for in a process of its own, and prints with its reasons. ``docs/planning.md`` says more.
         optimizer: ``parameters -> torch.optim.Optimizer``, such as ``functools.partial(torch.optim.AdamW, lr=3e-4)``.
             It is given a list of parameters (fp32 masters, sharded ones as DTensors, so that ``p.ndim`` and
             ``p.shape`` are those of the whole), from which it may make several groups; one whose argument is called
@@ -73,7 +55,9 @@ def parallelize(
         seed: of the initial weights and of dropout. Weights do not depend on the plan.
         device: of this rank; the CUDA device of its local rank if there is one, else the CPU.
         sample_inputs: inputs as for :meth:`Engine.step`, of any values and sizes, on which the model is run on fake
-            tensors to find out where `tp` can split and `pp` cut it. By default they are guessed from its layers.
+            tensors to find out where `tp` can split and `pp` cut it. By default they are guessed from its layers. For
+            "auto", the inputs of one rank's batch if all ranks were data ranks: the global batch is as large as those
+            of all, and under the plan each data rank has ``1 / engine.mesh.dp_size`` of it.
         timeout: how long a rank waits for the others in a collective, before it says which: a timedelta, or seconds.
             It is that of the process groups that are made here; a world that exists already keeps its own.
         debug: whether the first step also finds out if the loss couples samples, and says so in the log. A loss that
@@ -85,6 +69,13 @@ def parallelize(
     Raises:
         ValueError, TypeError: the plan or an argument cannot be honoured, or the model is laid out already.
     """
+    if not isinstance(plan, Plan):
+        device = _check_auto(model, plan, optimizer, loss_fn, seed, device, sample_inputs)
+        join_world(device, timeout=as_timedelta(timeout))
+        plan = choose_plan(model, optimizer, loss_fn, sample_inputs, sample_targets, fixed)
+    elif fixed is not None or sample_targets is not None:
+        given = "fixed" if fixed is not None else "sample_targets"
+        raise ValueError(f"{given} was given with a Plan; it is for parallelize(model, 'auto', ...)")
     return lay_out_engine(
         model,
         plan,
@@ -98,143 +89,17 @@ def parallelize(
     )
 
 
-def lay_out_engine(
-    model: nn.Module | PretrainedModel | Callable[[], nn.Module],
-    plan: Plan,
-    *,
-    optimizer: OptimizerFactory,
-    loss_fn: LossFunction,
-    seed: int = 0,
-    device: torch.device | str | None = None,
-    sample_inputs: Any = None,
-    timeout: timedelta | float = DEFAULT_TIMEOUT,
-    debug: bool = False,
-    decisions: Decisions | None = None,
-) -> Engine:
-    """As :func:`parallelize`.
-
-    Args:
-        decisions: of another rank of this plan and model, which one process tried before; None to decide.
-
-    Raises:
-        ValueError, TypeError: as there.
-    """
-    check_arguments(model, plan, optimizer, loss_fn, seed)
-    device = default_device() if device is None else as_device(device)
-    plan = plan.resolve(world_size())
-    check_supported(plan.precision, device)
-    patience = as_timedelta(timeout)
-    # The parts of parallel layers that were built by hand are known where they have values.
-    built = isinstance(model, nn.Module) and not any(parameter.is_meta for parameter in model.parameters())
-    split = "tp" if built else "refused"
-    users_parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-    with UsersModules() as users, kept_random_state(device):
-        if isinstance(model, nn.Module):
-            users.keep(model)
-            check_model(model, plan, split=split)
-            _check_updates(model, find_updates(model), optimizer)
-        join_world(device, timeout=patience)
-        source, agreed, updates = _weights_of(model, seed, users)
-        with explained("parallelize"):
-            check_same(_described(plan, seed, source.module), world_group(), "parallelize")
-        if isinstance(model, PretrainedModel):
-            source = model.source(source, world_group())
-        check_model(source.module, plan, split=split)
-        if not isinstance(model, nn.Module):
-            _check_updates(source.module, updates, optimizer)
-        mesh = Mesh(plan, device.type, timeout=patience)
-        slots = open_tiers(plan, mesh, device)
-        broadcast = not agreed and mesh.world_size > 1
-        cache = GenerationCache(source.module)
-        with cache.off():
-            sharded = apply_plan(
-                source,
-                plan,
-                mesh,
-                device,
-                broadcast=broadcast,
-                sample_inputs=sample_inputs,
-                slots=slots,
-                decisions=decisions,
-            )
-        # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
-        random = RandomStreams(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank, device)
-        groups = [update.group() for update in updates]
-        engine = Engine(
-            sharded,
-            plan,
-            mesh,
-            optimizer=optimizer,
-            loss_fn=loss_fn,
-            device=device,
-            seed=seed,
-            random=random,
-            cache=cache,
-            head_groups=groups,
-            debug=debug,
-            slots=slots,
+def _check_auto(
+    model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: Any, device: torch.device | str | None, inputs: Any
+) -> torch.device:
+    """Refuses what no plan can be chosen for, before a world is joined; returns the device."""
+    if plan != AUTO:
+        check_arguments(model, plan if not isinstance(plan, str) else Plan(), optimizer, loss_fn, seed)
+        raise ValueError(f"plan is {plan!r}; it must be a tensorshard.Plan, or 'auto' for the best one for this world")
+    check_arguments(model, Plan(), optimizer, loss_fn, seed)
+    if inputs is None:
+        raise ValueError(
+            "plan 'auto' was asked for without sample_inputs; give the inputs of one batch, as Engine.step is given "
+            "them: plans are compared on their sizes"
         )
-        check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
-    mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
-    mark_replaced(users_parameters)
-    if mesh.rank == 0:
-        log_updates(updates)
-        if cache.is_on():
-            logger.warning(
-                "config.use_cache is off within step and evaluate: training needs no cache of keys and values"
-            )
-    return engine
-
-
-def _weights_of(
-    model: nn.Module | PretrainedModel | Callable[[], nn.Module], seed: int, users: UsersModules
-) -> tuple[TensorSource, bool, list[HeadUpdate]]:
-    """Where the initial weights come from, whether they are the same on every rank by construction, and what the
-    model's heads were to update by themselves, which is switched off."""
-    if not isinstance(model, nn.Module):
-        updates: list[HeadUpdate] = []
-
-        def build() -> nn.Module:
-            built = model.build() if isinstance(model, PretrainedModel) else model()
-            if isinstance(built, nn.Module):
-                if not is_just_built(built):
-                    users.keep(built)
-                    check_not_laid_out(built)
-                updates[:] = take_updates(built)
-            return built
-
-        return record(build, seed=seed), True, updates
-    updates = take_updates(model)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return from_meta(model, seed=seed), True, updates
-    return from_module(model), False, updates
-
-
-def _check_updates(model: nn.Module, updates: list[HeadUpdate], optimizer: OptimizerFactory) -> None:
-    check_updates(model, updates)
-    check_trains_heads(optimizer, model, [update.group() for update in updates])
-
-
-def _described(plan: Plan, seed: int, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What must be the same on every rank before any group is made. Of layers that are split by hand, the last rank's
-    shard may be smaller."""
-    split = tuple(
-        f"{name}." if name else ""
-        for name, module in model.named_modules()
-        if isinstance(module, ParallelModule) and module.dim is not None
-    )
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors = {name: tensor for name, tensor in named.items() if not (split and name.startswith(split))}
-    return {
-        "plans": plan.to_dict(),
-        "seeds": {"seed": seed},
-        "models": {
-            "its class": type(model).__name__,
-            **{name: f"{t.dtype} of shape {tuple(t.shape)}" for name, t in tensors.items()},
-        },
-    }
-
-
-def _described_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    plain = {k: v for k, v in optimizer.defaults.items() if isinstance(v, bool | int | float | str | tuple | None)}
-    return {"its class": type(optimizer).__name__, **plain}
+    return default_device() if device is None else as_device(device)

@@ -11,13 +11,13 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 import tensorshard as ts
+from tensorshard.comm.forked import TriedInVain, in_forked_process
 from tensorshard.config import ConfigError
 from tensorshard.estimate import Estimate, RankEstimate
 from tensorshard.estimate.rank_estimate import CATEGORIES
 from tensorshard.trainer import estimate_first as module
 from tensorshard.trainer import memory_at_hand
 from tensorshard.trainer.estimate_first import estimate_first
-from tensorshard.trainer.forked import TriedInVain, in_forked_process
 from tensorshard.trainer.report import print_summary
 from tensorshard.trainer.run_directory import RunDirectory
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, open_dict
 from tensorshard.commands.allow import add_allow
 from tensorshard.commands.help_format import HelpFormat
 from tensorshard.commands.words import config_and_overrides
-from tensorshard.config import ConfigError, load_config, to_yaml
+from tensorshard.config import ConfigError, to_yaml
 from tensorshard.config.config_error import MissingValueError
 from tensorshard.config.files import ASKED
 from tensorshard.launch.launch_errors import LaunchError
@@ -20,6 +20,7 @@ from tensorshard.terminal import fit, terminal_width
 if TYPE_CHECKING:
     from tensorshard.estimate import Estimate
     from tensorshard.launch.launcher import World
+    from tensorshard.trainer.planned_run import PlanRequest, ReadConfig
     from tensorshard.trainer.settings import TrainSettings
 
 RESUME_NEWEST = "latest"
@@ -36,6 +37,10 @@ examples:
       the same, shorter, on four processes
   tensorshard train my_config.py train.plan.zero=2 train.plan.precision=bf16
       a config of your own; every field of tensorshard.Plan is a key of train.plan
+  tensorshard train my_config.py train.plan=auto
+      the best plan for the processes at hand; train.plan.tp=auto chooses tp alone
+  tensorshard train my_config.py train.plan=plan.yaml
+      the plan that 'tensorshard plan --save plan.yaml' wrote
   tensorshard train runs/quickstart-1/config.yaml --resume
       continue a run at its newest checkpoint, on any number of processes
   tensorshard train my_config.py --nnodes 2 --rdzv-endpoint node0:29500
@@ -128,7 +133,8 @@ def run(args: argparse.Namespace) -> int:
     world_size = int(os.environ["WORLD_SIZE"]) if world is None else world.size
     _check_paths(args)
     _check_timeout(args.timeout)
-    config = _load(source, overrides, args.allow)
+    read = _load(source, overrides, args.allow)
+    config = read.config
     if config.get("train") is not None:
         with open_dict(config.train):
             if args.no_estimate:
@@ -138,16 +144,18 @@ def run(args: argparse.Namespace) -> int:
     if options := _options(args):
         with open_dict(config):
             config[ASKED]["options"] = options
+    expected = None
+    request = read.request if read.request.searches else None
+    if request is not None and world is not None and world.nnodes == 1:
+        expected = _choose_plan(config, request, world.size)
+        request = None
     if args.print_config:
         print(fit(to_yaml(config), terminal_width(sys.stdout)), end="")
         return 0
-    if not _check(config, world_size).estimate:
-        expected = None
-    elif world is None:
-        expected = _estimate(config, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), args.force)
-    else:
-        expected = _estimate(config, world_size, world.nproc, args.force)
-    call = (config, args.resume, args.output, args.timeout, expected)
+    if request is None and _check(config, world_size).estimate and expected is None:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if world is None else world.nproc
+        expected = _estimate(config, world_size, ranks_here, args.force)
+    call = (config, args.resume, args.output, args.timeout, expected, request)
     if world is None:
         run_worker(train_worker, call, report=True)
     else:
@@ -155,13 +163,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(source: str, overrides: list[str], allow: list[str]) -> DictConfig:
+def _load(source: str, overrides: list[str], allow: list[str]) -> "ReadConfig":
+    from tensorshard.trainer.planned_run import read_config
+
     try:
-        return load_config(source, overrides, allow=allow)
+        return read_config(source, overrides, allow=allow)
     except MissingValueError as error:
         if error.target != "tensorshard.data.token_dataset.TokenDataset":
             raise
         raise ConfigError(f"{error}; `tensorshard data tokenize TEXT...` makes token files from text") from error
+
+
+def _choose_plan(config: DictConfig, request: "PlanRequest", world_size: int) -> "Estimate":
+    """Sets the best plan for this machine in `config` and prints it; returns its estimate."""
+    from tensorshard.launch.launcher import visible_gpus
+    from tensorshard.trainer.planned_run import choose_for_run
+
+    found = choose_for_run(config, request, world_size, world_size, gpus=visible_gpus() > 0)
+    print(fit(f"the best plan for {found.describe()}", terminal_width(sys.stdout)), flush=True)
+    return found.best.estimate
 
 
 def _estimate(config: DictConfig, world_size: int, ranks_here: int, force: bool) -> "Estimate | None":
@@ -182,11 +202,12 @@ def train_worker(
     output: str | None,
     timeout: float | None = None,
     expected: "Estimate | None" = None,
+    request: "PlanRequest | None" = None,
 ) -> None:
     """What each process of a run does."""
     from tensorshard.trainer.run import run as run_trainer
 
-    run_trainer(config, resume=resume, output=output, timeout=timeout, expected=expected)
+    run_trainer(config, resume=resume, output=output, timeout=timeout, expected=expected, request=request)
 
 
 def _config_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:

@@ -25,10 +25,10 @@ from tensorshard.estimate.step_time import StepTime, step_time
 from tensorshard.estimate.watched_steps import watch_steps
 from tensorshard.field_checks import check_choice, size_in_bytes
 from tensorshard.lay_out.decisions import Decisions
+from tensorshard.lay_out_engine import lay_out_engine
 from tensorshard.modules.batches import batch_size
 from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once
-from tensorshard.parallelize import lay_out_engine
 from tensorshard.plan import AXES, Plan
 from tensorshard.torch_private.fake_tensors import FakeTensorMode, grouped_products_of_any_dtype
 from tensorshard.torch_private.process_groups import fake_world
@@ -164,6 +164,7 @@ def estimate(
     loss_fn: Callable[[Any, Any], Any],
     hardware: str | Hardware | None = None,
     device: str = "cuda",
+    decisions: Decisions | None = None,
 ) -> Estimate:
     """The memory of `plan`, without the hardware.
 
@@ -178,6 +179,7 @@ def estimate(
         optimizer, loss_fn: as for :func:`tensorshard.parallelize`.
         hardware: a name such as "a100-80", or a :class:`Hardware`; None for none.
         device: what the ranks compute on: "cuda" or "cpu". Collectives of CPU ranks also hold what they receive.
+        decisions: of an earlier estimate that hold here too, and to which those of this one are added; None to decide.
 
     Raises:
         ValueError: the plan does not suit the model or the number of ranks; unknown hardware, with the names that are.
@@ -204,7 +206,7 @@ def estimate(
     tried = replace(resolved, micro_batches=enough_micro_batches(resolved, inputs, targets))
     size = batch_size(inputs)
     samples = size * tried.micro_batches // resolved.micro_batches
-    decisions = Decisions()
+    decisions = Decisions() if decisions is None else decisions
     ranks = []
     for stage, rank in enumerate(_first_ranks(resolved)):
         with (

@@ -136,8 +136,10 @@ def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, pl
     for transfer, count in found.transfers.items():
         seconds = transfer_time(transfer, plan, world_size, rates, place)
         total += seconds * count if transfer.collective != "receive" else 0.0
-        if transfer.collective in _SENDS:
+        if transfer.axis == "pp" and transfer.collective in _SENDS:
             message = max(message, seconds)
+        elif transfer.collective == "receive":
+            pass  # it comes in while the rank sends: collectives of CPU ranks are made of both
         elif transfer.overlaps and rates.asynchronous:
             hidden[transfer.section].append((seconds, count))
         else:

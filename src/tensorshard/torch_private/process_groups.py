@@ -9,8 +9,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,
+    _set_pg_timeout,
+    _unregister_all_process_groups,
+)
 
 _STANDS_FOR: ContextVar[str] = ContextVar("_STANDS_FOR", default="fake")
 """The backend whose collectives are those of a fake world: see :func:`fake_world`."""
@@ -197,6 +202,30 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
     finally:
         _STANDS_FOR.reset(stands_for)
         dist.destroy_process_group()
+
+
+def forget_world() -> list[Any]:
+    """Makes this process, a fork of one in a world of ranks, one that is in none.
+
+    Why: a fork has copies of its parent's groups without their threads, so that it can neither use them nor destroy
+    them; to try plans it must be in a world of its own.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none; ``dist.destroy_process_group()`` waits for threads that a fork does not have.
+
+    Returns:
+        The groups, which must live until the process ends without destroying them (``os._exit``).
+    """
+    world = distributed_c10d._world
+    kept = [world.default_pg, *world.pg_map, *world.pg_map.values()]
+    dist.GroupMember.WORLD = None
+    _unregister_all_process_groups()
+    tables = (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.tags_to_pg)
+    for table in (*tables, world.pg_to_tag, world.pg_coalesce_state):
+        table.clear()
+    world.group_count = 0
+    return kept
 
 
 def group_of_argument(argument: Any) -> dist.ProcessGroup | None:

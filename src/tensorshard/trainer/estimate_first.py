@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
+from tensorshard.comm.forked import TriedInVain, in_forked_process
 from tensorshard.config import ConfigError
 from tensorshard.estimate import Estimate
 from tensorshard.estimate.describe import stage_lines
 from tensorshard.estimate.sizes import size_text
 from tensorshard.trainer.estimated_run import estimate_run
-from tensorshard.trainer.forked import TriedInVain, in_forked_process
 from tensorshard.trainer.memory_at_hand import available_on_host, memory_of_gpus
 
 PATIENCE = 60.0

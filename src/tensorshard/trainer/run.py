@@ -1,6 +1,7 @@
 """A run, from its config to its summary: what every worker of ``tensorshard train`` executes."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from tensorshard.engine.engine import Engine
 from tensorshard.engine.wrong_batch import OutOfRangeError
 from tensorshard.estimate import Estimate
 from tensorshard.parallelize import parallelize
+from tensorshard.plan import Plan
 from tensorshard.trainer import loggers
 from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
 from tensorshard.trainer.hooks import (
@@ -42,6 +44,7 @@ from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory, held_now
+from tensorshard.trainer.planned_run import PlanRequest, choose_for_run, set_plan
 from tensorshard.trainer.report import print_opening, print_summary, resume_command
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.settings import TrainSettings
@@ -59,6 +62,7 @@ def run(
     output: str | None = None,
     timeout: float | None = None,
     expected: Estimate | None = None,
+    request: PlanRequest | None = None,
 ) -> None:
     """Trains as `config` says. Every process of the run makes this call; rank 0 alone prints.
 
@@ -68,6 +72,7 @@ def run(
         output: the run's directory; wins over ``train.output_dir``.
         timeout: seconds that a rank waits for the others in a collective; as for :func:`parallelize` if None.
         expected: the run's estimate, to be told beside what is measured.
+        request: what of the plan rank 0 is to choose, for all ranks; None where the config's plan holds.
 
     Raises:
         ConfigError: a config that cannot be run, a directory that holds a run already, nothing to resume
@@ -79,6 +84,8 @@ def run(
     device = default_device()
     join_world(device, timeout=patience)
     held_before = held_now(device)
+    if request is not None:
+        expected = _choose_plan(config, request, device)
     settings = TrainSettings.from_config(config)
     sample = TextSettings.from_config(config.sample) if config.get("sample") else None
     settings.check_batch(settings.plan.resolve(dist.get_world_size()).dp_size)
@@ -105,6 +112,21 @@ def run(
                 console.print(Panel(Text(sample_text(parts.trainer.engine, sample)), title="a sample", expand=False))
     if not joined_before:
         dist.destroy_process_group()
+
+
+def _choose_plan(config: DictConfig, request: PlanRequest, device: torch.device) -> Estimate:
+    """Sets the plan that rank 0 finds in `config`, and prints it there; returns its estimate. Collective."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    gpus = device.type == "cuda"
+
+    def choose() -> tuple[Plan, Estimate]:
+        found = choose_for_run(config, request, dist.get_world_size(), here, gpus=gpus)
+        print(f"the best plan for {found.describe()}", flush=True)
+        return found.best.plan, found.best.estimate
+
+    plan, estimate = decide_once(choose, world_group())
+    set_plan(config, plan)
+    return estimate
 
 
 @dataclass(frozen=True)

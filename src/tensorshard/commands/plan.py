@@ -1,0 +1,96 @@
+"""``tensorshard plan``: the best plans for a config and some hardware, and why."""
+
+import argparse
+import os
+import sys
+
+from tensorshard.commands.allow import add_allow
+from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.words import config_and_overrides
+from tensorshard.config import ConfigError
+
+_EPILOG = """\
+examples:
+  tensorshard plan my_config.py --world-size 64 --gpu h100 --save plan.yaml
+      the best plans for 64 H100, and a file that the next line trains with
+  tensorshard train my_config.py train.plan=plan.yaml
+      as the file says, on as many processes as it is for
+  tensorshard plan my_config.py train.plan.tp=8 --world-size 64 --gpu a100-80 --memory 70GiB
+      tp is insisted on; so is every field of train.plan that is set here
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``plan`` to the command line."""
+    parser = commands.add_parser(
+        "plan",
+        help="find the best plans for a config on hardware that need not be here, and say why",
+        description="Compares the plans that so many ranks allow for CONFIG, at the same global batch, and prints the "
+        "best ones with their time and memory, and why the others were not chosen. Exit status 1 where none fits.",
+        usage="tensorshard plan [CONFIG] [KEY=VALUE ...] --world-size N [options]",
+        epilog=_EPILOG,
+        formatter_class=HelpFormat,
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", metavar="CONFIG KEY=VALUE", help="as for 'tensorshard train'")
+    parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks")
+    parser.add_argument("--gpu", metavar="NAME", help="the device, such as a100-80, h100 (default: this machine)")
+    parser.add_argument("--memory", metavar="SIZE", help="what a rank may take, such as 70GiB (default: all)")
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step (default: the config's)")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many plans to show (default: 5)")
+    parser.add_argument("--save", metavar="FILE", help="write the best plan as YAML, for train.plan=FILE")
+    parser.add_argument("--html", metavar="FILE", help="also write a page")
+    add_allow(parser)
+    parser.set_defaults(command=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ConfigError: what was asked for cannot be done.
+    """
+    if args.world_size is None or args.world_size < 1:
+        given = "was not given" if args.world_size is None else f"is {args.world_size}"
+        raise ConfigError(f"--world-size {given}; it must be the number of ranks, 1 or more, as in --world-size 8")
+    for option in ("save", "html"):
+        path = getattr(args, option)
+        if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
+            raise ConfigError(f"--{option} {path}: there is no folder {os.path.dirname(path)}")
+    if os.getcwd() not in sys.path:  # where the user's own modules are, as for `tensorshard train`
+        sys.path.insert(0, os.getcwd())
+    from dataclasses import replace
+
+    from tensorshard.planner.nothing_fits import NothingFitsError
+    from tensorshard.trainer.planned_run import plans_of_run, read_config
+
+    source, overrides = config_and_overrides(args.words)
+    read = read_config(source, overrides, allow=args.allow)
+    try:
+        found = plans_of_run(
+            read.config,
+            replace(read.request, automatic=not read.request.free),
+            args.world_size,
+            hardware=args.gpu,
+            memory=args.memory,
+            global_batch=args.global_batch,
+            top=args.top,
+        )
+    except ConfigError as error:
+        if not isinstance(error.__cause__, NothingFitsError):
+            raise
+        print(error.__cause__.describe())
+        return 1
+    print(found.describe())
+    try:
+        if args.html is not None:
+            found.to_html(args.html)
+            print(f"\npage  {args.html}")
+        if args.save is not None:
+            found.best.plan.to_yaml(args.save)
+            batch = "" if args.global_batch is None else f" train.global_batch_size={args.global_batch}"
+            print(f"\nplan  {args.save}; on {args.world_size} processes it is run by")
+            print(f"      tensorshard train {source} train.plan={args.save}{batch}")
+    except OSError as error:
+        raise ConfigError(f"it cannot be written: {error}") from error
+    return 0

@@ -1,0 +1,67 @@
+"""The best plan for the world that this process is in: rank 0 looks for it, and all ranks take it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.comm.decisions import decide_once
+from tensorshard.comm.forked import TriedInVain, in_forked_process
+from tensorshard.comm.groups import world_group
+from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.modules.batches import batch_size
+from tensorshard.plan import Plan
+from tensorshard.planner.find_plans import find_plans
+from tensorshard.planner.guessed_targets import guess_targets
+from tensorshard.planner.machine import hardware_here
+from tensorshard.planner.question import fixed_fields
+
+
+def choose_plan(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: OptimizerFactory,
+    loss_fn: Callable[[Any, Any], Any],
+    inputs: Any,
+    targets: Any,
+    fixed: Plan | Mapping[str, Any] | None,
+) -> Plan:
+    """The best plan, the same on every rank. A collective of the world.
+
+    The search runs in a fork of rank 0, which is in no world and leaves nothing behind. It prints what it chose.
+
+    Args:
+        inputs, targets: as of :func:`tensorshard.parallelize`; no targets to guess them.
+
+    Raises:
+        ValueError: nothing fits, or an argument makes no sense.
+    """
+    ranks = dist.get_world_size()
+
+    def choose() -> dict[str, Any]:
+        size = batch_size(inputs)
+        given = fixed_fields(fixed)
+        hardware = hardware_here()  # a fork cannot ask a GPU
+
+        def search() -> tuple[dict[str, Any], str]:
+            found = find_plans(
+                model,
+                world_size=ranks,
+                inputs=inputs,
+                targets=guess_targets(model, loss_fn, inputs, size) if targets is None else targets,
+                optimizer=optimizer,
+                loss_fn=loss_fn,
+                hardware=hardware,
+                fixed=given,
+                top=1,
+            )
+            return found.best.plan.to_dict(), found.describe()
+
+        try:
+            plan, said = in_forked_process(search, None, shown=True)
+        except TriedInVain as error:
+            raise ValueError(f"plan 'auto': {error}") from error
+        print(f"the best plan for {said}", flush=True)
+        return plan
+
+    return Plan.from_dict(decide_once(choose, world_group()))

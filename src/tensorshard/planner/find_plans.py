@@ -1,0 +1,129 @@
+"""`find_plans`: the best plans for a model and the machines at hand, and why."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.estimate.hardware import Hardware
+from tensorshard.plan import Plan
+from tensorshard.planner.nothing_fits import nothing_fits
+from tensorshard.planner.plan_search import FoundPlan, PlanSearch
+from tensorshard.planner.progress import Progress
+from tensorshard.planner.question import Question, ask, check_objective
+from tensorshard.planner.search import BY_MEMORY, BY_TIME, Search
+from tensorshard.planner.wording import found_reasons, rejections, seconds_words
+
+
+def find_plans(
+    model: nn.Module | Callable[[], nn.Module],
+    *,
+    world_size: int,
+    inputs: Any,
+    targets: Any,
+    optimizer: OptimizerFactory,
+    loss_fn: Callable[[Any, Any], Any],
+    hardware: str | Hardware | None = None,
+    memory: int | str | None = None,
+    global_batch: int | None = None,
+    fixed: Plan | Mapping[str, Any] | None = None,
+    objective: str = "time",
+    top: int = 5,
+    step_time: float | None = None,
+) -> PlanSearch:
+    """The best plans of `world_size` ranks for a model, without the hardware.
+
+    Every plan that the world and the batch allow is considered: degrees of data parallelism (hybrid sharding between
+    nodes included), tp with and without split sequences, pipelines with their schedules, ZeRO levels, micro-batches,
+    recomputation, and offload to disk of CPU ranks. Bounds exclude most of them; the others are estimated
+    (:func:`tensorshard.estimate`), the most promising first. A search is deterministic. Plans that compute something
+    else are not considered: precision, clipping and the like are `fixed`, or at a Plan's defaults.
+
+    Args:
+        model, optimizer, loss_fn: as for :func:`tensorshard.estimate`.
+        world_size: the number of ranks.
+        inputs, targets: a batch, as for :meth:`Engine.step`; shapes and types matter, and the number of samples only
+            where `global_batch` is None.
+        hardware: a name such as "h100", or a :class:`Hardware`. None for this machine: as ``tensorshard check``
+            measured it, else the profile of its GPU, else a CPU whose speed is assumed.
+        memory: bytes that a rank may take, or text such as "70GiB"; None for all of the device's. CPU ranks share
+            their machine's.
+        global_batch: samples of a step, the same under every plan. None for as many as `world_size` data ranks have if
+            each is given `inputs`: a plan with ``tp * pp`` of 4 then gives each data rank four times as many.
+        fixed: what is insisted on: a dict of a Plan's fields, or a Plan, of which the fields that are not at their
+            defaults count.
+        objective: "time" of a step; "memory" of the fullest rank; or "cost", the fewest devices, at most `world_size`,
+            that take a step in `step_time` seconds.
+        top: how many plans to return, at most. The first is the best; the others are the next best.
+        step_time: seconds, for the objective "cost".
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense; or nothing fits, with the smallest changes that would.
+        RuntimeError: this process is in a world of ranks already.
+    """
+    check_objective(objective, step_time, top)
+    question = ask(
+        model,
+        world_size=world_size,
+        inputs=inputs,
+        targets=targets,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        hardware=hardware,
+        memory=memory,
+        global_batch=global_batch,
+        fixed=fixed,
+    )
+    progress = Progress()
+    if step_time is not None:
+        return _answer(_cheapest(question, top, step_time, progress), top, by_memory=False)
+    by_memory = objective == "memory"
+    search = Search(question).run(BY_MEMORY if by_memory else BY_TIME, top, progress)
+    if not search.found:
+        raise nothing_fits(search, progress)
+    return _answer(search, top, by_memory=by_memory)
+
+
+def _cheapest(question: Question, top: int, step_time: float, progress: Progress) -> Search:
+    """The search on the fewest devices that take a step in time.
+
+    Raises:
+        ValueError: not even all of them do.
+    """
+    search = Search(question)
+    for devices in range(1, question.world_size + 1):
+        if question.world_size % devices:
+            continue
+        asked = question.with_changes(world_size=devices)
+        search = Search(asked, search.traces, search.facts).run(BY_TIME, top, progress, longest=step_time)
+        if search.found:
+            return search
+    fastest = Search(question, search.traces, search.facts).run(BY_TIME, 1, progress)
+    if not fastest.found:
+        raise nothing_fits(fastest, progress)
+    raise ValueError(
+        f"step_time={step_time:g} was asked for, and the fastest plan of all {question.world_size} ranks takes "
+        f"{seconds_words(fastest.found[0].seconds)}; allow more time, or more devices"
+    )
+
+
+def _answer(search: Search, top: int, *, by_memory: bool) -> PlanSearch:
+    best = search.found[0]
+    question = search.question
+    not_chosen = rejections(search, best, by_memory=by_memory)
+    plans = []
+    for one in search.found[:top]:
+        assert one.estimate is not None  # those found were estimated
+        plans.append(FoundPlan(one.plan, one.estimate, one.seconds, found_reasons(one, best)))
+    return PlanSearch(
+        plans,
+        [*search.refused, *not_chosen],
+        question.hardware,
+        question.memory,
+        question.world_size,
+        question.global_batch,
+        len(search.considered),
+        search.estimates,
+        search.exhausted,
+    )

@@ -1,0 +1,98 @@
+"""What one forward on fake tensors tells of a model: its blocks' work and outputs. No world is needed for it."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.estimate.operations import FORWARD, Kernel
+from tensorshard.estimate.operator_costs import cost_of
+from tensorshard.modules.batches import call_model
+from tensorshard.modules.blocks import find_blocks
+from tensorshard.modules.fake_copies import make_fake_copy
+from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
+from tensorshard.pretrained.pretrained_model import PretrainedModel
+from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.fake_tensors import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """One forward of the model.
+
+    Args:
+        samples: that it was given.
+        trained: how many parameters are trained.
+        blocks: how many of the model's blocks were called.
+        kernels: of the blocks.
+        block_outputs: bytes that the blocks return, all together.
+        output: what the model returned, on fake tensors.
+    """
+
+    samples: int
+    trained: int
+    blocks: int
+    kernels: Counter[Kernel]
+    block_outputs: int
+    output: Any = None
+
+
+class _BlockKernels(TorchDispatchMode):
+    """Counts the kernels of what runs while `depth` is above 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+        self.kernels: Counter[Kernel] = Counter()
+        self.calls = 0
+        self.outputs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        cost = cost_of(func, args, kwargs, output) if self.depth else None
+        if cost is not None:
+            self.kernels[Kernel(FORWARD, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes)] += 1
+        return output
+
+    def enter(self, *_: Any) -> None:
+        """A block is called."""
+        self.depth += 1
+
+    def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """A block returns."""
+        self.depth -= 1
+        self.calls += 1
+        self.outputs += sum(t.nbytes for t in tensor_leaves(output)[:1])  # the others may be caches or masks
+
+
+def model_facts(model: nn.Module | Callable[[], nn.Module], inputs: Any, samples: int) -> ModelFacts | None:
+    """What one forward tells; None for a model that cannot be built or run on fake tensors, of which nothing is known.
+
+    Args:
+        inputs: a batch of `samples`.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+            if isinstance(model, nn.Module):
+                ours = make_fake_copy(model, fake, torch.device("cpu"))
+            else:
+                ours = model.build() if isinstance(model, PretrainedModel) else model()
+            batch = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), inputs)
+            return _one_forward(ours, batch, samples)
+    except Exception:  # whatever a model's code does with tensors that have no values
+        return None
+
+
+def _one_forward(model: nn.Module, batch: Any, samples: int) -> ModelFacts:
+    counter = _BlockKernels()
+    for block in find_blocks(model).values():
+        block.register_forward_pre_hook(counter.enter)
+        block.register_forward_hook(counter.leave)
+    with counter:
+        output = call_model(model, batch)
+    trained = sum(parameter.requires_grad for parameter in model.parameters())
+    return ModelFacts(samples, trained, counter.calls, counter.kernels, counter.outputs, output)

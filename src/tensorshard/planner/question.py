@@ -1,0 +1,219 @@
+"""What a search is asked: the model, the machines, and what the user insists on. Checked before any work is done."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.arguments import check_arguments
+from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.estimate.estimate import Estimate, estimate
+from tensorshard.estimate.hardware import Hardware, Rates, find_hardware
+from tensorshard.field_checks import check_choice, check_int, check_positive, size_in_bytes, unknown_field
+from tensorshard.lay_out.decisions import Decisions
+from tensorshard.modules.batches import batch_size
+from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
+from tensorshard.plan import Plan
+from tensorshard.planner.machine import cores_here, hardware_here
+
+OBJECTIVES = ("time", "memory", "cost")
+
+SEARCHED = (
+    "dp_replicate", "dp_shard", "tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank", "zero",
+    "micro_batches", "recompute", "offload",
+)  # fmt: skip
+"""The fields of a Plan that a search chooses; all others are the user's, or at their defaults."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A search's arguments, checked.
+
+    Args:
+        model, inputs, targets, optimizer, loss_fn: as for :func:`find_plans`.
+        hardware: with rates.
+        memory: bytes that a rank may take.
+        global_batch: samples of a step.
+        fixed: fields of a Plan that are given, by name.
+        tables: of tensor parallelism that were found, by degree and whether sequences are split. Filled by estimates.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    world_size: int
+    inputs: Any
+    targets: Any
+    optimizer: OptimizerFactory
+    loss_fn: Callable[[Any, Any], Any]
+    hardware: Hardware
+    memory: int
+    global_batch: int
+    fixed: Mapping[str, Any]
+    tables: dict[tuple[int, bool], Any] = field(default_factory=dict)
+
+    @property
+    def rates(self) -> Rates:
+        """How fast a device is."""
+        assert self.hardware.rates is not None  # checked by `ask`
+        return self.hardware.rates
+
+    @property
+    def on_cpus(self) -> bool:
+        """Whether ranks are CPU processes."""
+        return not self.rates.asynchronous
+
+    def plan(self, **chosen: Any) -> Plan:
+        """The Plan of what is fixed and of what was chosen; a field that is fixed stays as it is."""
+        return Plan(**{**chosen, **self.fixed})
+
+    def batch(self, samples: int) -> tuple[Any, Any]:
+        """Inputs and targets of so many samples: the first ones of those given, or the first one again and again."""
+        size = batch_size(self.inputs)
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.dim() or tensor.size(0) != size:
+                return tensor
+            return tensor[:samples] if samples <= size else tensor[:1].expand(samples, *tensor.shape[1:])
+
+        inputs, targets = map_tensors_once(resized, [self.inputs, self.targets])
+        return inputs, targets
+
+    def estimate(self, plan: Plan, world_size: int | None = None, samples: int | None = None) -> Estimate:
+        """The estimate of a resolved `plan`.
+
+        Args:
+            world_size: in place of the question's.
+            samples: of one data rank; its part of the global batch by default.
+
+        Raises:
+            ValueError, NotImplementedError: the plan does not suit the model.
+        """
+        key = (plan.tp, plan.sequence_parallel)
+        decisions = Decisions(table=self.tables.get(key))
+        inputs, targets = self.batch(self.global_batch // plan.dp_size if samples is None else samples)
+        found = estimate(
+            self.model,
+            plan,
+            world_size=self.world_size if world_size is None else world_size,
+            inputs=inputs,
+            targets=targets,
+            optimizer=self.optimizer,
+            loss_fn=self.loss_fn,
+            hardware=self.hardware,
+            device="cpu" if self.on_cpus else "cuda",
+            decisions=decisions,
+        )
+        self.tables[key] = decisions.table
+        return found
+
+    def seconds(self, found: Estimate) -> float:
+        """The step time of an estimate. On this machine's CPU, ranks that have no core of their own wait for one."""
+        time = found.step_time
+        assert time is not None  # the hardware has rates
+        return self.on_cores(time.seconds, time.busy)
+
+    def on_cores(self, seconds: float, busy: float) -> float:
+        """The time of a step of so many `seconds` a rank, in which all ranks together compute for `busy` seconds."""
+        if self.on_cpus and self.hardware.is_measured:
+            return max(seconds, busy / cores_here())
+        return seconds
+
+    def with_changes(
+        self, *, world_size: int | None = None, global_batch: int | None = None, **fixed: Any
+    ) -> "Question":
+        """The same question for more ranks, for another batch, or with more fields fixed."""
+        size = self.world_size if world_size is None else world_size
+        batch = self.global_batch if global_batch is None else global_batch
+        return replace(self, world_size=size, global_batch=batch, fixed={**self.fixed, **fixed})
+
+
+def ask(
+    model: nn.Module | Callable[[], nn.Module],
+    *,
+    world_size: int,
+    inputs: Any,
+    targets: Any,
+    optimizer: OptimizerFactory,
+    loss_fn: Callable[[Any, Any], Any],
+    hardware: str | Hardware | None,
+    memory: int | str | None,
+    global_batch: int | None,
+    fixed: Plan | Mapping[str, Any] | None,
+) -> Question:
+    """The question that these arguments of :func:`find_plans` are.
+
+    Raises:
+        ValueError, TypeError: one of them makes no sense, in a sentence.
+        RuntimeError: this process is in a world of ranks already.
+    """
+    check_int("world_size", world_size, least=1)
+    given = fixed_fields(fixed)
+    check_arguments(model, Plan(**given), optimizer, loss_fn, 0)
+    size = batch_size(inputs)
+    if not tensor_leaves(targets):
+        raise ValueError(
+            f"targets are {targets!r}, without a tensor; give what Engine.step is given, whose shapes matter alone"
+        )
+    if global_batch is not None:
+        check_int("global_batch", global_batch, least=1)
+    found = hardware_here() if hardware is None else find_hardware(hardware)
+    assert found is not None
+    if found.rates is None:
+        raise ValueError(
+            f"hardware={found.name!r} has no rates, so that no plan's time is known; give one that has, such as "
+            f"'h100', or Hardware(..., rates=Rates(...))"
+        )
+    if dist.is_initialized():
+        raise RuntimeError(
+            "find_plans was called in a process that is in a world of ranks already; call it before parallelize, or "
+            "let parallelize(model, 'auto', ...) choose, which searches in a process of its own"
+        )
+    share = 1 if found.rates.asynchronous else min(world_size, found.rates.devices_per_node)
+    there = found.memory // share if memory is None else size_in_bytes("memory", memory)
+    batch = size * world_size if global_batch is None else global_batch
+    return Question(model, world_size, inputs, targets, optimizer, loss_fn, found, there, batch, given)
+
+
+def fixed_fields(fixed: Plan | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The fields that are insisted on: those of a mapping, or those of a Plan that are not at their defaults.
+
+    Raises:
+        ValueError, TypeError: unknown fields, or values that no Plan takes.
+    """
+    if fixed is None:
+        return {}
+    if isinstance(fixed, Plan):
+        defaults = {f.name: f.default for f in fields(Plan) if f.default is not MISSING}
+        return {name: getattr(fixed, name) for name, default in defaults.items() if getattr(fixed, name) != default}
+    if not isinstance(fixed, Mapping):
+        raise TypeError(f"fixed is a {type(fixed).__name__}; it must be a Plan, or a dict of its fields, such as tp=2")
+    unknown = unknown_field(Plan, fixed)
+    if unknown is not None:
+        raise ValueError(f"fixed: {unknown}")
+    checked = Plan(**fixed)
+    # -1 is what the other axes leave, which a search chooses.
+    return {name: getattr(checked, name) for name in fixed if not (name in _DEGREES and fixed[name] == -1)}
+
+
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+
+
+def check_objective(objective: str, step_time: float | None, top: int) -> None:
+    """Refuses what no search can look for.
+
+    Raises:
+        ValueError, TypeError: in a sentence.
+    """
+    check_choice("objective", objective, OBJECTIVES)
+    check_int("top", top, least=1)
+    if step_time is not None:
+        check_positive("step_time", step_time)
+    if objective == "cost" and step_time is None:
+        raise ValueError(
+            "objective='cost' looks for the fewest devices that take a step in a given time; give it in seconds, as in "
+            "step_time=2.5"
+        )
+    if objective != "cost" and step_time is not None:
+        raise ValueError(f"step_time={step_time} is for objective='cost', and the objective is {objective!r}")

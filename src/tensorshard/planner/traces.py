@@ -1,0 +1,105 @@
+"""Runs of the Engine on one data rank, from which bounds of many plans follow."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensorshard.estimate.operations import SECTIONS, UPDATE, Kernel, Transfer
+from tensorshard.estimate.rank_estimate import (
+    ACTIVATIONS,
+    CATEGORIES,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    RankEstimate,
+)
+from tensorshard.estimate.step_time import kernel_time
+from tensorshard.plan import Plan
+from tensorshard.planner.question import Question
+
+Family = tuple[int, bool, str]
+"""What plans share whose bounds follow from one trace: tp, sequence_parallel and recompute."""
+
+BASE: Family = (1, False, "none")
+
+
+def family_of(plan: Plan) -> Family:
+    """The family that `plan` belongs to."""
+    return plan.tp, plan.sequence_parallel, plan.recompute
+
+
+@dataclass
+class Trace:
+    """One step of one data rank, without a pipeline, with one micro-batch.
+
+    Args:
+        samples: of the step.
+        kernels: by section.
+        transfers: along tp, in forward and backward.
+        parameters, gradients, optimizer, activations: the most bytes that were held of each.
+    """
+
+    samples: int
+    kernels: dict[str, list[tuple[Kernel, int]]]
+    transfers: list[tuple[Transfer, int]]
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    _times: dict[tuple[str, float, int], float] = field(default_factory=dict)
+
+    def seconds(self, section: str, question: Question, samples: float, split: int = 1) -> float:
+        """Seconds of a section's kernels for so many samples, if `split` ranks share the work of each kernel."""
+        key = (section, samples, split)
+        if key not in self._times:
+            share = 1.0 if section == UPDATE else samples / self.samples
+            self._times[key] = sum(
+                scaled_kernel_time(kernel, question, share / split) * count for kernel, count in self.kernels[section]
+            )
+        return self._times[key]
+
+
+def scaled_kernel_time(kernel: Kernel, question: Question, share: float) -> float:
+    """Seconds of a kernel that does a share of the work."""
+    scaled = Kernel(
+        kernel.section, kernel.name, kernel.dtype, round(kernel.flops * share), round(kernel.nbytes * share)
+    )
+    return kernel_time(scaled, question.rates)
+
+
+def run_trace(question: Question, family: Family, samples: int) -> Trace:
+    """Takes the steps of a family on `samples` samples.
+
+    Raises:
+        ValueError, NotImplementedError: the model does not take such plans.
+    """
+    tp, sequence_parallel, recompute = family
+    alone: dict[str, Any] = {
+        "dp_replicate": 1,
+        "dp_shard": 1,
+        "tp": tp,
+        "pp": 1,
+        "zero": 0,
+        "micro_batches": 1,
+        "offload": None,
+    }
+    alone |= {"sequence_parallel": sequence_parallel, "recompute": recompute}
+    alone |= dict.fromkeys(("pp_split", "pp_stages_per_rank", "pp_units"), None) | {"pp_schedule": "1f1b"}
+    if tp == 1:
+        alone["tp_plan"] = None
+    plan = Plan(**{**question.fixed, **alone}).resolve(tp)
+    return _trace_of(question.estimate(plan, tp, samples).ranks[0], samples)
+
+
+def _trace_of(rank: RankEstimate, samples: int) -> Trace:
+    kernels: dict[str, list[tuple[Kernel, int]]] = defaultdict(list)
+    for section in SECTIONS:
+        kernels[section] = list(rank.operations.of(section))
+    transfers = [(t, n) for t, n in rank.operations.transfers.items() if t.section != UPDATE]
+    most = {
+        name: max([rank.by_category[name], *(moment.held[place] for moment in rank.history)])
+        for place, name in enumerate(CATEGORIES)
+    }
+    return Trace(
+        samples, kernels, transfers, most[PARAMETERS], most[GRADIENTS], most[OPTIMIZER], most[ACTIVATIONS]
+    )  # fmt: skip

@@ -1,0 +1,129 @@
+"""Plans, times and reasons in words."""
+
+from tensorshard.estimate.sizes import size_text
+from tensorshard.estimate.step_time import BUBBLE, COMMUNICATION, OFFLOAD
+from tensorshard.offload_fields import Offload
+from tensorshard.plan import Plan
+from tensorshard.planner.candidates import Refusal
+from tensorshard.planner.question import SEARCHED
+from tensorshard.planner.search import Considered, Search
+
+_LOSSES = {BUBBLE: "to the bubble", COMMUNICATION: "to exposed communication", OFFLOAD: "to offload"}
+_WORTH_SAYING = 0.02
+# The order in which what was not chosen is told of.
+_TOLD = ("zero", "recompute", "micro_batches", "tp", "sequence_parallel", "pp", "dp_replicate", "offload")
+
+
+def plan_words(plan: Plan) -> str:
+    """The chosen fields of a resolved plan as overrides, without those that say nothing."""
+    words = []
+    for name in SEARCHED:
+        value = getattr(plan, name)
+        says_nothing = value in (None, 1, False, "none") and name not in ("dp_shard", "zero")
+        if says_nothing or (name == "pp_schedule" and plan.pp == 1):
+            continue
+        words.append(_region(name, value))
+    return " ".join(words)
+
+
+def seconds_words(seconds: float) -> str:
+    """``seconds_words(0.0021)`` is "2.10 ms"."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def found_reasons(one: Considered, best: Considered) -> list[str]:
+    """What can be said of a plan that was found: what it loses, and how far it is behind the best."""
+    said = []
+    if one is not best:
+        said.append(_compared(one, best))
+    if one is best:
+        for category, share in _lost(one).items():
+            if share >= _WORTH_SAYING:
+                said.append(f"{_cause(one.plan, category)} loses {share:.0%} {_LOSSES[category]}")
+    return said
+
+
+def rejections(search: Search, best: Considered, *, by_memory: bool) -> list[Refusal]:
+    """For each value of a field that the best plan does not have: why no plan with it was chosen."""
+    said = []
+    for name in _TOLD:
+        values = {getattr(one.plan, name) for one in search.considered} - {getattr(best.plan, name)}
+        for value in sorted(values, key=str):
+            group = [one for one in search.considered if getattr(one.plan, name) == value]
+            said.append(Refusal(_region(name, value), _why_not(search, group, best, by_memory=by_memory)))
+    return said
+
+
+def why_nothing_fits(search: Search) -> list[Refusal]:
+    """For each ZeRO level and kind of recomputation, what it lacks."""
+    said = []
+    for name in ("zero", "recompute"):
+        for value in sorted({getattr(one.plan, name) for one in search.considered}, key=str):
+            group = [one for one in search.considered if getattr(one.plan, name) == value and not one.refused]
+            if group:
+                said.append(Refusal(_region(name, value), _excess(search, group)))
+    return said
+
+
+def _why_not(search: Search, group: list[Considered], best: Considered, *, by_memory: bool) -> str:
+    taken = [one for one in group if not one.refused]
+    if not taken:
+        return f"is refused: {group[0].refused}"
+    fit = [one for one in taken if one.memory <= search.question.memory]
+    if not fit:
+        return _excess(search, taken)
+    if by_memory:
+        nearest = min(fit, key=lambda one: (one.memory, one.least_seconds))
+        least = "" if nearest.estimate else "at least "
+        more = nearest.memory - best.memory
+        return f"takes {least}{size_text(more)} more" if more > 0 else "takes as much"
+    nearest = min(fit, key=lambda one: (one.least_seconds, one.estimate is None, one.memory))
+    if nearest.estimate is None and nearest.least_seconds < best.seconds:
+        return "was not estimated: what is known of it does not exclude that it is faster"
+    return _compared(nearest, best)
+
+
+def _compared(one: Considered, best: Considered) -> str:
+    more = one.least_seconds / best.seconds - 1
+    text = "takes as long" if abs(more) < 0.005 else f"takes {'' if one.estimate else 'at least '}{more:.0%} longer"
+    if more < -0.005:
+        text = f"takes {-more:.0%} less time"
+    if more < _WORTH_SAYING:
+        return text
+    lost = _lost(one)
+    category = max(lost, key=lambda name: lost[name])
+    share = lost[category]
+    return f"{text}, and loses {share:.0%} {_LOSSES[category]}" if share >= _WORTH_SAYING else text
+
+
+def _lost(one: Considered) -> dict[str, float]:
+    """Which shares of a step are lost to what, by the estimate or by the bound."""
+    time = None if one.estimate is None else one.estimate.step_time
+    if time is not None:
+        return {name: time.by_category[name] / time.seconds for name in _LOSSES}
+    bound = one.bound
+    lost = {BUBBLE: bound.bubble, COMMUNICATION: bound.communication}
+    return {name: seconds / bound.seconds for name, seconds in lost.items()}
+
+
+def _excess(search: Search, group: list[Considered]) -> str:
+    least = min(group, key=lambda one: one.memory)
+    return f"does not fit by {'' if least.estimate else 'at least '}{size_text(least.memory - search.question.memory)}"
+
+
+def _region(name: str, value: object) -> str:
+    """A field's value as an override."""
+    if isinstance(value, Offload):
+        tiers = {value.optimizer, value.gradients}
+        only = value == Offload(optimizer=value.optimizer, gradients=value.gradients)
+        value = tiers.pop() if only and len(tiers) == 1 else value
+    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _cause(plan: Plan, category: str) -> str:
+    if category == BUBBLE:
+        return f"pp={plan.pp}"
+    if category == OFFLOAD:
+        return f"offload={plan.offload}"
+    names = [f"{name}={getattr(plan, name)}" for name in ("tp", "dp_replicate", "dp_shard") if getattr(plan, name) > 1]
+    return " ".join(names) or f"pp={plan.pp}"
