@@ -228,7 +228,7 @@ def estimate(
                 return first_samples(made[0], size, samples), first_samples(made[1], size, samples)
 
             counter = OperationLedger()
-            ledger, known, engine = watch_steps(build, batch, counter)
+            ledger, known, engine = watch_steps(build, batch, counter, compose=True)
             operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
         ranks.append(
             summarize(

@@ -1,8 +1,9 @@
 """A ledger of operations: what a step computes and what it sends, on real tensors or on fake ones."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.operators import schema
 from tensorshard.torch_private.process_groups import group_of_argument
 from tensorshard.torch_private.pytree import tree_leaves
+from tensorshard.torch_private.storages import runs_backward
 
 # By the names of operators, without "c10d::" and underscores; and which argument is the full tensor.
 _COLLECTIVES: dict[str, tuple[str, int]] = {
@@ -48,6 +50,22 @@ _FUNCTIONAL: dict[str, str] = {
 }
 
 
+@dataclass
+class Counts:
+    """Kernels and transfers, these with the name of their group and without its axis."""
+
+    kernels: Counter[Kernel] = field(default_factory=Counter)
+    transfers: Counter[tuple[Transfer, str]] = field(default_factory=Counter)
+
+    def minus(self, other: "Counts") -> "Counts":
+        """What was counted since `other`."""
+        return Counts(self.kernels - other.kernels, self.transfers - other.transfers)
+
+    def copy(self) -> "Counts":
+        """The counts until now."""
+        return Counts(self.kernels.copy(), self.transfers.copy())
+
+
 class OperationLedger(TorchDispatchMode):
     """Counts the kernels and the transfers of what runs within it, while it records.
 
@@ -66,6 +84,44 @@ class OperationLedger(TorchDispatchMode):
         # Since the last backward: forward, if another backward follows; else what comes after the last.
         self._after_backward: tuple[Counter[Kernel], Counter[tuple[Transfer, str]]] = (Counter(), Counter())
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._apart: Counts | None = None
+        self._section_apart = FORWARD
+        self._times = 1  # that what is done now is done
+
+    @contextmanager
+    def apart(self, section: str) -> Iterator[Counts]:
+        """Inside, operations are counted apart, whether or not it records.
+
+        Args:
+            section: of those outside of a backward.
+        """
+        self._apart, self._section_apart = Counts(), section
+        try:
+            yield self._apart
+        finally:
+            self._apart = None
+
+    def turns(self, turns: list[slice]) -> Iterator[slice]:
+        """The first, the second and the last of turns that are alike; what the second does counts for all between."""
+        if len(turns) <= 3:
+            yield from turns
+            return
+        yield turns[0]
+        self._times = len(turns) - 2
+        try:
+            yield turns[1]
+        finally:
+            self._times = 1
+        yield turns[-1]
+
+    def add(self, counts: Counts) -> None:
+        """Counts what was counted apart before, while it records."""
+        if not self.recording:
+            return
+        for kernel, count in counts.kernels.items():
+            self._count_kernel(kernel, self._entered(kernel.section), count)
+        for (transfer, group), count in counts.transfers.items():
+            self._count_transfer(transfer, group, self._entered(transfer.section), count)
 
     def begin_step(self, phase: Callable[[], str]) -> None:
         """A step begins, and it alone counts.
@@ -96,7 +152,7 @@ class OperationLedger(TorchDispatchMode):
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.recording:
+        if not self.recording and self._apart is None:
             return func(*args, **(kwargs or {}))
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls the operators on shards, which come here
@@ -108,12 +164,29 @@ class OperationLedger(TorchDispatchMode):
         cost = cost_of(func, args, kwargs, output)
         if cost is not None:
             section = self._section()
-            kernel = Kernel(section, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes)
-            (self._after_backward[0] if section == FORWARD else self._kernels)[kernel] += 1
+            self._count_kernel(
+                Kernel(section, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes), section, 1
+            )
         return output
 
+    def _count_kernel(self, kernel: Kernel, section: str, count: int) -> None:
+        if self._apart is not None:
+            self._apart.kernels[kernel] += count * self._times
+        else:
+            (self._after_backward[0] if section == FORWARD else self._kernels)[kernel] += count * self._times
+
+    def _count_transfer(self, transfer: Transfer, group: str, section: str, count: int) -> None:
+        if self._apart is not None:
+            self._apart.transfers[transfer, group] += count * self._times
+        else:
+            (self._after_backward[1] if section == FORWARD else self._transfers)[transfer, group] += count * self._times
+
     def _section(self) -> str:
-        section = self._phase()
+        if self._apart is not None:
+            return BACKWARD if runs_backward() else self._section_apart
+        return self._entered(self._phase())
+
+    def _entered(self, section: str) -> str:
         if section == BACKWARD:
             self._take_rest(FORWARD)
         elif section == UPDATE:
@@ -151,7 +224,7 @@ class OperationLedger(TorchDispatchMode):
         size = sum(to_local(leaf).nbytes for leaf in tree_leaves(full) if isinstance(leaf, torch.Tensor))
         section = self._section()
         transfer = Transfer(section, "", collective, size, group.size(), not waits)
-        (self._after_backward[1] if section == FORWARD else self._transfers)[transfer, group.group_name] += 1
+        self._count_transfer(transfer, group.group_name, section, 1)
 
 
 def _is_waited_for(func: Any, args: Any, kwargs: Any) -> bool:

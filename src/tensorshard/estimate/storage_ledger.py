@@ -1,9 +1,9 @@
 """A ledger of storages: what is allocated and freed in a run, in order, on real tensors or on fake ones."""
 
 import weakref
-from collections.abc import Callable, Container
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,18 @@ class Event:
     phase: str
 
 
+@dataclass
+class Apart:
+    """What a trial does, apart from the run that it is made in (:meth:`StorageLedger.apart`).
+
+    Args:
+        first: the number of the first storage that the trial makes.
+    """
+
+    first: int
+    events: list[Event] = field(default_factory=list)
+
+
 class StorageLedger(TorchDispatchMode):
     """Notes every storage that operations within it make, how large it is, and when it goes.
 
@@ -76,6 +88,8 @@ class StorageLedger(TorchDispatchMode):
         self._numbers: dict[int, int] = {}  # of the live storages, by their address as objects
         self._sizes: dict[int, int] = {}
         self._resizes: AbstractContextManager[None] | None = None
+        self._apart: Apart | None = None
+        self._template: Allocation | None = None  # of storages that stand for those of a trial
 
     def __enter__(self) -> "StorageLedger":
         self._resizes = watched_resizes(self._resized)
@@ -111,6 +125,46 @@ class StorageLedger(TorchDispatchMode):
         """The number of a tensor's storage; None if it was made before."""
         return self._numbers.get(storage_address(_storage(tensor)))
 
+    @contextmanager
+    def apart(self) -> Iterator[Apart]:
+        """Inside, what happens to storages that are made there is noted apart, and is no part of the run.
+
+        Storages that were there before are the run's, wherever they go. One that is left when it is over is forgotten.
+        """
+        assert self._apart is None, "a trial within a trial"
+        self._apart = Apart(len(self.allocations))
+        try:
+            yield self._apart
+        finally:
+            for number in self._numbers.values():
+                if number >= self._apart.first:
+                    self._sizes[number] = 0
+            self._apart = None
+
+    def is_live(self, first: int) -> bool:
+        """Whether a storage with that number, or a higher one, is still there."""
+        return any(number >= first and self._sizes[number] for number in self._numbers.values())
+
+    def made_like(self, template: Allocation, nbytes: int, phase: str) -> int:
+        """Notes a storage without a tensor. Returns its number."""
+        number = len(self.allocations)
+        self.allocations.append(replace(template, number=number))
+        self.events.append(Event(number, nbytes, phase))
+        return number
+
+    def changed(self, number: int, nbytes: int, phase: str) -> None:
+        """Notes that a storage without a tensor grew or shrank by some bytes."""
+        self.events.append(Event(number, nbytes, phase))
+
+    @contextmanager
+    def making_like(self, template: Allocation) -> Iterator[None]:
+        """Inside, storages are noted as if what made `template` made them."""
+        self._template = template
+        try:
+            yield
+        finally:
+            self._template = None
+
     def note(self, tensor: torch.Tensor, operation: str) -> None:
         """Adds the storage of `tensor`, unless it is known."""
         if tensor.is_meta:
@@ -121,8 +175,11 @@ class StorageLedger(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         number = len(self.allocations)
-        line = "" if self.initializing else users_line()
-        self.allocations.append(Allocation(number, self.phase(), operation, shape, dtype, line))
+        if self._template is not None:
+            self.allocations.append(replace(self._template, number=number))
+        else:
+            line = "" if self.initializing else users_line()
+            self.allocations.append(Allocation(number, self.phase(), operation, shape, dtype, line))
         key = storage_address(storage)
         self._numbers[key] = number
         self._sizes[number] = 0
@@ -155,7 +212,9 @@ class StorageLedger(TorchDispatchMode):
         change = size - self._sizes[number]
         self._sizes[number] = size
         if change:
-            self.events.append(Event(number, change, self.phase()))
+            apart = self._apart
+            events = apart.events if apart is not None and number >= apart.first else self.events
+            events.append(Event(number, change, self.phase()))
 
     def _freed(self, key: int, number: int) -> None:
         del self._numbers[key]

@@ -2,17 +2,24 @@
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from tensorshard.engine.engine import Engine
+from tensorshard.estimate.composed_blocks import ComposedBlocks
 from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.rank_estimate import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from tensorshard.estimate.storage_ledger import StorageLedger
+from tensorshard.layers.repetitions import shortened
+from tensorshard.modules.blocks import find_blocks
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.offload.slots import Slots
+from tensorshard.pipeline.run.pipelined_model import PipelinedModel
+from tensorshard.plan import Plan
+from tensorshard.schedules import find_schedule
 
 STEPS = 2  # the first makes the optimizer's states, at its end; the second has them all the time
 
@@ -89,18 +96,26 @@ def watch_steps(
     make_engine: Callable[[], Engine],
     make_batch: Callable[[], tuple[Any, Any]],
     operations: OperationLedger | None = None,
+    *,
+    compose: bool = False,
 ) -> tuple[StorageLedger, dict[int, str], Engine]:
     """Makes an Engine and takes :data:`STEPS` steps.
 
     Args:
         operations: counts what the last of them computes and sends; None for nobody.
+        compose: whether blocks that repeat are run once (:mod:`.composed_blocks`); it takes fake tensors, and
+            `operations`.
 
     Returns:
         The ledger of all of it; the categories of storages whose use is known, by their numbers; the Engine.
     """
     with operations or nullcontext(), StorageLedger() as ledger:
         engine = make_engine()
-        with StepWatcher(ledger, engine) as watcher:
+        with ExitStack() as stack:
+            if compose and operations is not None and _can_compose(engine.plan):
+                ComposedBlocks(ledger, operations).compose(_blocks(engine))
+                stack.enter_context(shortened(operations.turns))
+            watcher = stack.enter_context(StepWatcher(ledger, engine))
             inputs, targets = make_batch()
             watcher.note_inputs((inputs, targets))
             gc.collect()  # what searches leave in circles of references
@@ -117,6 +132,18 @@ def watch_steps(
         if engine.slots is not None:
             ledger.leave_out(_elsewhere(ledger, engine.slots))
     return ledger, watcher.known, engine
+
+
+def _can_compose(plan: Plan) -> bool:
+    """Whether a plan leaves calls of blocks to this process, and their backwards in one piece."""
+    splits = plan.pp > 1 and find_schedule(plan.pp_schedule).splits_backward
+    return not (plan.compile or splits)
+
+
+def _blocks(engine: Engine) -> list[nn.Module]:
+    if isinstance(engine.sharded, PipelinedModel):
+        return [block for stage in engine.sharded.stages for block in stage.blocks.values()]
+    return list(find_blocks(engine.sharded.model).values())
 
 
 def _elsewhere(ledger: StorageLedger, slots: Slots) -> set[int]:

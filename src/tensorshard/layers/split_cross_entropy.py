@@ -5,7 +5,7 @@ numbers per sample is kept between forward and backward, and temporaries are of 
 :mod:`softmax_cross_entropy`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharding import normalize_dim
 from tensorshard.layers.arguments import check_same_ranks
 from tensorshard.layers.logits_and_targets import check_targets, place, refuse_lost_mark
+from tensorshard.layers.repetitions import repetitions
 from tensorshard.layers.softmax_cross_entropy import (
     CrossEntropySpec,
     Statistics,
@@ -266,9 +267,8 @@ def _own(class_weight: torch.Tensor | None, logits: torch.Tensor, start: int) ->
     return None if class_weight is None else class_weight.narrow(0, start, logits.size(1))
 
 
-def _tiles(logits: torch.Tensor) -> Iterator[slice]:
+def _tiles(logits: torch.Tensor) -> Iterable[slice]:
     """Rows of `logits`, as many at a time as make a tile."""
     tile = _CPU_TILE if logits.device.type == "cpu" else _DEVICE_TILE
     step = max(1, tile // max(1, logits.size(1)))
-    for begin in range(0, logits.size(0), step):
-        yield slice(begin, begin + step)
+    return repetitions([slice(begin, begin + step) for begin in range(0, logits.size(0), step)])

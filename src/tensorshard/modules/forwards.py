@@ -76,6 +76,8 @@ class Role(IntEnum):
     """Everything further in is compiled."""
     OFFLOADED_ACTIVATIONS = auto()
     """What is kept for backward, by all that is further in, goes to another tier."""
+    COMPOSED = auto()
+    """An estimate tells what a block does from what one like it did."""
     PIPELINE_STAGE = auto()
     """What another stage computes is not computed here."""
     TRACE = auto()

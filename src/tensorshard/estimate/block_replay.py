@@ -1,0 +1,204 @@
+"""A block's call that is told from a record: nothing is run, and the ledgers say what they would have said."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from tensorshard.estimate.block_record import Backward, Given, Owner, Pattern, Place, Record, Step, on_storage
+from tensorshard.estimate.operation_ledger import OperationLedger
+from tensorshard.estimate.storage_ledger import StorageLedger
+from tensorshard.torch_private.dispatch import without_dispatch_modes
+from tensorshard.torch_private.pytree import tree_unflatten
+
+
+class Replay:
+    """One call of a block.
+
+    Only tensors that others get are made. Backward is a chain of nodes: the first takes the outputs' gradients, one for
+    each parameter hands its gradient on when it is its turn, so that what is hooked to it happens then, and the last
+    has the inputs' gradients.
+
+    Args:
+        tensors: that the call was given, as `metas` says.
+        other_backward: called for what a backward from other gradients than the usual ones does.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        storages: StorageLedger,
+        operations: OperationLedger,
+        tensors: Sequence[torch.Tensor],
+        metas: Sequence[Given],
+        other_backward: Callable[[Pattern], Backward | None],
+    ) -> None:
+        self._record = record
+        self._storages, self._operations = storages, operations
+        self._numbers: dict[int, int] = {}  # of storages without tensors, in the ledger
+        self._sizes: dict[int, int] = {}
+        self._held: dict[tuple[Owner, int], Any] = {}
+        for tensor, meta in zip(tensors, metas, strict=True):
+            self._held.setdefault((Owner.INPUT, meta.storage), []).append(tensor)
+        self._other_backward = other_backward
+        self._backward = record.backwards.get(record.usual)
+        self._at = 0
+
+    def run(self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Any:
+        """What the block returns.
+
+        Args:
+            inputs: the tensors among the call's arguments that require gradients.
+            parameters: the block's.
+        """
+        record = self._record
+        self._play(record.forward[: record.length])
+        self._operations.add(record.counts)
+        places = list({id(place): place for place in record.outputs if isinstance(place, Place)}.values())
+        if self._backward is None:
+            made = [self._tensor(place, record.forward[record.length :]) for place in places]
+        else:
+            token = _End.apply(self, _token(), *inputs)
+            for number in reversed(range(len(self._backward.births))):
+                token = _Birth.apply(self, number, token, parameters[self._backward.births[number].parameter])
+            made = list(_Begin.apply(self, token, places))
+        self._play(record.forward[record.length :])
+        tensors = {id(place): tensor for place, tensor in zip(places, made, strict=True)}
+        return tree_unflatten([tensors.get(id(output), output) for output in record.outputs], record.spec)
+
+    def outputs(self, places: list[Place]) -> list[torch.Tensor]:
+        """The tensors at `places`."""
+        return [self._tensor(place, self._record.forward[self._record.length :]) for place in places]
+
+    def begin_backward(self, gradients: list[torch.Tensor | None]) -> None:
+        """Takes the gradients of the outputs that require any."""
+        pattern: Pattern = tuple(None if g is None else (tuple(g.shape), g.stride(), g.dtype) for g in gradients)
+        usual = self._backward
+        if pattern not in self._record.backwards:
+            other = self._other_backward(pattern)
+            if other is not None:
+                self._record.backwards[pattern] = other
+        found = self._record.backwards.get(pattern, usual)
+        assert found is not None and usual is not None
+        self._births = usual.births  # in the order in which the chain asks for them
+        self._backward = found
+        for number, gradient in enumerate(gradients):
+            self._held[Owner.GRADIENT, number] = [gradient]
+        self._operations.add(found.counts)
+
+    def born(self, number: int) -> torch.Tensor | None:
+        """The gradient of the parameter whose turn is the given one, when it is there; None if it gets none."""
+        assert self._backward is not None
+        parameter = self._births[number].parameter
+        birth = next((birth for birth in self._backward.births if birth.parameter == parameter), None)
+        if birth is None:
+            return None
+        self._play_backward(birth.at)
+        return self._tensor(birth.gradient, self._backward.steps[birth.at : birth.at + 1])
+
+    def end_backward(self) -> list[torch.Tensor | None]:
+        """The inputs' gradients."""
+        assert self._backward is not None
+        self._play_backward(self._backward.length)
+        rest = self._backward.steps[self._at :]
+        made = [None if place is None else self._tensor(place, rest) for place in self._backward.gradients]
+        self._play_backward(len(self._backward.steps))
+        return made
+
+    def _play_backward(self, end: int) -> None:
+        assert self._backward is not None
+        if end > self._at:
+            self._play(self._backward.steps[self._at : end])
+            self._at = end
+
+    def _play(self, steps: Sequence[Step]) -> None:
+        record = self._record
+        for owner, number, nbytes, phase in steps:
+            if owner is not Owner.CALL:
+                self._held.pop((owner, number), None)
+            elif number in record.handed_on:
+                if nbytes > 0:
+                    place, size = record.handed_on[number]
+                    with self._storages.making_like(record.allocations[number]), torch.no_grad():
+                        self._held[owner, number] = on_storage(
+                            place.size, place.stride, place.offset, place.dtype, size
+                        )
+                else:
+                    self._held.pop((owner, number), None)
+            elif number in self._numbers:
+                self._storages.changed(self._numbers[number], nbytes, phase)
+                self._sizes[number] += nbytes
+                if not self._sizes[number]:
+                    del self._sizes[number]
+            else:
+                self._numbers[number] = self._storages.made_like(record.allocations[number], nbytes, phase)
+                self._sizes[number] = nbytes
+
+    def _tensor(self, place: Place, following: Sequence[Step]) -> torch.Tensor:
+        """The tensor at a place; where `following` steps let go of its storage, it is all that is left of that."""
+        key = (place.owner, place.number)
+        held = self._held[key]
+        base = held[0] if isinstance(held, list) else held
+        alike = tuple(base.shape) == place.size and base.stride() == place.stride and base.dtype == place.dtype
+        if alike and place.owner is Owner.CALL and any(step[:2] == key for step in following):
+            del self._held[key]
+            return base
+        with torch.no_grad():
+            if alike and place.owner is not Owner.CALL:
+                return base.detach()
+            return base.detach().as_strided(place.size, place.stride, place.offset)
+
+    def __del__(self) -> None:
+        for number, size in self._sizes.items():  # its backward was never run
+            self._storages.changed(self._numbers[number], -size, self._storages.phase())
+
+
+class _Begin(Function):
+    """The outputs; their gradients begin backward."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Replay, token: torch.Tensor, places: list[Place]) -> Any:
+        ctx.set_materialize_grads(False)
+        made = replay.outputs(places)
+        ctx.replay, ctx.differentiable = replay, [place.requires_grad for place in places]
+        ctx.mark_non_differentiable(*[t for t, place in zip(made, places, strict=True) if not place.requires_grad])
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.replay.begin_backward([g for g, given in zip(gradients, ctx.differentiable, strict=True) if given])
+        return None, _token(), None
+
+
+class _Birth(Function):
+    """A parameter's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Replay, number: int, token: torch.Tensor, parameter: torch.Tensor) -> Any:
+        ctx.replay, ctx.number = replay, number
+        return _token()
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        return None, None, _token(), ctx.replay.born(ctx.number)
+
+
+class _End(Function):
+    """The inputs' gradients, which end backward."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Replay, token: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        ctx.replay, ctx.inputs = replay, len(inputs)
+        return _token()
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        gradients = ctx.replay.end_backward()
+        return None, None, *(gradients or [None] * ctx.inputs)
+
+
+def _token() -> torch.Tensor:
+    """What links the nodes of a chain; it has no elements, and the ledgers do not see it."""
+    with without_dispatch_modes():
+        return torch.zeros(0)
