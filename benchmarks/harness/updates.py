@@ -124,16 +124,14 @@ def _ours(numel: int) -> Step:
         OPTIMIZER([master]), {"p": master}, {}, slots, offloaded={"p": OffloadedMaster(place, copy)}, agree=_nothing
     )
     [o] = offloaded._offloaded.values()
-    o.step = torch.zeros(())
 
     @torch.no_grad()
     def step(factor: torch.Tensor | None) -> torch.Tensor:
         # What a step computes with tiles, all of which are in memory here: without the transfers around it.
-        offloaded._begin(o)
+        offloaded._begin([o])
         moved = [*o.states.values(), place]
         moves = [Move(slot, 0, numel, torch.float32) for slot in moved]
         offloaded._compute([(o, 0, moves)], factor, [slot.tensor for slot in moved])
-        o.step += 1
         return copy
 
     return step

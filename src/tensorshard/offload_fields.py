@@ -28,6 +28,8 @@ class Offload:
         host_memory: how many bytes all of this machine's ranks may keep in host memory, or text such as "6GiB". What
             does not fit goes to disk. None for no bound.
         buffer_memory: how many bytes a rank may use for buffers between the tiers.
+        overlap: whether ``engine.step`` returns while its update goes on. The next forward waits for it, unit by unit,
+            and so does whoever asks the Engine for its model, its optimizer or its state.
 
     Raises:
         ValueError, TypeError: a value that makes no sense; the message says what would work.
@@ -40,11 +42,14 @@ class Offload:
     path: str | None = None
     host_memory: int | str | None = None
     buffer_memory: int | str = "128MiB"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "gradients", "parameters", "activations"):
             if getattr(self, name) is not None:
                 check_choice(f"offload.{name}", getattr(self, name), TIERS)
+        if not isinstance(self.overlap, bool):
+            raise TypeError(f"offload.overlap is {self.overlap!r}; it must be True or False")
         if self.path is not None and not isinstance(self.path, str):
             object.__setattr__(self, "path", str(self.path))
         if self.host_memory is not None:
@@ -88,6 +93,8 @@ class Offload:
             places.append(f"at most {self.host_memory} of host memory, the rest on disk")
         if self.path is not None:
             places.append(f"in {self.path}")
+        if self.overlap:
+            places.append("updates go on during the next forward")
         return ", ".join(places)
 
     def check_implemented(self, zero: int) -> None:
@@ -111,6 +118,12 @@ class Offload:
                 "offload was given without optimizer=: what is offloaded are the optimizer's states, gradients and "
                 "parameters beside them, and activations; set offload.optimizer or offload.activations to 'cpu' or "
                 "'disk', or offload=None"
+            )
+        if self.overlap and self.optimizer is None:
+            raise ValueError(
+                "offload.overlap=True was given without offload.optimizer: what goes on during the next forward are "
+                "updates of states in host memory or on disk; set offload.optimizer to 'cpu' or 'disk', or leave "
+                "offload.overlap at False"
             )
 
 

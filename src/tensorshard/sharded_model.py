@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.offload.slots import OffloadedMaster
+from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.transforms.precision import master_dtype
 
 TakeGradient = Callable[[nn.Parameter], None]
@@ -172,6 +173,13 @@ class ShardedModel(ABC):
         self._take_gradient = take
         self._finish_gradients = finish
 
+    @abstractmethod
+    def watch_updates(self, behind: UpdateBehind) -> None:
+        """Has forwards wait for what they need of updates that go on `behind` steps. Called once at most.
+
+        See :meth:`follow_behind`.
+        """
+
     def offloaded_masters(self) -> dict[str, OffloadedMaster]:
         """Those of :meth:`masters` that are not in the device's memory."""
         return {}
@@ -183,6 +191,11 @@ class ShardedModel(ABC):
         Args:
             copied: the masters whose 16-bit copies on this rank follow them already.
         """
+
+    @abstractmethod
+    def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
+        """In place of :meth:`all_gather_parameters`, where the masters' update goes on: each unit follows when it is
+        needed."""
 
     def all_gather_loaded(self) -> None:
         """Called after the masters were overwritten, frozen ones included, which no update changes."""

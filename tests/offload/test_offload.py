@@ -61,15 +61,18 @@ def _train(engine: ts.Engine, steps: range, norms: list[Any] | None = None) -> d
 
 
 def _both(cases: list[dict[str, Any]], offload: dict[str, Any], steps: int = 3) -> list[str]:
-    """The cases in which a weight or a norm differs from that without offload."""
+    """The cases in which a weight or a norm differs from that without offload, updates finished in steps or behind."""
     differ = []
     for fields in cases:
-        norms: list[list[Any]] = [[], []]
-        plans = [fields, {**fields, "offload": {**offload, "buffer_memory": "512KiB"}}]
-        plain, found = (_train(_engine(plan), range(steps), kept) for plan, kept in zip(plans, norms, strict=True))
-        same = list(plain) == list(found) and all(torch.equal(found[name], plain[name]) for name in plain)
-        if not same or norms[0] != norms[1]:
-            differ.append(f"{fields}: weights {same}, norms {norms}")
+        plain_norms: list[Any] = []
+        plain = _train(_engine(fields), range(steps), plain_norms)
+        for overlap in (False, True):
+            norms: list[Any] = []
+            more = {**offload, "buffer_memory": "512KiB", "overlap": overlap}
+            found = _train(_engine({**fields, "offload": more}), range(steps), norms)
+            same = list(plain) == list(found) and all(torch.equal(found[name], plain[name]) for name in plain)
+            if not same or norms != plain_norms:
+                differ.append(f"{fields}, overlap={overlap}: weights {same}, norms {plain_norms} and {norms}")
     return differ
 
 
@@ -108,7 +111,13 @@ def test_the_same_with_parameters_on_disk(ranks, tmp_path, world_size):
 )
 def test_the_same_with_parameters_on_disk_and_other_axes(ranks, tmp_path, fields):
     fields = dict(zero=3, clip_grad_norm=1.1, **fields)
-    offload = dict(optimizer="disk", gradients=None, parameters="disk", path=str(tmp_path))
+    offload = dict(
+        optimizer="disk",
+        gradients=None,
+        parameters="disk",
+        path=str(tmp_path),
+        overlap="pp" in fields or "tp" in fields,
+    )
     found = [ranks(4, parity.train, "gpt_tied", {**fields, **more})[0] for more in ({}, dict(offload=offload))]
     assert found[0]["losses"] == found[1]["losses"]
     for name, value in found[0]["state"].items():
@@ -138,10 +147,8 @@ def test_the_same_with_hybrid_sharding(ranks, tmp_path, fields):
 def test_the_same_with_the_other_axes(ranks, tmp_path, fields, precision):
     fields = dict(precision=precision, clip_grad_norm=1.1, **fields)
     world_size = fields.get("tp", 1) * fields.get("pp", 1)
-    found = [
-        ranks(world_size, parity.train, "gpt_tied", {**fields, **more})[0]
-        for more in ({}, dict(offload=dict(optimizer="disk", gradients="disk", path=str(tmp_path))))
-    ]
+    offload = dict(optimizer="disk", gradients="disk", path=str(tmp_path), overlap=precision == "bf16")
+    found = [ranks(world_size, parity.train, "gpt_tied", {**fields, **more})[0] for more in ({}, dict(offload=offload))]
     assert found[0]["losses"] == found[1]["losses"]
     for name, value in found[0]["state"].items():
         assert torch.equal(found[1]["state"][name], value), name
@@ -240,10 +247,11 @@ def _fails(fields: dict[str, Any], folder: str, evaluate: bool = False) -> str:
     ("fields", "evaluate"),
     [
         (dict(zero=2, offload=dict(optimizer="disk")), False),
+        (dict(zero=2, offload=dict(optimizer="disk", overlap=True)), False),
         (dict(zero=3, offload=dict(optimizer="cpu", parameters="disk")), False),
         (dict(zero=3, offload=dict(optimizer="cpu", parameters="disk")), True),
     ],
-    ids=["states", "parameters", "parameters in evaluation"],
+    ids=["states", "states, behind the step", "parameters", "parameters in evaluation"],
 )
 def test_a_disk_that_fails_on_one_rank_stops_all_with_its_path(ranks, tmp_path, fields, evaluate):
     found = ranks(2, _fails, fields, str(tmp_path), evaluate)

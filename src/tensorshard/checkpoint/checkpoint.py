@@ -46,13 +46,15 @@ class TrainingState(Protocol):
     mesh: Mesh
     device: torch.device
     sharded: ShardedModel
-    optimizer: torch.optim.Optimizer
     scaler: Any
     step_count: int
     random: "RandomStreams"
     loaders: Any
     loader_states: dict[str, dict[str, int]]
     slots: Slots | None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
 
 
 def save(engine: TrainingState, path: str | os.PathLike[str], extra: dict[str, Any]) -> None:

@@ -15,11 +15,12 @@ from tensorshard.comm.collectives import all_gather_into, is_gloo, reduce_scatte
 from tensorshard.comm.monitor import CollectiveMismatchError
 from tensorshard.data_parallel.outside_calls import OutsideCalls
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
-from tensorshard.heads.under_plan.method_calls import gather_for_heads
+from tensorshard.heads.under_plan.method_calls import call_before_heads, gather_for_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces, like
 from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.slots import OffloadedMaster, Slot
+from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.fsdp import (
@@ -70,6 +71,7 @@ class FullyShardedModel(ShardedModel):
         self._offloaded = offloaded
         self._slots: dict[nn.Parameter, Slot] = {}
         self._refused: Exception | None = None
+        self._unit_masters: list[tuple[list[nn.Module], list[nn.Parameter]]] = []
         self._scalars = self._keep_scalars_whole(value_of)
         options: dict[str, Any] = {
             "mesh": mesh.along("dp_replicate", "dp_shard") if hybrid else mesh.along("dp_shard"),
@@ -85,10 +87,10 @@ class FullyShardedModel(ShardedModel):
             if not any(parameter in tied for module in unit for parameter in module.parameters()):
                 self._fill(unit, value_of)
                 fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=True, **options)
-                self._offload(unit)
+                self._note_unit(unit)
         self._fill([model], value_of)
         fully_shard(model, reshard_after_forward=False, **options)
-        self._offload([model])
+        self._note_unit([model])
         gather_for_heads(model)
         # Kept, because between a forward and its backward the modules show whole parameters.
         self._masters = dict(model.named_parameters())
@@ -96,7 +98,7 @@ class FullyShardedModel(ShardedModel):
             vars(self._masters[name]).update(vars(template))  # what users hung on it
         self._gradients = ShardedGradients(model, self._masters, self._scalars, mesh.dp_group)
         inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
-        OutsideCalls(model, inner, self._gradients, options["mp_policy"].param_dtype)
+        self._outside_calls = OutsideCalls(model, inner, self._gradients, options["mp_policy"].param_dtype)
         model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
         if offloaded is not None:
             model.register_forward_pre_hook(lambda *_: offloaded.begin(), prepend=True)
@@ -110,6 +112,17 @@ class FullyShardedModel(ShardedModel):
     def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
         super().watch_gradients(take, finish)
         self._gradients.take, self._gradients.finish = take, finish
+
+    def watch_updates(self, behind: UpdateBehind) -> None:
+        self._outside_calls.wait = behind.wait
+        if self._offloaded is not None:
+            self._offloaded.is_current = behind.is_done
+        for modules, masters in self._unit_masters:
+            for module in modules:
+                wait = partial(behind.wait, masters)
+                module.register_forward_pre_hook(lambda *_, wait=wait: wait(), prepend=True)
+                if module is not self.model:
+                    call_before_heads(module, wait)
 
     def masters(self) -> dict[str, nn.Parameter]:
         return self._masters
@@ -152,6 +165,9 @@ class FullyShardedModel(ShardedModel):
         if self._offloaded is not None:
             self._offloaded.forget()
 
+    def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
+        self.all_gather_parameters(copied)
+
     def finish_gather(self) -> None:
         """FSDP gathers in forward and backward alone."""
 
@@ -165,17 +181,20 @@ class FullyShardedModel(ShardedModel):
                     value = value.to(master_dtype(value.dtype)) if value.is_floating_point() else value
                     self._places.replace(parameter, like(parameter, value.contiguous()))
 
-    def _offload(self, unit: list[nn.Module]) -> None:
-        """Moves the shards of `unit`, which was just sharded, to where they are kept."""
-        if self._offloaded is None:
-            return
+    def _note_unit(self, unit: list[nn.Module]) -> None:
+        """Notes the masters of `unit`, which was just sharded, and moves their shards to where they are kept."""
         groups = [group for module in unit for group in parameter_groups(module)]
+        known = {master for _, masters in self._unit_masters for master in masters}
+        own: list[nn.Parameter] = []
         for group in {id(group): group for group in groups}.values():
             shards = padded_shards(group)
-            if not shards or not shards.keys().isdisjoint(self._slots):
+            if not shards or not shards.keys().isdisjoint(known):
+                continue
+            own += shards
+            if self._offloaded is None:
                 continue
             try:
-                moved = self._offloaded.add(list(shards.values()))
+                moved = self._offloaded.add(list(shards.values()), list(shards))
             except (ValueError, OSError) as error:
                 # Other ranks may wait for this one's values of the units to come, which take no memory here.
                 self._refused = self._refused or error
@@ -184,6 +203,7 @@ class FullyShardedModel(ShardedModel):
             replace_shards(group, [slot.tensor for slot in moved.slots])
             gather_from(group, partial(self._offloaded.read, moved))
             self._slots.update(zip(shards, moved.slots, strict=True))
+        self._unit_masters.append((unit, own))
 
     def check_offloaded(self) -> None:
         """Called when the model is made.

@@ -5,7 +5,7 @@ shards alone: it is given full parameters of its own then, and their gradients a
 Which modules are called so is seen in the model's first forward; the others cost nothing after it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,11 +31,15 @@ class OutsideCalls:
             modules would be compiled into them.
         gradients: of the model.
         dtype: of computation; None for that of the parameters.
+
+    Attributes:
+        wait: called with parameters before they are gathered; None for nothing.
     """
 
     def __init__(
         self, model: nn.Module, units: Iterable[nn.Module], gradients: ShardedGradients, dtype: torch.dtype | None
     ) -> None:
+        self.wait: Callable[[list[nn.Parameter]], None] | None = None
         self._gradients, self._dtype = gradients, dtype
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         self._held: dict[nn.Module, dict[str, nn.Parameter]] = {}  # what the modules that are running had
@@ -59,6 +63,8 @@ class OutsideCalls:
         }
         if not sharded or module in self._held:
             return
+        if self.wait is not None:
+            self.wait(list(sharded.values()))
         self._outside.add(module)
         self._held[module] = sharded
         for name, parameter in sharded.items():

@@ -40,6 +40,7 @@ class Bucket:
         self.packed = [p for p in parameters if p not in self.alone]
         self.ready: set[ReplicatedParameter] = set()
         self.gathering: list[tuple[dist.Work, Any]] = []
+        self.is_behind = False  # its masters' update goes on, and what is computed with is to follow it
 
 
 class Reduction:

@@ -29,6 +29,7 @@ from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces
 from tensorshard.modules.running_statistics import keeps_statistics
 from tensorshard.offload.slots import OffloadedMaster, Slot
+from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.modules import own_parameters, set_parameter
@@ -66,6 +67,10 @@ class ReplicatedModel(ShardedModel):
         super().__init__(model, split)
         self._level = level
         self._keep_master = keep_master
+        self._units = units
+        self._behind: UpdateBehind | None = None
+        self._to_follow: deque[Bucket] = deque()  # updates that go on, in one order on all ranks
+        self._copied: Container[torch.Tensor] = ()  # of these
         self._reduce_dtype = reduce_dtype
         self._shard_mesh, self._groups = _layout(mesh, level)
         everything = self._materialize(values, precision)
@@ -170,6 +175,29 @@ class ReplicatedModel(ShardedModel):
         for bucket in self._buckets:
             self._publish(bucket, copied)
 
+    def watch_updates(self, behind: UpdateBehind) -> None:
+        self._behind = behind
+        if self._groups.shard is None:  # else forwards wait for gathers already
+            self._wait_before_forward(self._units)
+        # What this forward did not call is gathered all the same: another rank may have called it.
+        self.model.register_forward_hook(lambda *_: self._follow(), always_call=True)
+
+    def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
+        self._follow()
+        self._copied = copied
+        self._to_follow.extend(self._call_order)
+        for bucket in self._to_follow:
+            bucket.is_behind = True
+
+    def _follow(self, last: Bucket | None = None) -> None:
+        """Has what is computed with follow updates that go on, up to those of the bucket `last`; None for all."""
+        while self._to_follow and (last is None or last.is_behind):
+            assert self._behind is not None
+            bucket = self._to_follow.popleft()
+            bucket.is_behind = False
+            self._behind.wait([p.master for p in bucket.parameters])
+            self._publish(bucket, self._copied)
+
     def all_gather_loaded(self) -> None:
         self.all_gather_parameters()
         self._publish(self._frozen)
@@ -241,10 +269,12 @@ class ReplicatedModel(ShardedModel):
         parameter.compute.register_post_accumulate_grad_hook(ready)
 
     def _gradient_ready(self, parameter: ReplicatedParameter) -> None:
-        if self._bucket_of[parameter].gathering:
+        bucket = self._bucket_of[parameter]
+        if bucket.gathering or bucket.is_behind:
             raise RuntimeError(
-                f"parameter {parameter.name!r} was used before its update had arrived from the other ranks, as the "
-                f"module that stands for its unit was never called itself; name the modules that are in shard_units"
+                f"parameter {parameter.name!r} was used before its update was over, or had arrived from the other "
+                f"ranks, as the module that stands for its unit was never called itself; name the modules that are in "
+                f"shard_units"
             )
         if not self._in_backward:
             self._in_backward = True
@@ -360,6 +390,8 @@ class ReplicatedModel(ShardedModel):
 
     @torch.no_grad()
     def _wait(self, bucket: Bucket) -> None:
+        if bucket.is_behind:
+            self._follow(bucket)
         for work, unpack in bucket.gathering:
             work.wait()
             if unpack is None:
@@ -380,13 +412,14 @@ class ReplicatedModel(ShardedModel):
                 in_units.update(buckets)
                 self._hook(module, list(buckets.values()))
         rest = [bucket for bucket in self._buckets if id(bucket) not in in_units]
+        self._call_order = [*rest, *(bucket for bucket in self._buckets if id(bucket) in in_units)]
         self._hook(self.model, [*rest, self._frozen])
         self.model.register_state_dict_pre_hook(lambda *_: self.finish_gather())
 
     def _hook(self, module: nn.Module, buckets: list[Bucket]) -> None:
         def wait(*_: Any) -> None:
             for bucket in buckets:
-                if bucket.gathering:
+                if bucket.gathering or bucket.is_behind:
                     self._wait(bucket)
 
         module.register_forward_pre_hook(wait)

@@ -81,7 +81,8 @@ class Engine(LoopMethods):
         self.plan = plan
         self.mesh = mesh
         self.device = device
-        self.model = sharded.model
+        self._model = sharded.model
+        self._offloaded: OffloadedOptimizer | None = None
         self._modules = list(sharded.model.modules())  # listing them takes a tenth of a millisecond a block
         self.sharded = sharded
         self.loss_fn = loss_fn
@@ -109,16 +110,14 @@ class Engine(LoopMethods):
                 lambda *_: None if torch.is_grad_enabled() else check_transfers(slots, mesh.world_group)
             )
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
-        self.optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
-        self._offloaded: OffloadedOptimizer | None = None
+        self._optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
         if slots is not None and slots.offload.optimizer is not None:
             trained = self._gradients.trained
-            self._offloaded = offload_states(self.optimizer, optimizer, head_groups, sharded, trained, mesh, slots)
+            self._offloaded = offload_states(self._optimizer, optimizer, head_groups, sharded, trained, mesh, slots)
             self._gradients.offloaded = self._offloaded.gradients
-        copied = () if self._offloaded is None else self._offloaded.written
-        self.optimizer.register_step_pre_hook(lambda *_: check_transfers(slots, mesh.world_group))
-        self.optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
-        self.optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters(copied))
+        self._optimizer.register_step_pre_hook(lambda *_: check_transfers(slots, mesh.world_group, self._offloaded))
+        self._optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
+        self._optimizer.register_step_post_hook(lambda *_: self._follow_update())
         self._own_loop = OwnLoop(
             sharded,
             plan,
@@ -129,10 +128,10 @@ class Engine(LoopMethods):
             steps_taken=lambda: self.step_count,
             count_step=self._count_step,
         )
-        self._own_loop.surround(sharded.model, self.optimizer)
+        self._own_loop.surround(sharded.model, self._optimizer)
         if GuardedStateDicts(sharded, plan).holds_parts:
-            guard_optimizer_states(self.optimizer, plan, mesh)
-        mark_trained(self._gradients.trained.values(), self.optimizer)
+            guard_optimizer_states(self._optimizer, plan, mesh)
+        mark_trained(self._gradients.trained.values(), self._optimizer)
 
     # -- one step --
 
@@ -162,7 +161,7 @@ class Engine(LoopMethods):
                 loss = self._step(inputs, targets)
         except BaseException:
             self._step_runner.abandon()
-            self.optimizer.zero_grad(set_to_none=True)
+            self._optimizer.zero_grad(set_to_none=True)
             before.restore()
             raise
         self._changing = self._changing or set()
@@ -194,7 +193,7 @@ class Engine(LoopMethods):
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
-        check_transfers(self.slots, self.mesh.world_group)
+        check_transfers(self.slots, self.mesh.world_group, self._offloaded)
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
@@ -207,8 +206,9 @@ class Engine(LoopMethods):
         ):
             if self._offloaded is not None:
                 self._offloaded.factor = self._gradients.left
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+                self._offloaded.returns_early = self.plan.offloaded is not None and self.plan.offloaded.overlap
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
         self._count_step()
         return loss.mean
 
@@ -228,6 +228,7 @@ class Engine(LoopMethods):
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
         with self._call("evaluate"), self._cache.off(), self._evaluation_mode():
+            self._finish_update()
             loss = self._step_runner.evaluate(inputs, targets)
             check_transfers(self.slots, self.mesh.world_group)
             return loss
@@ -244,6 +245,7 @@ class Engine(LoopMethods):
                 not.
         """
         with self._call("predict"), self._evaluation_mode():
+            self.wait_for_update()
             return self._predict(inputs, compare=inputs)
 
     def _predict(self, inputs: Any, *, compare: Any) -> Any:
@@ -288,6 +290,7 @@ class Engine(LoopMethods):
         """
         generator = Generator(self.sharded.structure, self._predict, self.mesh, self.plan.micro_batches)
         with self._call("generate"), self._evaluation_mode():
+            self.wait_for_update()
             return generator.generate(
                 prompts,
                 max_new_tokens=max_new_tokens,
@@ -307,7 +310,7 @@ class Engine(LoopMethods):
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
         training = [module for module in self._modules if module.training]  # some may be frozen in eval mode
-        self.model.eval()
+        self._model.eval()
         try:
             yield
         finally:
@@ -323,6 +326,7 @@ class Engine(LoopMethods):
         """
         with explained("engine.full_state_dict"):
             meet("engine.full_state_dict", self.mesh.world_group, self.device)
+            self._finish_update()
             return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
 
     def save(self, path: Any, *, extra: dict[str, Any] | None = None) -> None:
@@ -336,6 +340,7 @@ class Engine(LoopMethods):
         from tensorshard.checkpoint import save
 
         with explained("engine.save"):
+            self._finish_update()
             save(self, as_path(path), {} if extra is None else extra)
 
     def load(self, path: Any) -> dict[str, Any]:
@@ -348,6 +353,7 @@ class Engine(LoopMethods):
         from tensorshard.checkpoint import load
 
         with explained("engine.load"):
+            self._finish_update()
             return load(self, as_path(path))
 
     def save_pretrained(
@@ -372,6 +378,7 @@ class Engine(LoopMethods):
         from tensorshard.engine.pretrained_files import save_pretrained
 
         with explained("engine.save_pretrained"):
+            self._finish_update()
             save_pretrained(self.sharded, self.mesh, as_path(path), dtype=dtype, max_shard_size=max_shard_size)
 
     def draw_schedule(self, path: Any = None, *, micro_batches: int | None = None) -> str:
@@ -403,7 +410,7 @@ class Engine(LoopMethods):
     def summary(self) -> Summary:
         """What is held where: dtypes, and parameters on this rank."""
         offload = None if self.slots is None else self.slots.describe()
-        return summarize(self.plan, self.sharded, self.optimizer, offload)
+        return summarize(self.plan, self.sharded, self._optimizer, offload)
 
 
 def _step_runner_for(

@@ -6,15 +6,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
 from torch.utils.data import Dataset
 
 from tensorshard.engine.final_gradients import FinalGradients, GradientHook, HookHandle
 from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.other_weights import using_weights
 from tensorshard.engine.own_loop import OwnLoop
+from tensorshard.engine.waiting_for_updates import WaitingForUpdates
 from tensorshard.mesh import Mesh
-from tensorshard.sharded_model import ShardedModel
 
 # What people look for on an Engine, and where it is.
 _ELSEWHERE = {
@@ -34,13 +33,11 @@ _ELSEWHERE = {
 }
 
 
-class LoopMethods:
+class LoopMethods(WaitingForUpdates):
     """What a loop of one's own calls beside ``engine.model`` and ``engine.optimizer``: ``docs/your-own-loop.md``."""
 
-    model: nn.Module
     mesh: Mesh
     device: torch.device
-    sharded: ShardedModel
     loaders: dict[str, EngineLoader]
     loader_states: dict[str, dict[str, int]]
     _gradients: FinalGradients

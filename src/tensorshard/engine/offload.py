@@ -91,29 +91,43 @@ def offload_states(
     offloaded = succeed_together(offload, mesh.world_group, "parallelize")
     if offloaded.gradients is not None:
         sharded.watch_gradients(offloaded.gradients.take, offloaded.gradients.finish)
+    if slots.offload.overlap:
+        sharded.watch_updates(offloaded.behind)
     shown = mesh.rank == 0 and active_fake_mode() is None
     if shown and slots.offload.host_memory is not None:  # else the plan says it
         print(f"offloaded by rank 0:\n{slots.describe()}", flush=True)
     return offloaded
 
 
-def check_transfers(slots: Slots | None, group: torch.distributed.ProcessGroup) -> None:
-    """Raises on all ranks what failed on any in moving parameters or activations.
+def check_transfers(
+    slots: Slots | None, group: torch.distributed.ProcessGroup, optimizer: OffloadedOptimizer | None = None
+) -> None:
+    """Raises on all ranks what failed on any in moving parameters or activations, or in an update that went on.
 
-    Called after forwards and backwards. A collective of `group`, where a disk is used.
+    Called after forwards and backwards. A collective of `group`, where there is anything that may have failed.
+
+    Args:
+        optimizer: whose update is waited for; None not to wait.
 
     Raises:
-        OSError, ValueError: the disk failed, or is full. The gradients are of no use; weights are as before the step.
+        OSError, ValueError: the disk failed, or is full. The gradients are of no use; weights are as before the step,
+            unless the update failed.
     """
-    if slots is None or not slots.offload.uses_disk:
+    updated = optimizer is not None and optimizer.is_behind
+    on_disk = slots is not None and slots.offload.uses_disk
+    parameters = slots is not None and on_disk and slots.offload.parameters is not None
+    activations = slots.activations if slots is not None and on_disk else None
+    if not (updated or parameters or activations is not None):
         return
-    parameters, activations = slots.offload.parameters is not None, slots.activations
-    if not parameters and activations is None:
-        return
-    failure: Exception | None = slots.take_failure() if parameters else None
-    if failure is None and activations is not None:
-        failure = activations.take_failure()
-    _stop_together(group, "moving offloaded parameters and activations", failure)
+    failures: list[Exception | None] = []
+    if updated and optimizer is not None:
+        failures.append(optimizer.take_failure())
+    if parameters and slots is not None:
+        failures.append(slots.take_failure())
+    if activations is not None:
+        failures.append(activations.take_failure())
+    failure = next((failure for failure in failures if failure is not None), None)
+    _stop_together(group, "moving offloaded tensors", failure)
 
 
 def _stop_together(group: torch.distributed.ProcessGroup, what: str, failure: Exception | None) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from tensorshard.comm.sharding import to_local
 from tensorshard.offload.slots import Slot, Slots, laid_out_like
 from tensorshard.offload.transfers import Transfers
+from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.torch_private.operators import foreach_norm
 from tensorshard.torch_private.tensors import storage_address, tensor_version
 
@@ -22,12 +23,16 @@ class OffloadedGradients:
         places: where each master's gradient goes.
         slots: all slots.
         transfers: what writes to them.
+        behind: the update that may still read the last step's.
     """
 
-    def __init__(self, places: Mapping[nn.Parameter, Slot], slots: Slots, transfers: Transfers) -> None:
+    def __init__(
+        self, places: Mapping[nn.Parameter, Slot], slots: Slots, transfers: Transfers, behind: UpdateBehind
+    ) -> None:
         self._places = places
         self._slots = slots
         self._transfers = transfers
+        self._behind = behind
         self._norms: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # with the gradient's version
         self._written: list[nn.Parameter] = []  # by transfers under way
         self._settled = False
@@ -39,6 +44,7 @@ class OffloadedGradients:
         slot = self._places.get(master)
         if slot is None or master.grad is None or self.slot(master) is not None or self._failure is not None:
             return
+        self._behind.finish()  # a failure is told to all ranks after backward
         local = to_local(master.grad)
         [norm] = foreach_norm([local], 2.0, None)
         try:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -12,47 +11,17 @@ from torch import nn
 
 from tensorshard.comm.sharding import to_local
 from tensorshard.offload.offloaded_gradients import OffloadedGradients
+from tensorshard.offload.offloaded_states import OffloadedStates, options_now, tiles
 from tensorshard.offload.slots import TILE_ALIGNMENT, OffloadedMaster, Slot, Slots, SlotSpec, laid_out_like
 from tensorshard.offload.transfers import Move, Transfers, Work
-from tensorshard.offload.updates import (
-    begins_with_gradient,
-    counts_steps,
-    initial_step,
-    state_keys,
-    tile_update,
-)
+from tensorshard.offload.update_behind import UpdateBehind
+from tensorshard.offload.updates import begins_with_gradient, state_keys, tile_update
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.optimizers import step_without_hooks
 from tensorshard.torch_private.tensors import storage_address
 
 _WORKS = 8  # buffers that are filled, computed with and emptied by turns
 _CACHE_ELEMENTS = 1 << 16  # of each tensor, for each thread: gradient, weights and two states in 1 MiB
-
-
-@dataclass
-class Offloaded:
-    """One parameter whose states are offloaded.
-
-    Args:
-        master: what the optimizer updates.
-        weights: this rank's shard of it, flat; where it is in memory.
-        states: the slots of its states, by their keys.
-        place: of the shard, where it is offloaded itself.
-    """
-
-    name: str
-    master: nn.Parameter
-    weights: torch.Tensor
-    states: dict[str, Slot]
-    place: OffloadedMaster | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of its group, at this step
-    step: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # its count before this step
-    fresh: frozenset[str] = frozenset()  # states that begin with this step
-    gradient: Slot | None = None  # of this step, where it is offloaded
-
-    def shown(self, slot: Slot) -> torch.Tensor:
-        """A state as the optimizer has it without offload: laid out as the master."""
-        return laid_out_like(self.master, slot.tensor)
 
 
 class OffloadedOptimizer:
@@ -71,7 +40,12 @@ class OffloadedOptimizer:
 
     Attributes:
         factor: what the next step multiplies gradients by on the way; None for nothing.
+        returns_early: whether the next step returns while its update goes on.
+        behind: the update that goes on, which the next step waits for.
         gradients: those that are offloaded; None if they stay on the device.
+
+    Raises:
+        ValueError: updates are to go on behind steps, and there is no tile update of this optimizer.
     """
 
     def __init__(
@@ -85,10 +59,18 @@ class OffloadedOptimizer:
         agree: Callable[[Exception | None], None],
     ) -> None:
         self.factor: torch.Tensor | float | None = None
+        self.returns_early = False
+        self.behind = UpdateBehind()
+        self._told = True  # all ranks, how the last update ended
         self._optimizer = optimizer
         self._slots = slots
         self._agree = agree
         self._update = tile_update(optimizer)
+        if slots.offload.overlap and self._update is None:
+            raise ValueError(
+                f"offload.overlap=True was given with {type(optimizer).__name__}, whose own step updates one parameter "
+                f"after the other; set offload.overlap=False, or use Adam, AdamW, SGD or Adagrad with common options"
+            )
         self._scratch = torch.empty(0)
         self._groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         tensors = {n: m for n, m in masters.items() if m.dim() and m in self._groups}
@@ -101,7 +83,7 @@ class OffloadedOptimizer:
         for (name, key, _), slot in zip(wanted, made, strict=True):
             places[name][key] = slot
         self._offloaded = {
-            master: Offloaded(name, master, to_local(master.detach()).view(-1), places[name], offloaded.get(name))
+            master: OffloadedStates(name, master, to_local(master.detach()).view(-1), places[name], offloaded.get(name))
             for name, master in tensors.items()
         }
         self._transfers = self._make_transfers()
@@ -110,10 +92,12 @@ class OffloadedOptimizer:
             every = [SlotSpec("gradients", to_local(m).numel(), m.dtype) for m in tensors.values()]
             gradient_slots = slots.add(slots.offload.gradients, every)
             self.gradients = OffloadedGradients(
-                dict(zip(tensors.values(), gradient_slots, strict=True)), slots, self._transfers
+                dict(zip(tensors.values(), gradient_slots, strict=True)), slots, self._transfers, self.behind
             )
         self._adopt()
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait())
         optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
+        optimizer.register_state_dict_pre_hook(lambda _: self.wait())
         this = self
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
@@ -127,6 +111,35 @@ class OffloadedOptimizer:
         """The masters whose 16-bit copies the step writes itself."""
         return {m for m, o in self._offloaded.items() if o.place is not None and self._update is not None}
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last step returned before its update was over, and ranks were not told yet how it ended."""
+        return not self._told
+
+    def wait(self) -> None:
+        """Waits until the last update is over, on this rank.
+
+        Raises:
+            Exception: it failed; other ranks are told by :meth:`finish`.
+        """
+        failure = self.behind.finish()
+        if failure is not None:
+            raise failure
+
+    def finish(self) -> None:
+        """Waits until the last update is over on all ranks. A collective if :attr:`is_behind`.
+
+        Raises:
+            Exception: it failed, on whichever rank.
+        """
+        if self.is_behind:
+            self._agree(self.take_failure())
+
+    def take_failure(self) -> Exception | None:
+        """What went wrong in the last update, for all ranks to be told; waits for its end."""
+        self._told = True
+        return self.behind.take_failure()
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One update of all parameters that have a gradient.
@@ -138,66 +151,68 @@ class OffloadedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.finish()
         factor, self.factor = self.factor, None
+        returns_early, self.returns_early = self.returns_early, False
         failure = self._slots.take_failure()
         if self.gradients is not None:
             failure = self.gradients.begin_update() or failure
         changed = [o for o in self._offloaded.values() if o.master.grad is not None]
-        try:
-            if failure is not None:
-                raise failure
-            self._slots.settle()
-            self._update_offloaded(changed, factor)
-        except OSError as error:
-            failure = error
-        if self._slots.offload.uses_disk:
-            self._agree(failure)
+        if returns_early and active_fake_mode() is None:
+            self._start(changed, factor, failure)
+        else:
+            self._update_now(changed, factor, failure)
         self._scale(self._others, factor)
         self._step_of(self._others)
         return loss
 
-    def _update_offloaded(self, changed: Sequence[Offloaded], factor: torch.Tensor | float | None) -> None:
-        if self._update is None:
-            self._scale((o.master for o in changed), factor)
-            self._transfers.run(self._works_of_others(changed))
-            return
-        for o in changed:
-            self._begin(o)
-        self._transfers.run(self._works(changed, factor))
-        if counts_steps(self._optimizer):
-            for o in changed:
-                o.step += 1
+    def _update_now(
+        self, changed: Sequence[OffloadedStates], factor: torch.Tensor | float | None, failure: OSError | None
+    ) -> None:
+        try:
+            if failure is not None:
+                raise failure
+            if self._update is not None:
+                self._begin(changed)
+                self._update_tiles(changed, factor)
+            else:
+                self._scale((o.master for o in changed), factor)
+                self._slots.settle()
+                self._transfers.run(self._works_of_others(changed))
+        except OSError as error:
+            failure = error
+        if self._slots.offload.uses_disk:
+            self._agree(failure)
+
+    def _start(
+        self, changed: Sequence[OffloadedStates], factor: torch.Tensor | float | None, failure: OSError | None
+    ) -> None:
+        self._begin(changed)
+        masters = self.behind.in_order(o.master for o in changed)
+        ordered = [self._offloaded[master] for master in masters]
+        self._told = False
+        self.behind.start(partial(self._update_tiles, ordered, factor), masters, failure)
 
     # -- optimizers whose kernels are known: tiles --
 
-    def _begin(self, o: Offloaded) -> None:
-        """Notes the parameter's options, and gives it the states that the optimizer would."""
-        o.options = self._optimizer.param_groups[self._groups[o.master]]
-        needed = set(state_keys(self._optimizer, o.options))
-        if needed != set(o.states):
-            raise ValueError(
-                f"the options of {type(self._optimizer).__name__} now ask for the states {sorted(needed)} of "
-                f"{o.name!r}, and space was reserved for {sorted(o.states)}; give these options when the optimizer is "
-                f"made"
-            )
-        o.weights = to_local(o.master.detach()).view(-1)
-        o.gradient = None if self.gradients is None else self.gradients.slot(o.master)
-        if counts_steps(self._optimizer):
-            state = self._optimizer.state[o.master]
-            if "step" not in state:
-                state["step"] = initial_step(self._optimizer, o.options)
-            o.step = state["step"]
-        if o.states:
-            state = self._optimizer.state[o.master]
-            o.fresh = frozenset(key for key in o.states if key not in state)
-            state.update({key: o.shown(slot) for key, slot in o.states.items() if key in o.fresh})
+    def _begin(self, changed: Sequence[OffloadedStates]) -> None:
+        options = options_now(self._optimizer)
+        for o in changed:
+            gradient = None if self.gradients is None else self.gradients.slot(o.master)
+            o.begin(self._optimizer, options[self._groups[o.master]], gradient)
+        for o in changed:
+            o.count_step(self._optimizer)
 
-    def _works(self, changed: Iterable[Offloaded], factor: torch.Tensor | float | None) -> Iterator[Work]:
+    def _update_tiles(self, changed: Sequence[OffloadedStates], factor: torch.Tensor | float | None) -> None:
+        self._slots.settle()
+        self._transfers.run(self._works(changed, factor))
+
+    def _works(self, changed: Iterable[OffloadedStates], factor: torch.Tensor | float | None) -> Iterator[Work]:
         """Tiles of all parameters in their order, as many at once as a buffer holds."""
-        together: list[tuple[Offloaded, int, list[Move]]] = []
+        together: list[tuple[OffloadedStates, int, list[Move]]] = []
         held = 0
         for o in changed:
-            for start, numel in _tiles(o.weights.numel(), self._elements_of(o)):
+            for start, numel in tiles(o.weights.numel(), self._elements_of(o)):
                 moves = [
                     Move(slot, start, numel, slot.tensor.dtype, read=key not in o.fresh)
                     for key, slot in o.states.items()
@@ -215,17 +230,22 @@ class OffloadedOptimizer:
         if together:
             yield self._work(together, factor)
 
-    def _work(self, tiles: Sequence[tuple[Offloaded, int, list[Move]]], factor: torch.Tensor | float | None) -> Work:
-        return Work([move for _, _, moves in tiles for move in moves], partial(self._compute, tiles, factor))
+    def _work(
+        self, together: Sequence[tuple[OffloadedStates, int, list[Move]]], factor: torch.Tensor | float | None
+    ) -> Work:
+        ends = [o.master for o, start, _ in together if o.is_read_from_its_place and self._is_last(o, start)]
+        written = partial(self.behind.done, ends) if ends else None
+        moved = [move for _, _, moves in together for move in moves]
+        return Work(moved, partial(self._compute, together, factor), written)
 
     def _compute(
         self,
-        tiles: Sequence[tuple[Offloaded, int, list[Move]]],
+        together: Sequence[tuple[OffloadedStates, int, list[Move]]],
         factor: torch.Tensor | float | None,
         tensors: list[torch.Tensor],
     ) -> None:
         position = 0
-        for o, start, moves in tiles:
+        for o, start, moves in together:
             moved = tensors[position : position + len(moves)]
             position += len(moves)
             numel = moves[0].numel if moves else min(self._elements_of(o), o.weights.numel() - start)
@@ -234,13 +254,15 @@ class OffloadedOptimizer:
             weights, copy = o.weights[tile], None
             if o.place is not None:
                 weights, copy = moved.pop(0), None if o.place.copy is None else o.place.copy[tile]
-            assert o.master.grad is not None
-            gradient = moved.pop(0) if o.gradient is not None else to_local(o.master.grad).reshape(-1)[tile]
+            if o.gradient_in_memory is not None:
+                gradient = o.gradient_in_memory[tile]
+            else:
+                gradient = moved.pop(0)
             # Here, once: a tile takes so little time that the smallest operation shows.
             scale = factor.to(weights.dtype) if isinstance(factor, torch.Tensor) else factor
             # Fake tensors are in no cache.
             most = numel if active_fake_mode() is not None else _CACHE_ELEMENTS * torch.get_num_threads()
-            for a, count in _tiles(numel, most):
+            for a, count in tiles(numel, most):
                 within = slice(a, a + count)
                 self._update_tile(
                     o,
@@ -251,10 +273,14 @@ class OffloadedOptimizer:
                 )
                 if copy is not None:
                     copy[within].copy_(weights[within])
+            if self._is_last(o, start):
+                o.gradient_in_memory = None
+                if not o.is_read_from_its_place:
+                    self.behind.done([o.master])
 
     def _update_tile(
         self,
-        o: Offloaded,
+        o: OffloadedStates,
         weights: torch.Tensor,
         gradient: torch.Tensor,
         states: dict[str, torch.Tensor],
@@ -282,7 +308,7 @@ class OffloadedOptimizer:
 
     # -- other optimizers: a parameter at a time --
 
-    def _works_of_others(self, changed: Iterable[Offloaded]) -> Iterator[Work]:
+    def _works_of_others(self, changed: Iterable[OffloadedStates]) -> Iterator[Work]:
         for o in changed:
             known = self._optimizer.state.get(o.master, {})
             moves = [
@@ -291,7 +317,7 @@ class OffloadedOptimizer:
             ]
             yield Work(moves, partial(self._compute_other, o))
 
-    def _compute_other(self, o: Offloaded, tensors: list[torch.Tensor]) -> None:
+    def _compute_other(self, o: OffloadedStates, tensors: list[torch.Tensor]) -> None:
         state = self._optimizer.state[o.master]
         buffers = dict(zip(o.states, tensors, strict=True))
         for key in o.states:
@@ -347,7 +373,7 @@ class OffloadedOptimizer:
         budget = self._slots.offload.buffer_bytes - self._slots.offload.activation_buffer_bytes
         self._work_bytes = budget // _WORKS
         if self._update is None:
-            largest = max((sum(s.nbytes for s in _specs(o)) for o in self._offloaded.values()), default=1)
+            largest = max((sum(s.nbytes for s in o.specs()) for o in self._offloaded.values()), default=1)
             if largest > budget:
                 raise ValueError(
                     f"offload moves all states of one parameter at a time with {type(self._optimizer).__name__}, whose "
@@ -357,7 +383,10 @@ class OffloadedOptimizer:
             return Transfers(budget, largest)
         return Transfers(budget, self._work_bytes)
 
-    def _elements_of(self, o: Offloaded) -> int:
+    def _is_last(self, o: OffloadedStates, start: int) -> bool:
+        return start + self._elements_of(o) >= o.weights.numel()
+
+    def _elements_of(self, o: OffloadedStates) -> int:
         """How many elements of a parameter fit a buffer, with all that is moved of them."""
         each = sum(slot.tensor.dtype.itemsize for slot in o.states.values())
         if o.place is not None:
@@ -366,15 +395,6 @@ class OffloadedOptimizer:
             each += o.weights.dtype.itemsize
         most = self._work_bytes // max(each, 1)
         return max(TILE_ALIGNMENT, most // TILE_ALIGNMENT * TILE_ALIGNMENT)
-
-
-def _tiles(numel: int, most: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, numel, most):
-        yield start, min(most, numel - start)
-
-
-def _specs(o: Offloaded) -> list[SlotSpec]:
-    return [SlotSpec("", slot.tensor.numel(), slot.tensor.dtype) for slot in o.states.values()]
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 import mmap
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from tensorshard.offload.free_memory import give_back_free_memory, map_large_tensors
 from tensorshard.offload.scratch_file import round_up
@@ -24,9 +25,11 @@ class ParameterUnit:
 
     Args:
         slots: of this rank's shards, with their padding.
+        masters: that the shards are of.
     """
 
     slots: list[Slot]
+    masters: Sequence[nn.Parameter]
 
     @property
     def nbytes(self) -> int:
@@ -63,10 +66,14 @@ class OffloadedParameters:
 
     Args:
         slots: where they go.
+
+    Attributes:
+        is_current: tells of masters whether no update of them is under way; what has one is not read ahead.
     """
 
     def __init__(self, slots: Slots) -> None:
         map_large_tensors()
+        self.is_current: Callable[[Sequence[nn.Parameter]], bool] = lambda _: True
         self._slots = slots
         self._pool: ThreadPoolExecutor | None = None
         self._free: list[mmap.mmap] = []
@@ -75,8 +82,11 @@ class OffloadedParameters:
         self._previous: Hashable = None
         self._next: dict[Hashable, ParameterUnit] = {}
 
-    def add(self, shards: Sequence[torch.Tensor]) -> ParameterUnit:
+    def add(self, shards: Sequence[torch.Tensor], masters: Sequence[nn.Parameter] = ()) -> ParameterUnit:
         """A unit that holds the values of `shards`, flat; they may be freed once this returns.
+
+        Args:
+            masters: that they are of.
 
         Raises:
             ValueError: there is no space for them.
@@ -85,7 +95,8 @@ class OffloadedParameters:
         tier = self._slots.offload.parameters
         assert tier is not None
         unit = ParameterUnit(
-            self._slots.add(tier, [SlotSpec("parameters", shard.numel(), shard.dtype) for shard in shards])
+            self._slots.add(tier, [SlotSpec("parameters", shard.numel(), shard.dtype) for shard in shards]),
+            masters,
         )
         self._sizes[unit.nbytes] += 1
         buffer = self._buffer(unit)
@@ -136,7 +147,7 @@ class OffloadedParameters:
             self._next[self._previous] = unit
         self._previous = unit, phase, torch.is_grad_enabled()
         ahead = self._next.get(self._previous)
-        if ahead is not None and self._ahead is None:
+        if ahead is not None and self._ahead is None and self.is_current(ahead.masters):
             self._ahead = self._buffer(ahead)
             self._submit(self._ahead, write=False)
 

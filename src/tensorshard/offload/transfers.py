@@ -43,10 +43,12 @@ class Work:
 
     Args:
         compute: called with a tensor for each of `moves`, [numel], which is its own until it returns.
+        written: called when all moves are written; None for nothing.
     """
 
     moves: Sequence[Move]
     compute: Callable[[list[torch.Tensor]], None]
+    written: Callable[[], None] | None = None
 
     @property
     def buffer_bytes(self) -> int:
@@ -234,6 +236,8 @@ class Transfers:
             written.wait()
         finally:
             self._buffers.append(written.buffer)
+        if written.work.written is not None:
+            written.work.written()
 
     def _finish(self, started: _UnderWay, behind: deque[_UnderWay]) -> None:
         behind.append(started)  # where a failure finds it

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.mesh import Mesh
 from tensorshard.offload.slots import OffloadedMaster
+from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.pipeline.cut.placement import unit_stages
 from tensorshard.pipeline.run.shared_gradients import SharedGradients, local_of
 from tensorshard.pipeline.run.stage_module import StageModule
@@ -76,6 +77,7 @@ class PipelinedModel(ShardedModel):
             self._group,
         )
         self._complete = True
+        self._behind: UpdateBehind | None = None
 
     def describe_stages(self) -> str:
         return f"stages of the pipeline:\n{self.cut.describe()}"
@@ -163,6 +165,11 @@ class PipelinedModel(ShardedModel):
         for part in self.parts:
             part.watch_gradients(take, finish)
 
+    def watch_updates(self, behind: UpdateBehind) -> None:
+        self._behind = behind
+        for part in self.parts:
+            part.watch_updates(behind)
+
     def offloaded_masters(self) -> dict[str, OffloadedMaster]:
         found: dict[str, OffloadedMaster] = {}
         for part in reversed(self.parts):  # of several copies the first is the master
@@ -173,6 +180,14 @@ class PipelinedModel(ShardedModel):
         self._update_copies()
         for part in self.parts:
             part.all_gather_parameters(copied)
+
+    def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
+        if self._copies:
+            assert self._behind is not None
+            self._behind.wait([first for first, _ in self._copies])
+            self._update_copies()
+        for part in self.parts:
+            part.follow_behind(copied)
 
     def all_gather_loaded(self) -> None:
         self._update_copies()
