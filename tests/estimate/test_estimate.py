@@ -13,6 +13,7 @@ import parity
 import tensorshard as ts
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate, summarize
 from tensorshard.estimate.watched_steps import watch_steps
+from tensorshard.models import GPT, next_token_loss
 
 # A real collective holds what it moves until it is waited for, that of a fake group is over at once: of a tiny model
 # that is a few percent.
@@ -198,3 +199,48 @@ def _refusal(plan: dict[str, Any], **changed: Any) -> str:
 )
 def test_refusals(ranks, plan, changed, said):
     assert said in ranks(1, partial(_refusal, plan, **changed))[0]
+
+
+_OFFLOADED = dict(
+    zero=3,
+    offload=ts.Offload(
+        optimizer="disk", gradients="disk", parameters="disk", activations="disk", buffer_memory="512KiB"
+    ),
+)
+_LARGER = partial(GPT, vocab_size=64, context_length=32, num_layers=3, num_heads=4, width=128)
+
+
+def _larger_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(4, 32, dtype=torch.long), torch.zeros(4, 32, dtype=torch.long)
+
+
+def _measured_offload() -> RankEstimate:
+    def build() -> ts.Engine:
+        return ts.parallelize(_LARGER, ts.Plan(**_OFFLOADED), optimizer=ADAMW, loss_fn=next_token_loss)
+
+    ledger, known, engine = watch_steps(build, _larger_batch)
+    return summarize(ledger, known, rank=dist.get_rank(), stage=0, device_bytes=0, slots=engine.slots)
+
+
+def _estimated_offload() -> RankEstimate:
+    dist.destroy_process_group()
+    inputs, targets = _larger_batch()
+    plan = ts.Plan(**_OFFLOADED)
+    return ts.estimate(
+        _LARGER,
+        plan,
+        world_size=2,
+        inputs=inputs,
+        targets=targets,
+        optimizer=ADAMW,
+        loss_fn=next_token_loss,
+        device="cpu",
+    ).largest
+
+
+def test_what_is_offloaded(ranks):
+    """Parameters and activations, too. What is under way to the disk is in buffers, which a real ledger sees."""
+    real, estimated = ranks(2, _measured_offload)[0], ranks(1, _estimated_offload)[0]
+    assert abs(real.peak_allocated - estimated.peak_allocated) <= 1 << 19
+    assert estimated.disk_traffic == real.disk_traffic > 2 * real.disk_bytes
+    assert 0 < estimated.disk_bytes <= real.disk_bytes  # space comes back when what was written to it has arrived

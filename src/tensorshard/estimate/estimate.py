@@ -188,12 +188,6 @@ def estimate(
     found = find_hardware(hardware)
     check_choice("device", device, tuple(_BACKENDS))
     resolved = plan.resolve(world_size)
-    offload = resolved.offloaded
-    if offload is not None and (offload.parameters is not None or offload.activations is not None):
-        raise ValueError(
-            f"estimate was given a plan with {offload!r}; in this version it knows offload.optimizer and "
-            f"offload.gradients alone: leave parameters and activations at None"
-        )
     if dist.is_initialized():
         raise RuntimeError(
             "estimate was called in a process that is in a world of ranks already; call it before parallelize, or in "

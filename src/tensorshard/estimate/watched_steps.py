@@ -137,7 +137,9 @@ def watch_steps(
 def _can_compose(plan: Plan) -> bool:
     """Whether a plan leaves calls of blocks to this process, and their backwards in one piece."""
     splits = plan.pp > 1 and find_schedule(plan.pp_schedule).splits_backward
-    return not (plan.compile or splits)
+    # What is kept for backward is moved where it is kept, which is within blocks.
+    moves = plan.offloaded is not None and plan.offloaded.activations is not None
+    return not (plan.compile or splits or moves)
 
 
 def _blocks(engine: Engine) -> list[nn.Module]:

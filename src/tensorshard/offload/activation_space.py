@@ -32,6 +32,23 @@ class ActivationSlot(Slot):
         self._file.write(memory, self.start + start)
 
 
+class _CountedSlot(Slot):
+    """A slot that holds nothing, where a plan is tried on fake tensors.
+
+    Args:
+        on_disk: where it would be.
+    """
+
+    def __init__(self, on_disk: bool) -> None:
+        self.on_disk = on_disk
+
+    def read(self, start: int, into: torch.Tensor, memory: memoryview) -> None:
+        raise RuntimeError("a slot without memory cannot be read")
+
+    def write(self, start: int, values: torch.Tensor, memory: memoryview) -> None:
+        raise RuntimeError("a slot without memory cannot be written")
+
+
 class ActivationSpace:
     """Hands out slots for bytes, and takes them back.
 
@@ -49,19 +66,30 @@ class ActivationSpace:
         self._slots = slots
         self._tier = slots.offload.activations
         self._file: ScratchFile | None = None
-        if slots.offload.uses_disk:
+        if slots.offload.uses_disk and not slots.fake:
             self._file = ScratchFile(scratch_folder(slots.offload.path), _LOST)
         self._free: list[tuple[int, int]] = []  # (start, bytes) of the file, in order, never adjacent
         # Slots that are no longer needed, with the writes that must end before they can be used again. Collecting
         # garbage may call give_back at any time, in any thread: it does no more than append here.
         self._returned: deque[tuple[Slot, int, Sequence[Future[None]]]] = deque()
         self._lent = {"host memory": 0, "disk": 0}
+        self._moved = {"host memory": 0, "disk": 0}
 
     @property
     def lent_bytes(self) -> int:
         """What is held by slots that were not given back."""
         self._collect()
         return sum(self._lent.values())
+
+    def moved(self, where: str) -> int:
+        """Bytes that were read from and written to slots in "host memory" or on "disk", which were given back."""
+        self._collect()
+        return self._moved[where]
+
+    def forget_moved(self) -> None:
+        """Has :meth:`moved` count from here on."""
+        self._collect()
+        self._moved = dict.fromkeys(self._moved, 0)
 
     def take(self, nbytes: int) -> Slot:
         """A slot of `nbytes`.
@@ -71,11 +99,15 @@ class ActivationSpace:
         """
         self._collect()
         size = round_up(nbytes)
-        if self._tier == "cpu" and self._slots.borrow(size):
-            slot: Slot = HostSlot(SlotSpec(_KIND, nbytes, torch.uint8))
-            where = "host memory"
+        in_memory = self._tier == "cpu" and self._slots.borrow(size)
+        where = "host memory" if in_memory else "disk"
+        slot: Slot
+        if self._slots.fake:
+            slot = _CountedSlot(on_disk=not in_memory)
+        elif in_memory:
+            slot = HostSlot(SlotSpec(_KIND, nbytes, torch.uint8))
         else:
-            slot, where = self._take_of_file(size), "disk"
+            slot = self._take_of_file(size)
         self._lent[where] += size
         self._slots.note(_KIND, where, self._lent[where])
         return slot
@@ -90,11 +122,13 @@ class ActivationSpace:
             if not all(write.done() for write in writes):
                 self._returned.append((slot, size, writes))
                 continue
+            on_disk = isinstance(slot, ActivationSlot) or (isinstance(slot, _CountedSlot) and slot.on_disk)
+            where = "disk" if on_disk else "host memory"
+            self._lent[where] -= size
+            self._moved[where] += slot.moved
             if isinstance(slot, ActivationSlot):
-                self._lent["disk"] -= size
                 self._put_back(slot.start, slot.nbytes)
-            else:
-                self._lent["host memory"] -= size
+            elif not on_disk:
                 self._slots.borrow(-size)
 
     def _take_of_file(self, size: int) -> ActivationSlot:

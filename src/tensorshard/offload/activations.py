@@ -23,14 +23,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorshard.offload.activation_space import ActivationSpace
 from tensorshard.offload.slots import Slot, Slots
+from tensorshard.offload.storage_bytes import bytes_of, on_bytes
 from tensorshard.offload.transfers import Reading, Transfers
 from tensorshard.torch_private.autograd import is_in_backward
+from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 from tensorshard.torch_private.tensors import storage_address, tensor_version
 
 SMALLEST = 1 << 16
 """Bytes of a storage that are worth a request: smaller ones stay on the device."""
 
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _REQUESTS = 8  # that the bytes which are written behind are divided into
 # Operations that make a view or a cast of one tensor.
 _VIEWS_AND_CASTS = frozenset(
@@ -73,13 +76,13 @@ class _Record:
         self.writes: Sequence[Future[None]] = ()
         self.saved: WeakSet[_Moved] = WeakSet()
         self.reading: Reading | None = None
-        self.storage: torch.UntypedStorage | None = None  # while it is in the device's memory
+        self.bytes: torch.Tensor | None = None  # all of it, while it is in the device's memory
         self.stays = False
         self._space = space
 
     @property
     def is_unread(self) -> bool:
-        return self.storage is None and self.reading is None and not any(saved.used for saved in self.saved)
+        return self.bytes is None and self.reading is None and not any(saved.used for saved in self.saved)
 
     @property
     def is_written(self) -> bool:
@@ -121,9 +124,8 @@ class _Moved:
     laid_out: Callable[[torch.Tensor], torch.Tensor] | None  # makes a DTensor of it
     used: bool = False
 
-    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        tensor = on_bytes(memory, self.dtype, self.size, self.stride, self.offset)
         if self.conjugate:
             tensor = tensor.conj()
         return tensor if self.laid_out is None else self.laid_out(tensor)
@@ -195,7 +197,11 @@ class OffloadedActivations:
                 shape=tensor.shape,
                 stride=tensor.stride(),
             )
-        if type(local) not in (torch.Tensor, nn.Parameter) or local.layout != torch.strided or local.is_neg():
+        if (
+            type(local) not in (torch.Tensor, nn.Parameter, FakeTensor)
+            or local.layout != torch.strided
+            or local.is_neg()
+        ):
             return self._stay(call, tensor)
         storage = local.untyped_storage()
         address = storage_address(storage)
@@ -231,16 +237,14 @@ class OffloadedActivations:
             if record is not None:
                 if record.call is not call:  # shared between blocks
                     record.stays = True
-                    record.storage = storage
+                    record.bytes = bytes_of(tensor)
                 return record
         if self._failure is not None:
             return None
         try:
             slot = self.space.take(storage.nbytes())
             record = _Record(call, self.space, slot, storage.nbytes())
-            values = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            values.set_(storage)  # type: ignore[call-overload]
-            record.writes = self._transfers.write(slot, values)
+            record.writes = self._transfers.write(slot, bytes_of(tensor))
         except (OSError, ValueError) as error:
             self._failure = error  # told to all ranks before the update; an exception here would leave them waiting
             return None
@@ -262,26 +266,26 @@ class OffloadedActivations:
                 return kept.restore()
             record = kept.record
             self._ahead.discard(record)
-            storage = self._load(record) if record.storage is None else record.storage
+            memory = self._load(record) if record.bytes is None else record.bytes
             kept.used = True
-            tensor = kept.view(storage)
+            tensor = kept.view(memory)
             if not record.stays:
                 # Held until each of its views was asked for once.
-                record.storage = None if all(saved.used for saved in record.saved) else storage
+                record.bytes = None if all(saved.used for saved in record.saved) else memory
             self._read_ahead(call)
             return tensor
 
-    def _load(self, record: _Record) -> torch.UntypedStorage:
+    def _load(self, record: _Record) -> torch.Tensor:
         reading, record.reading = record.reading, None
         try:
             if reading is None:
                 for write in record.writes:
                     write.result()
                 reading = self._transfers.read(record.slot, record.nbytes)
-            return reading.wait().untyped_storage()
+            return reading.wait()
         except OSError as error:
             self._failure = self._failure or error
-            return torch.zeros(record.nbytes, dtype=torch.uint8).untyped_storage()
+            return torch.zeros(record.nbytes, dtype=torch.uint8)
 
     def _read_ahead(self, call: BlockCall | None) -> None:
         """Begins to read what backward needs next, of this call and of those before it."""

@@ -37,12 +37,33 @@ class ParameterUnit:
         return sum(_nbytes(slot) for slot in self.slots)
 
 
+class _Memory:
+    """Bytes for a unit, aligned to pages; on fake tensors none.
+
+    Attributes:
+        mapped: the memory; None on fake tensors.
+        bytes: all of it, [size].
+    """
+
+    def __init__(self, size: int, fake: bool) -> None:
+        self.mapped = None if fake else mmap.mmap(-1, max(size, mmap.PAGESIZE))
+        count = size if self.mapped is None else len(self.mapped)
+        self.bytes = (
+            torch.empty(count, dtype=torch.uint8)
+            if self.mapped is None
+            else torch.frombuffer(self.mapped, dtype=torch.uint8)
+        )
+
+    def __len__(self) -> int:
+        return self.bytes.numel()
+
+
 @dataclass
 class _Buffer:
     """Room for a unit, and what is being read into it."""
 
     unit: ParameterUnit
-    memory: mmap.mmap
+    memory: _Memory
     tensors: list[torch.Tensor] = field(default_factory=list)
     transfers: list[Future[None]] = field(default_factory=list)
 
@@ -72,11 +93,12 @@ class OffloadedParameters:
     """
 
     def __init__(self, slots: Slots) -> None:
-        map_large_tensors()
+        if not slots.fake:
+            map_large_tensors()
         self.is_current: Callable[[Sequence[nn.Parameter]], bool] = lambda _: True
         self._slots = slots
         self._pool: ThreadPoolExecutor | None = None
-        self._free: list[mmap.mmap] = []
+        self._free: list[_Memory] = []
         self._sizes: Counter[int] = Counter()  # of the units' buffers
         self._ahead: _Buffer | None = None
         self._previous: Hashable = None
@@ -116,7 +138,8 @@ class OffloadedParameters:
         """
         self.forget()
         self._slots.settle()
-        give_back_free_memory()
+        if not self._slots.fake:
+            give_back_free_memory()
 
     def forget(self) -> None:
         """Called after the parameters were changed: what was read ahead is old."""
@@ -172,16 +195,14 @@ class OffloadedParameters:
         size = unit.nbytes
         memory = next((free for free in self._free if len(free) == size), None)
         if memory is None:
-            memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+            memory = _Memory(size, self._slots.fake)
         else:
             self._free.remove(memory)
         buffer = _Buffer(unit, memory)
         offset = 0
         for slot in unit.slots:
-            tensor = torch.empty(0, dtype=slot.tensor.dtype)
-            if slot.tensor.numel():
-                tensor = torch.frombuffer(memory, dtype=tensor.dtype, count=slot.tensor.numel(), offset=offset)
-            buffer.tensors.append(tensor)
+            own = memory.bytes[offset : offset + slot.tensor.nbytes]
+            buffer.tensors.append(own.view(slot.tensor.dtype))
             offset += _nbytes(slot)
         return buffer
 
@@ -192,15 +213,20 @@ class OffloadedParameters:
 
     def _submit(self, buffer: _Buffer, write: bool) -> None:
         """Has all of a unit read into `buffer`, or written from it, a few MiB at a time."""
+        if buffer.memory.mapped is None:
+            for slot in buffer.unit.slots:
+                slot.moved += _nbytes(slot)
+            return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tensorshard-parameters")
-        view, offset = memoryview(buffer.memory), 0
+        view, offset = memoryview(buffer.memory.mapped), 0
         for slot, tensor in zip(buffer.unit.slots, buffer.tensors, strict=True):
             each = max(1, _REQUEST_BYTES // tensor.element_size() // TILE_ALIGNMENT) * TILE_ALIGNMENT
             for start in range(0, tensor.numel(), each):
                 part = tensor[start : start + each]
                 first = offset + start * tensor.element_size()
                 memory = view[first : first + round_up(part.numel() * tensor.element_size())]
+                slot.moved += len(memory)
                 move = slot.write if write else slot.read
                 buffer.transfers.append(self._pool.submit(move, start, part, memory))
             offset += _nbytes(slot)

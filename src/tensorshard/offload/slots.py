@@ -143,6 +143,7 @@ class Slots:
     Attributes:
         activations: what moves them; None if they stay on the device.
         failure: what went wrong in reading parameters, until all ranks are told; None for nothing.
+        fake: whether it was made under a ``FakeTensorMode``.
 
     Raises:
         ValueError: the folder cannot hold a scratch file, see :func:`.folders.open_unnamed`; `host_memory` is less than
@@ -157,7 +158,7 @@ class Slots:
         self._left: int | None = None  # of the budget
         self._held: dict[tuple[str, str], int] = {}
         self._made: list[tuple[str, Slot]] = []  # with where they are
-        self._fake = active_fake_mode() is not None
+        self.fake = active_fake_mode() is not None
         if offload.host_bytes is not None:
             self._left = offload.host_bytes // ranks_here - offload.buffer_bytes
             if self._left < 0:
@@ -166,7 +167,7 @@ class Slots:
                     f"{ranks_here} ranks, {offload.buffer_memory} each; set host_memory to at least "
                     f"{ranks_here * offload.buffer_bytes} bytes, or make buffer_memory smaller"
                 )
-        if offload.uses_disk and not self._fake:
+        if offload.uses_disk and not self.fake:
             self._file = ScratchFile(scratch_folder(offload.path))
 
     @property
@@ -181,12 +182,15 @@ class Slots:
 
     def moved(self, where: str) -> int:
         """Bytes that steps have read from and written to slots in "host memory" or on "disk"."""
-        return sum(slot.moved for place, slot in self._made if place == where)
+        of_activations = 0 if self.activations is None else self.activations.space.moved(where)
+        return of_activations + sum(slot.moved for place, slot in self._made if place == where)
 
     def forget_moved(self) -> None:
         """Has :meth:`moved` count from here on."""
         for _, slot in self._made:
             slot.moved = 0
+        if self.activations is not None:
+            self.activations.space.forget_moved()
 
     def add(self, tier: str, specs: Sequence[SlotSpec]) -> list[Slot]:
         """A slot for each of `specs`, zeros; on disk where `tier` says so, or where the budget does not last.
@@ -197,7 +201,7 @@ class Slots:
         in_memory = [tier == "cpu" and self.borrow(spec.nbytes) for spec in specs]
         on_disk = [spec for spec, here in zip(specs, in_memory, strict=True) if not here]
         reserved = offset = 0
-        if on_disk and not self._fake:
+        if on_disk and not self.fake:
             assert self._file is not None
             reserved = self._file.reserve(sum(spec.nbytes for spec in on_disk))
         made: list[Slot] = []
@@ -209,7 +213,7 @@ class Slots:
         return made
 
     def _slot(self, spec: SlotSpec, in_memory: bool, reserved: int, offset: int) -> Slot:
-        if self._fake:
+        if self.fake:
             return FakeSlot(spec)
         if in_memory:
             return HostSlot(spec)

@@ -73,8 +73,12 @@ class Reading:
     """Bytes that are being read into memory of their own."""
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = mmap.mmap(-1, round_up(nbytes))  # aligned to pages
-        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes)
+        self.memory: mmap.mmap | None = None  # on fake tensors
+        if active_fake_mode() is not None:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+        else:
+            self.memory = mmap.mmap(-1, round_up(nbytes))  # aligned to pages
+            self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes)
         self.transfers: list[Future[None]] = []
 
     def wait(self) -> torch.Tensor:
@@ -137,6 +141,9 @@ class Transfers:
     def read(self, slot: Slot, nbytes: int) -> Reading:
         """Begins to read the first bytes of `slot`, whose elements are bytes."""
         reading = Reading(nbytes)
+        slot.moved += round_up(nbytes)
+        if reading.memory is None:
+            return reading
         view = memoryview(reading.memory)
         each = self._largest // TILE_ALIGNMENT * TILE_ALIGNMENT
         for start in range(0, nbytes, each):
