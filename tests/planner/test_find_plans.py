@@ -91,7 +91,7 @@ def test_the_best_by_its_estimate_is_found_and_no_bound_is_above_an_estimate():
             assert one.bound.seconds <= one.seconds, one.plan
             assert one.bound.memory <= one.estimate.largest.peak_device, one.plan
             assert best.seconds <= one.seconds, one.plan
-    assert estimated > done.estimates and done.exhausted
+    assert estimated >= 4 and done.exhausted
 
 
 def test_a_found_plan_fits_is_found_again_and_has_reasons(plenty):
