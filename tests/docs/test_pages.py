@@ -33,6 +33,7 @@ RANKS = {
     "docs/heads.md": 2,
     "docs/offload.md": 1,
     "docs/pipelines.md": 4,
+    "docs/planning.md": 1,
     "docs/pretrained.md": 4,
     "docs/tensor-parallelism.md": 2,
     "docs/torchshard.md": 2,
@@ -44,6 +45,7 @@ NOT_RUN = {
     "takes hours": 1,
     "train.py is the block above, which runs on 2 ranks": 1,
 }
+ELSEWHERE = ("docs/estimate.md", "docs/planning.md")  # they are about a world that is not there
 SHOWN = {"", "text", "mermaid", "diff"}  # what no program runs: tables, pictures, what is printed
 
 
@@ -74,7 +76,7 @@ def _write_inputs(folder: Path) -> None:
 def _run_page(page: str, folder: Path) -> dict[str, Any]:
     """Runs a page's Python blocks one after the other; returns what they left that can be told."""
     names: dict[str, Any] = {"__name__": "page"}
-    if page == "docs/estimate.md":  # which is about a world that is not there
+    if page in ELSEWHERE:
         dist.destroy_process_group()
     short = mock.patch.object(StdlibText, "__len__", lambda self: 40)  # an epoch of 3 batches, the last of 8 samples
     torch.manual_seed(1)
@@ -83,7 +85,7 @@ def _run_page(page: str, folder: Path) -> dict[str, Any]:
     kernels = sdpa_kernel(SDPBackend.MATH) if narrow else contextlib.nullcontext()
     # Nobody says a rank to a world of one that follows an estimate.
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    alone = mock.patch.dict(os.environ, outside, clear=True) if page == "docs/estimate.md" else contextlib.nullcontext()
+    alone = mock.patch.dict(os.environ, outside, clear=True) if page in ELSEWHERE else contextlib.nullcontext()
     with contextlib.chdir(folder), short, kernels, alone:
         for block in blocks(page):
             if block.language == "python" and not block.reason:

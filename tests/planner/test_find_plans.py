@@ -35,7 +35,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Two layers; `turned` registers them, and their parameters, in another order."""
 
-    def __init__(self, width: int = 64, turned: bool = False) -> None:
+    def __init__(self, width: int = 256, turned: bool = False) -> None:
         super().__init__()
         if turned:
             self.last = nn.Linear(width, 8)
@@ -54,8 +54,8 @@ def asked(**options: Any) -> dict[str, Any]:
         dist.destroy_process_group()
     given: dict[str, Any] = {
         "world_size": 2,
-        "inputs": torch.zeros(4, 64),
-        "targets": torch.zeros(4, dtype=torch.long),
+        "inputs": torch.zeros(16, 256),
+        "targets": torch.zeros(16, dtype=torch.long),
         "optimizer": partial(torch.optim.AdamW, lr=1e-3),
         "loss_fn": nn.functional.cross_entropy,
         "hardware": SMALL,
@@ -83,7 +83,7 @@ def test_the_best_by_its_estimate_is_found_and_no_bound_is_above_an_estimate():
     best = done.found[0]
     estimated = 0
     for one in done.considered:
-        if one.estimate is None and one.candidate.order % 12 == 5 and not one.refused:
+        if one.estimate is None and one.candidate.order % 30 == 5 and not one.refused:
             one.estimate = done.question.estimate(one.plan)
             one.seconds = done.question.seconds(one.estimate)
         if one.estimate is not None:
@@ -91,7 +91,7 @@ def test_the_best_by_its_estimate_is_found_and_no_bound_is_above_an_estimate():
             assert one.bound.seconds <= one.seconds, one.plan
             assert one.bound.memory <= one.estimate.largest.peak_device, one.plan
             assert best.seconds <= one.seconds, one.plan
-    assert estimated > done.estimates and done.exhausted
+    assert estimated >= 4 and done.exhausted
 
 
 def test_a_found_plan_fits_is_found_again_and_has_reasons(plenty):
@@ -105,7 +105,7 @@ def test_a_found_plan_fits_is_found_again_and_has_reasons(plenty):
     assert again.best.seconds == found.best.seconds
     said = found.describe()
     assert max(map(len, said.splitlines())) <= 80
-    for region in ("tp=2 takes", "recompute=full takes", "zero="):
+    for region in ("tp=1 takes", "recompute=full takes", "pp=2 takes"):
         assert region in said
 
 
@@ -139,8 +139,8 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_would(plenty):
     with pytest.raises(
         ValueError, match=r"no plan of 2 ranks fits .* too much .*What would fit: .*world_size=4 \("
     ) as error:
-        find(memory=least - 4096)
-    assert "KiB with dp_shard=" in str(error.value) or "KiB with tp=" in str(error.value)
+        find(memory=least - (1 << 20))
+    assert "MiB with dp_shard=" in str(error.value) or "MiB with tp=" in str(error.value)
 
 
 def test_nodes_and_batches_limit_the_plans():

@@ -24,6 +24,7 @@ _COMPUTED_AGAIN = 0.9  # of a block's forward: its last operations need not be
 # reduction and unpacked (ZeRO 0 to 2), and added to those of earlier micro-batches.
 _PACKING = 4
 _ADDING = 1
+_SEGMENT = 2 << 20  # bytes that torch's allocator takes from a device at once, at least
 _PLAYED = 1024  # ranks times micro-batches of a schedule, above which it is not played through
 
 
@@ -89,7 +90,8 @@ class Bounds:
                 activations *= _UNEVEN * min(plan.micro_batches, plan.pp)
         kept = gradients if plan.micro_batches > 1 else 0.0
         held = parameters + optimizer + max(gradients, kept + activations)
-        return int(held) + self.question.hardware.context
+        segments = -(-int(held) // _SEGMENT)  # what an allocator reserves
+        return max(1, segments) * _SEGMENT + self.question.hardware.context
 
     def _seconds(self, candidate: Candidate) -> tuple[float, float, float]:
         """Of a step, of its bubble, and of communication that is waited for."""

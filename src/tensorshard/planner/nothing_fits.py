@@ -12,8 +12,8 @@ from tensorshard.planner.question import Question
 from tensorshard.planner.search import BY_MEMORY, Considered, Search
 from tensorshard.planner.wording import plan_words, why_nothing_fits
 
-_TRIES = 4  # estimates for each change
-_DOUBLINGS = 6
+_TRIES = 2  # estimates for each change
+_DOUBLINGS = 4
 _WIDTH = 80
 
 

@@ -63,7 +63,7 @@ BY_TIME: Key = lambda memory, seconds: (seconds, memory)  # noqa: E731
 BY_MEMORY: Key = lambda memory, seconds: (memory, seconds)  # noqa: E731
 
 
-_SAME = tuple(name for name in SEARCHED if name not in ("recompute", "offload", "zero"))
+_SAME = tuple(name for name in SEARCHED if name not in ("recompute", "offload", "zero", "micro_batches"))
 
 
 @dataclass
@@ -213,10 +213,13 @@ class Search:
 
 
 def _does_more(plan: Plan, than: Plan) -> bool:
-    """Whether `plan` computes again, moves elsewhere or reduces more often what `than` does not, and is the same."""
+    """Whether `plan` computes again, moves elsewhere, reduces more often or cuts smaller what `than` does not, and is
+    the same."""
     if than.recompute not in (plan.recompute, "none") or than.offload not in (plan.offload, None):
         return False
     if plan.zero != than.zero and (plan.zero, than.zero) != (2, 1):
+        return False
+    if plan.micro_batches != than.micro_batches and (plan.pp > 1 or plan.micro_batches % than.micro_batches):
         return False
     return all(getattr(plan, name) == getattr(than, name) for name in _SAME)
 
