@@ -28,6 +28,12 @@ def page_cache_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
+def available_bytes() -> int:
+    """What programs may still take of the machine's memory."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+
+
 def disk_bytes() -> tuple[int, int]:
     """How many bytes the process had read from disks and written to them so far."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

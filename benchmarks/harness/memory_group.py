@@ -58,6 +58,14 @@ def limited_memory(limit_bytes: int) -> Iterator[tuple[dict[str, str], MemoryUse
         _remove(group)
 
 
+def can_limit() -> bool:
+    """Whether a limit would be enforced."""
+    group = _make_group(1 << 30)
+    if group is not None:
+        _remove(group)
+    return group is not None
+
+
 def join() -> None:
     """Has this process's memory count from now on in the group that the caller named, if any."""
     if JOIN in os.environ:

@@ -22,12 +22,16 @@ def run(job: OffloadJob, rank: int, world_size: int) -> dict[str, Any]:
     raw = raw_bytes_per_second(Path(job.folder), job.work.raw_bytes // world_size)
     step = import_module(f"benchmarks.peers.{job.builder}").build(job.work, rank, world_size, job.folder, **job.options)
     losses = [step(*job.work.batch(0, rank))]
+    step.finish()
     dist.barrier()
     moved, processor, seconds = memory.disk_bytes(), time.process_time(), []
     for number in range(1, job.steps + 1):
         began = time.perf_counter()
         losses.append(step(*job.work.batch(number, rank)))
         seconds.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    step.finish()  # what the last step left to be done counts as its
+    seconds[-1] += time.perf_counter() - began
     read, written = (now - then for now, then in zip(memory.disk_bytes(), moved, strict=True))
     return asdict(
         RankMeasurement(

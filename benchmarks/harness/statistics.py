@@ -13,7 +13,8 @@ class Comparison:
     Args:
         rounds: what was measured in each round, in its unit.
         median: of the rounds.
-        ratio: the median over the best peer's median; None where no peer was measured.
+        ratio: the median over the best peer's median; None where no peer was measured, or that one measured nothing
+            (such as bytes read of a file that is all in the page cache).
         lowest_ratio, highest_ratio: of the same round's ratios to that peer. Contenders of one round run one
             after the other under the same noise, so this is how much of `ratio` to believe.
     """
@@ -41,6 +42,8 @@ def compare(samples: Mapping[str, Sequence[float]], peers: Collection[str]) -> d
     medians = {name: median(values) for name, values in samples.items()}
     measured_peers = [name for name in samples if name in peers]
     best = min(measured_peers, key=medians.__getitem__, default=None)
+    if best is not None and 0 in (medians[best], *samples[best]):
+        best = None
     comparisons = {}
     for name, values in samples.items():
         ratios = [] if best is None else [a / b for a, b in zip(values, samples[best], strict=True)]

@@ -65,6 +65,9 @@ class Training:
             parameter.data.copy_(master)
         return loss.item()
 
+    def finish(self) -> None:
+        """Nothing is under way after a step."""
+
     def on_disk(self) -> dict[str, int]:
         """Bytes of each kind that are mapped to files."""
         return dict(self._mapped)

@@ -20,13 +20,17 @@ class Training:
         """One step; returns the loss."""
         return self._engine.step(inputs, targets).item()
 
+    def finish(self) -> None:
+        """Waits for an update that goes on behind the last step."""
+        self._engine.wait_for_update()
+
     def on_disk(self) -> dict[str, int]:
         """Bytes of each kind that this rank has on disk."""
         held = {} if self._engine.slots is None else self._engine.slots.held_by_kind
         return {kind: nbytes for (kind, tier), nbytes in held.items() if tier == "disk"}
 
 
-def build(work: OffloadWork, rank: int, world_size: int, folder: str, offload: Mapping[str, str] | None) -> Training:
+def build(work: OffloadWork, rank: int, world_size: int, folder: str, offload: Mapping[str, Any] | None) -> Training:
     """Training steps of a plan.
 
     Args:

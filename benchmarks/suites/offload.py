@@ -13,6 +13,7 @@ from rich.console import Console
 
 from benchmarks.harness.contender import Contender
 from benchmarks.harness.hardware import installed_versions
+from benchmarks.harness.offload_needs import describe_needs, reason_to_leave_out
 from benchmarks.harness.offloaded_training import KilledError, OffloadJob, OffloadMeasurement, measure_offloaded
 from benchmarks.harness.report import make_console, print_group, write_results
 from benchmarks.harness.results import Group, Quantity, make_rows
@@ -38,10 +39,11 @@ QUANTITIES = (
     Quantity("bound_ratio", "step / max(compute, I/O)", "times"),
 )
 
-PLANS: dict[str, Mapping[str, str] | None] = {
+PLANS: dict[str, Mapping[str, Any] | None] = {
     "tensorshard, all in memory": None,
     "tensorshard, optimizer on disk": {"optimizer": "disk"},
     "tensorshard, and gradients": {"optimizer": "disk", "gradients": "disk"},
+    "tensorshard, and updates behind steps": {"optimizer": "disk", "gradients": "disk", "overlap": True},
     "tensorshard, and activations": {"optimizer": "disk", "gradients": "disk", "activations": "disk"},
     "tensorshard, and parameters": {"optimizer": "disk", "gradients": "disk", "parameters": "disk"},
 }
@@ -93,6 +95,11 @@ def measure_training(
     runs: dict[str, OffloadMeasurement] = {}
     notes: dict[str, str] = {}
     for contender in lineup:
+        offloads = not contender.ours or contender.options["offload"] is not None
+        reason = reason_to_leave_out(work, world_size, offloads=offloads)
+        if reason is not None:
+            notes[contender.name] = reason
+            continue
         job = OffloadJob(work, contender.builder, contender.options, folder, steps)
         with console.status(f"{work.name}, {world_size} rank(s): {contender.name}"):
             try:
@@ -138,8 +145,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.only == "update":
         return 0
     works = [SMOKE] if arguments.quick else [WORKS[name] for name in arguments.model]
-    for work in works:
-        given = replace(work, memory_bytes=int(arguments.memory * 1e9)) if arguments.memory else work
+    given_works = [replace(w, memory_bytes=int(arguments.memory * 1e9)) if arguments.memory else w for w in works]
+    try:
+        for given in given_works:
+            for world_size in arguments.ranks:
+                console.print(describe_needs(given, world_size, arguments.folder))
+    except ValueError as error:
+        console.print(f"[red]{error}")
+        return 1
+    for given in given_works:
         for world_size in arguments.ranks:
             group = measure_training(
                 given,

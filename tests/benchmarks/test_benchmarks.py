@@ -58,6 +58,7 @@ def test_compare_takes_the_peer_with_the_lowest_median():
 
 
 def test_compare_never_takes_ours_as_the_best_peer():
+    assert compare({"a": [0.0], "ours": [1.0]}, peers=["a"])["ours"].ratio is None
     compared = compare({"a": [3.0], "ours": [1.0]}, peers=["a"])
     assert (compared["a"].ratio, compared["ours"].ratio) == (1.0, pytest.approx(1 / 3))
 

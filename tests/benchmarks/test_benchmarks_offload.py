@@ -4,8 +4,9 @@ import time
 
 import pytest
 import torch
-from benchmarks.harness import memory_group
+from benchmarks.harness import memory, memory_group, offload_needs
 from benchmarks.harness.memory_group import join, limited_memory
+from benchmarks.harness.offload_needs import describe_needs, reason_to_leave_out
 from benchmarks.harness.offloaded_training import RankMeasurement, summarize
 from benchmarks.harness.updates import BYTES_PER_PARAMETER, CONTENDERS, UpdateMeasurement
 from benchmarks.offloads import SMOKE, WORKS
@@ -56,6 +57,27 @@ def test_models_are_gpt_2s_and_their_states_larger_than_their_limits():
     assert WORKS["GPT-2 XL"].parameters == pytest.approx(1.557e9, rel=0.01)
     for work in WORKS.values():
         assert 16 * work.parameters > work.memory_bytes
+
+
+def test_what_is_needed_is_said_before_a_run_and_too_little_is_refused(tmp_path, monkeypatch):
+    said = describe_needs(WORKS["GPT-2 small"], 2, str(tmp_path))
+    assert "GPT-2 small, 123.8 million parameters, 2 rank(s). Memory: 1.5 GB" in said
+    assert "up to 2.3 GB in" in said and "a step reads and writes up to 4.0 GB" in said
+    for module, name, message in (
+        (offload_needs, "free_bytes", "needs 2.3 GB of disk in .* has 1.0 GB left; give --folder"),
+        (memory, "available_bytes", "may take 1.5 GB of memory, and 1.0 GB are available"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, lambda *_: 10**9)
+            with pytest.raises(ValueError, match=message):
+                describe_needs(WORKS["GPT-2 small"], 2, str(tmp_path))
+
+
+def test_what_nothing_would_end_in_time_is_left_out(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 20 * 10**9)
+    for limited, offloads, left_out in ((False, False, True), (False, True, False), (True, False, False)):
+        monkeypatch.setattr(offload_needs, "can_limit", lambda limited=limited: limited)
+        assert bool(reason_to_leave_out(WORKS["GPT-2 XL"], 1, offloads=offloads)) == left_out
 
 
 def test_the_peer_runs_in_one_process():
