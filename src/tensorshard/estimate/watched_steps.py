@@ -20,6 +20,7 @@ from tensorshard.offload.slots import Slots
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 from tensorshard.plan import Plan
 from tensorshard.schedules import find_schedule
+from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 STEPS = 2  # the first makes the optimizer's states, at its end; the second has them all the time
 
@@ -109,7 +110,9 @@ def watch_steps(
     Returns:
         The ledger of all of it; the categories of storages whose use is known, by their numbers; the Engine.
     """
-    with operations or nullcontext(), StorageLedger() as ledger:
+    # Tables of tp are checked on real tensors, which are the host's.
+    counts = None if active_fake_mode() is None else _is_fake
+    with operations or nullcontext(), StorageLedger(counts) as ledger:
         engine = make_engine()
         with ExitStack() as stack:
             if compose and operations is not None and _can_compose(engine.plan):
@@ -132,6 +135,10 @@ def watch_steps(
         if engine.slots is not None:
             ledger.leave_out(_elsewhere(ledger, engine.slots))
     return ledger, watcher.known, engine
+
+
+def _is_fake(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type == "meta"  # whatever device the tensor says
 
 
 def _can_compose(plan: Plan) -> bool:
