@@ -66,6 +66,26 @@ def test_layers_that_run_as_they_are_are_not_compiled_again_and_again(caplog):
     assert not [record for record in caplog.records if "recompile_limit" in record.getMessage()]
 
 
+def _failing_compiler() -> str:
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise TypeError("no truth value")
+
+    original = torch.compile
+    with unittest.mock.patch.object(torch, "compile", lambda forward: original(forward, backend=fail)):
+        engine = parity.make_engine("gpt", dict(compile=True))
+    with pytest.raises(RuntimeError) as error:
+        engine.step(*parity.batch("gpt", 0))
+    return str(error.value)
+
+
+def test_a_compiler_that_fails_is_explained(ranks):
+    (said,) = ranks(1, _failing_compiler)
+    assert said.startswith(
+        "torch.compile failed on a block of the model (BackendCompilerFailed: backend='fail' raised: TypeError"
+    )
+    assert "compile=False" in said and "TORCHDYNAMO_SUPPRESS_ERRORS=1" in said
+
+
 def test_what_is_not_compiled_is_said():
     def block(role: Role) -> nn.Module:
         module = nn.Sequential(nn.Linear(2, 2))

@@ -36,6 +36,7 @@ from tensorshard.paths import as_path
 from tensorshard.plan import Plan
 from tensorshard.pretrained.export import MAX_SHARD_SIZE
 from tensorshard.sharded_model import ShardedModel
+from tensorshard.torch_private.compilation import explained_compilation
 from tensorshard.transforms.compile_log import CompileLog
 
 __all__ = ["Engine", "LossFunction", "NonFiniteLossError"]
@@ -304,7 +305,13 @@ class Engine(LoopMethods):
     def _call(self, name: str) -> Iterator[None]:
         """What surrounds a call of the Engine that runs the model."""
         compiling = nullcontext() if self._compile_log is None else self._compile_log.watched()
-        with explained(f"engine.{name}"), self.random.installed(), self._own_loop.engines_own(), compiling:
+        with (
+            explained(f"engine.{name}"),
+            explained_compilation(),
+            self.random.installed(),
+            self._own_loop.engines_own(),
+            compiling,
+        ):
             yield
 
     @contextmanager

@@ -1,6 +1,8 @@
 """When torch.compile compiles, and whether what runs is a compilation."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,3 +49,32 @@ def is_making_graph() -> bool:
     Public way: none; ``torch.compiler.is_compiling()`` is false then in torch 2.11, ``is_dynamo_compiling()`` in both.
     """
     return torch._guards.TracingContext.try_get() is not None
+
+
+@contextmanager
+def explained_compilation() -> Iterator[None]:
+    """Inside, an error of torch.compile itself says what can be done about it.
+
+    Why: a compiler that fails on a user's block ends in a traceback of its own code, as InductorError does for some
+    convolutions whose sizes differ from block to block.
+
+    Checked: torch 2.11 and 2.13, for errors of Dynamo and of its backends.
+
+    Public way: none; the classes are in ``torch._dynamo.exc``.
+
+    Raises:
+        RuntimeError: in place of the compiler's.
+    """
+    try:
+        yield
+    except Exception as error:
+        # Asked for here: importing the compiler takes seconds, and what fails otherwise has no need of it.
+        dynamo = sys.modules.get("torch._dynamo.exc")
+        if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        cause = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])  # "backend='inductor' raised:"
+        raise RuntimeError(
+            f"torch.compile failed on a block of the model ({type(error).__name__}: {cause}). Set compile=False, or "
+            f"the environment variable TORCHDYNAMO_SUPPRESS_ERRORS=1, with which torch runs such code as it is"
+        ) from error
