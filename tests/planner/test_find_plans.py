@@ -1,5 +1,6 @@
 """Searches for plans: what is found is the best by its estimate, fits, and is found again; what is refused says why."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -109,38 +110,47 @@ def test_a_found_plan_fits_is_found_again_and_has_reasons(plenty):
         assert region in said
 
 
-def test_scarce_memory_and_slow_links_never_help(plenty):
-    best = plenty.best
-    scarce = find(top=1, memory=best.memory - 1)
+DATA_PARALLEL = {"tp": 1, "pp": 1, "offload": None}
+
+
+@pytest.fixture(scope="module")
+def best() -> Any:
+    """The best plan without tp and pipelines."""
+    return find(top=1, fixed=DATA_PARALLEL).best
+
+
+def test_scarce_memory_and_slow_links_never_help(best):
+    scarce = find(top=1, memory=best.memory - 1, fixed=DATA_PARALLEL)
     assert scarce.best.memory < best.memory and scarce.best.seconds >= best.seconds
     assert any("does not fit by" in refusal.reason for refusal in scarce.rejected)
     link = Link(1e8, 1e-4)
     slow = replace(SMALL, rates=replace(RATES, within_node=link, between_nodes=link))
-    assert find(top=1, hardware=slow).best.seconds >= best.seconds
+    assert find(top=1, hardware=slow, fixed=DATA_PARALLEL).best.seconds >= best.seconds
 
 
-def test_the_order_of_parameters_does_not_matter(plenty):
-    assert find(partial(Model, turned=True), top=1).best.plan == plenty.best.plan
+def test_the_order_of_parameters_does_not_matter(best):
+    assert find(partial(Model, turned=True), top=1, fixed=DATA_PARALLEL).best.plan == best.plan
 
 
 def test_the_fewest_devices_that_are_fast_enough():
-    alone = find(world_size=1, global_batch=8, top=1).best
-    found = find(objective="cost", step_time=alone.seconds * 1.01, global_batch=8, top=1)
+    alone = find(world_size=1, global_batch=8, top=1, fixed=DATA_PARALLEL).best
+    found = find(objective="cost", step_time=alone.seconds * 1.01, global_batch=8, top=1, fixed=DATA_PARALLEL)
     assert found.world_size == 1 and found.best.seconds == alone.seconds
     with pytest.raises(ValueError, match=r"step_time=1e-09 .* of all 2 ranks takes"):
-        find(objective="cost", step_time=1e-9)
+        find(objective="cost", step_time=1e-9, fixed=DATA_PARALLEL)
 
 
-def test_where_nothing_fits_it_says_by_how_much_and_what_would(plenty):
-    smallest = find(objective="memory", top=1)
+def test_the_least_memory(best):
+    smallest = find(objective="memory", top=1, fixed=DATA_PARALLEL)
     assert any(refusal.reason.endswith(" more") for refusal in smallest.rejected)
-    least = smallest.best.memory
-    assert least <= plenty.best.memory
-    with pytest.raises(
-        ValueError, match=r"no plan of 2 ranks fits .* too much .*What would fit: .*world_size=4 \("
-    ) as error:
-        find(memory=least - (1 << 20))
-    assert "MiB with dp_shard=" in str(error.value) or "MiB with tp=" in str(error.value)
+    assert smallest.best.memory <= best.memory
+
+
+def test_where_nothing_fits_it_says_by_how_much_and_what_would():
+    with pytest.raises(ValueError, match=r"no plan of 2 ranks fits 80.0 MiB each; the nearest, dp_shard=2 .*") as error:
+        find(partial(Model, width=1024), inputs=torch.zeros(16, 1024), memory="80MiB", fixed={"pp": 1, "tp": 1})
+    assert "MiB too much (zero=0 does not fit by at least " in str(error.value)
+    assert re.search(r"What would fit: .*world_size=(4|8) \([0-9.]+ MiB with dp_shard=", str(error.value))
 
 
 def test_nodes_and_batches_limit_the_plans():

@@ -45,7 +45,8 @@ def test_a_plan_of_a_file_is_the_runs_plan_and_later_overrides_change_it(tmp_pat
 
 
 def test_the_command_finds_plans_saves_the_best_and_says_how_to_run_it(tmp_path: Path, capsys):
-    words = [*SMALL, "train.plan.pp=1", "train.plan.tp=1"]
+    fixed = {"pp": 1, "tp": 1, "recompute": "none", "offload": "null", "micro_batches": 1}
+    words = [*SMALL, *(f"train.plan.{name}={value}" for name, value in fixed.items())]
     saved, page = tmp_path / "plan.yaml", tmp_path / "page.html"
     options = ["--world-size", "2", "--top", "1", "--save", str(saved), "--html", str(page)]
     assert cli.main(["plan", *words, *options]) == 0

@@ -2,9 +2,13 @@
 
 import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from tensorshard.torch_private.process_groups import forget_world
 
 _Result = TypeVar("_Result")
 
@@ -23,48 +27,57 @@ def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, sho
     Raises:
         TriedInVain: it raised something, ended otherwise or took too long.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work_and_send, args=(work, sender, shown), daemon=True)
-    process.start()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or the fork would write it again
+    process = os.fork()  # also where this process is itself a daemon of multiprocessing, which may not have any
+    if process == 0:
+        _be_the_fork(work, sender, shown)
     sender.close()
+    ended = False
     try:
         if not receiver.poll(seconds):
             raise TriedInVain(f"it took more than {seconds:g} s")
         succeeded, result = receiver.recv()
     except EOFError:
-        process.join()
-        raise TriedInVain(f"its process ended with code {process.exitcode}") from None
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        ended = True
+        raise TriedInVain(f"its process ended with code {code}") from None
     finally:
-        process.kill()
-        process.join()
         receiver.close()
+        if not ended:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
     if not succeeded:
         raise TriedInVain(result)
     return result
 
 
-def _work_and_send(work: Callable[[], object], sender: Connection, shown: bool) -> None:
-    import torch
-    import torch.distributed as dist
+def _be_the_fork(work: Callable[[], object], sender: Connection, shown: bool) -> NoReturn:
+    """Works, and ends without what an interpreter does at its end: that is the other process's."""
+    groups: list[Any] = []
+    code = 1
+    try:
+        import torch
+        import torch.distributed as dist
 
-    if not shown:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-    torch.set_num_threads(1)  # a fork has no copies of the threads that this process may have started
-    groups = _forgotten() if dist.is_initialized() else []
+        if not shown:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+        torch.set_num_threads(1)  # a fork has no copies of the threads that this process may have started
+        if dist.is_initialized():
+            groups += forget_world()
+        _work_and_send(work, sender)
+        sys.stdout.flush()
+        code = 0
+    finally:
+        os._exit(code)  # while `groups` live: their threads, which destroying them waits for, are in the other process
+
+
+def _work_and_send(work: Callable[[], object], sender: Connection) -> None:
     try:
         sender.send((True, work()))
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         sender.send((False, lines[0]))
-    if groups:
-        sender.close()
-        os._exit(0)  # while they live: their threads, which destroying them waits for, are in the other process
-
-
-def _forgotten() -> list[Any]:
-    from tensorshard.torch_private.process_groups import forget_world
-
-    return forget_world()

@@ -78,6 +78,7 @@ class Hardware:
             not measured.
         rates: how fast it is; None if nobody knows.
         source: where the numbers come from.
+        time_ratio, memory_ratio: measured against estimated in the last run on it, which searches for plans use.
     """
 
     name: str
@@ -85,6 +86,8 @@ class Hardware:
     context: int = _GIB * 3 // 4
     rates: Rates | None = None
     source: str = ""
+    time_ratio: float = 1.0
+    memory_ratio: float = 1.0
 
     @property
     def is_measured(self) -> bool:
@@ -132,11 +135,23 @@ def save_measured(memory: int, rates: Rates, source: str) -> Path | None:
     if path is None:
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
-    values = {"name": THIS_MACHINE, "memory": memory, "context": 0, "rates": asdict(rates), "source": source}
+    _write(path, {"name": THIS_MACHINE, "memory": memory, "context": 0, "rates": asdict(rates), "source": source})
+    return path
+
+
+def save_ratios(**ratios: float) -> Path | None:
+    """Adds `time_ratio` or `memory_ratio` to the profile of this machine; returns its file, None if there is none."""
+    path = measured_profile()
+    if path is None or not path.is_file():
+        return None
+    _write(path, json.loads(path.read_text()) | ratios)
+    return path
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(values, indent=2) + "\n")
     draft.replace(path)
-    return path
 
 
 def _measured() -> Hardware:
@@ -163,6 +178,8 @@ def _from_json(values: Mapping[str, Any]) -> Hardware:
         values.get("context", Hardware.context),
         rates_from_json(values["rates"]),
         values.get("source", ""),
+        values.get("time_ratio", 1.0),
+        values.get("memory_ratio", 1.0),
     )
 
 

@@ -77,6 +77,9 @@ class Bounds:
         parameters = trace.parameters / split
         if zero == 3:
             parameters /= shard
+            if self.facts is not None and shard > 1 and plan.shard_units is None:  # a block's are gathered
+                width = 4 if plan.precision == "fp32" else 2
+                parameters += self.facts.largest_block * width / plan.tp
         elif zero and plan.precision != "fp32":
             parameters *= copies + (1 - copies) / shard
         gradients = trace.gradients / split / (shard if zero >= 2 else 1)

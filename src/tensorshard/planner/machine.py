@@ -63,3 +63,13 @@ def _device(name: str) -> str:
 def cores_here() -> int:
     """How many of this machine's cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def on_cores(seconds: float, busy: float, hardware: Hardware) -> float:
+    """The time of a step that takes each rank `seconds`; ranks of this machine's CPU wait where they share a core.
+
+    Args:
+        busy: seconds that all ranks together compute.
+    """
+    waits = hardware.is_measured and hardware.rates is not None and not hardware.rates.asynchronous
+    return max(seconds, busy / cores_here()) if waits else seconds

@@ -29,6 +29,7 @@ class ModelFacts:
         blocks: how many of the model's blocks were called.
         kernels: of the blocks.
         block_outputs: bytes that the blocks return, all together.
+        largest_block: elements of the trained parameters of the block that has the most.
         output: what the model returned, on fake tensors.
     """
 
@@ -37,6 +38,7 @@ class ModelFacts:
     blocks: int
     kernels: Counter[Kernel]
     block_outputs: int
+    largest_block: int
     output: Any = None
 
 
@@ -89,10 +91,12 @@ def model_facts(model: nn.Module | Callable[[], nn.Module], inputs: Any, samples
 
 def _one_forward(model: nn.Module, batch: Any, samples: int) -> ModelFacts:
     counter = _BlockKernels()
-    for block in find_blocks(model).values():
+    blocks = find_blocks(model)
+    sizes = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks.values()]
+    for block in blocks.values():
         block.register_forward_pre_hook(counter.enter)
         block.register_forward_hook(counter.leave)
     with counter:
         output = call_model(model, batch)
     trained = sum(parameter.requires_grad for parameter in model.parameters())
-    return ModelFacts(samples, trained, counter.calls, counter.kernels, counter.outputs, output)
+    return ModelFacts(samples, trained, counter.calls, counter.kernels, counter.outputs, max(sizes, default=0), output)

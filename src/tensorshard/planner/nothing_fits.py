@@ -66,8 +66,7 @@ def nothing_fits(search: Search, progress: Progress) -> ValueError:
     taken = [one for one in search.considered if not one.refused]
     if not taken:
         return ValueError(_no_plan(search))
-    nearest = min(taken, key=lambda one: one.memory)
-    least = _confirmed(search, nearest)
+    least = _nearest(search, taken)
     too_much = size_text(max(0, least.memory - question.memory))
     changes = list(_changes(search, progress))
     progress.end()
@@ -89,12 +88,15 @@ def _no_plan(search: Search) -> str:
     )
 
 
-def _confirmed(search: Search, nearest: Considered) -> Considered:
-    """The plan that takes the least, estimated where its bound alone is known."""
-    if nearest.estimate is None:
+def _nearest(search: Search, taken: list[Considered]) -> Considered:
+    """The plan that takes the least, estimated if that is known after a few tries."""
+    for _ in range(2 * _TRIES):
+        nearest = min(taken, key=lambda one: one.memory)
+        if nearest.estimate is not None:
+            break
         with suppress(ValueError, NotImplementedError):  # its bound stands then
             nearest.estimate = search.question.estimate(nearest.plan)
-    return nearest
+    return min(taken, key=lambda one: (one.estimate is None, one.memory))
 
 
 def _changes(search: Search, progress: Progress) -> Iterator[FittingChange]:

@@ -17,7 +17,7 @@ from tensorshard.lay_out.decisions import Decisions
 from tensorshard.modules.batches import batch_size
 from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
 from tensorshard.plan import Plan
-from tensorshard.planner.machine import cores_here, hardware_here
+from tensorshard.planner.machine import hardware_here, on_cores
 
 OBJECTIVES = ("time", "memory", "cost")
 
@@ -35,7 +35,7 @@ class Question:
     Args:
         model, inputs, targets, optimizer, loss_fn: as for :func:`find_plans`.
         hardware: with rates.
-        memory: bytes that a rank may take.
+        memory: bytes that a rank may take, by estimates.
         global_batch: samples of a step.
         fixed: fields of a Plan that are given, by name.
         tables: of tensor parallelism that were found, by degree and whether sequences are split. Filled by estimates.
@@ -116,9 +116,7 @@ class Question:
 
     def on_cores(self, seconds: float, busy: float) -> float:
         """The time of a step of so many `seconds` a rank, in which all ranks together compute for `busy` seconds."""
-        if self.on_cpus and self.hardware.is_measured:
-            return max(seconds, busy / cores_here())
-        return seconds
+        return on_cores(seconds, busy, self.hardware) * self.hardware.time_ratio
 
     def with_changes(
         self, *, world_size: int | None = None, global_batch: int | None = None, **fixed: Any
@@ -172,6 +170,7 @@ def ask(
         )
     share = 1 if found.rates.asynchronous else min(world_size, found.rates.devices_per_node)
     there = found.memory // share if memory is None else size_in_bytes("memory", memory)
+    there = int(there / found.memory_ratio)  # what estimates may say, if runs here take more than they do
     batch = size * world_size if global_batch is None else global_batch
     return Question(model, world_size, inputs, targets, optimizer, loss_fn, found, there, batch, given)
 

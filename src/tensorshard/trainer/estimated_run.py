@@ -9,6 +9,7 @@ from torch.utils.data import default_collate
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.estimate import Estimate, estimate
 from tensorshard.estimate.changes import Change, find_changes
+from tensorshard.estimate.hardware import THIS_MACHINE, measured_profile
 from tensorshard.plan import Plan
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.settings import TrainSettings
@@ -75,5 +76,10 @@ class EstimatedRun:
 
 
 def estimate_run(config: DictConfig, world_size: int, *, device: str) -> Estimate:
-    """The estimate of the run of `config` on `world_size` ranks. Arguments and errors as for :class:`EstimatedRun`."""
-    return EstimatedRun(config, world_size, device=device).estimate()
+    """The estimate of the run of `config` on `world_size` ranks. Arguments and errors as for :class:`EstimatedRun`.
+
+    With times, where ``tensorshard check`` has measured this machine.
+    """
+    path = measured_profile()
+    hardware = THIS_MACHINE if path is not None and path.is_file() else None
+    return EstimatedRun(config, world_size, hardware, device=device).estimate()

@@ -31,6 +31,7 @@ from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvalu
 from tensorshard.trainer.hooks import (
     CheckpointHook,
     EvaluationHook,
+    ExpectationHook,
     Hook,
     LoggingHook,
     MemoryHook,
@@ -94,7 +95,7 @@ def run(
     console = Console(quiet=dist.get_rank() != 0)
     log = loggers.RankLog(start.directory.path, dist.get_rank(), loggers.ConsoleHandler(console))
     with log, StopRequest() as stop:
-        parts = _prepare(config, settings, start, console, stop, patience, expected)
+        parts = _prepare(config, settings, start, console, stop, patience, expected, held_before)
         if dist.get_rank() == 0:
             write_config(config, start.directory, parts.trainer.step)
         first, last = parts.trainer.step + 1, settings.steps
@@ -147,6 +148,7 @@ def _prepare(
     stop: StopRequest,
     timeout: timedelta,
     expected: Estimate | None,
+    held_before: int,
 ) -> _Run:
     _check_optimizer(config)
     with _asked_for("data.train"):
@@ -189,6 +191,7 @@ def _prepare(
         *_profile(settings, start.directory, console),
         *([MemoryProfileHook(start.directory.profile, expected)] if settings.profile_memory else []),
         MemoryHook(memory),
+        *([ExpectationHook(expected, memory, held_before)] if expected is not None and dist.get_rank() == 0 else []),
         evaluation,
         LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
         schedule,

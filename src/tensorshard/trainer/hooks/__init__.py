@@ -2,6 +2,7 @@
 
 from tensorshard.trainer.hooks.checkpoint_hook import CheckpointHook
 from tensorshard.trainer.hooks.evaluation_hook import EvaluationHook
+from tensorshard.trainer.hooks.expectation_hook import ExpectationHook
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.hooks.logging_hook import LoggingHook
 from tensorshard.trainer.hooks.memory_hook import MemoryHook
@@ -14,6 +15,7 @@ from tensorshard.trainer.hooks.timer_hook import TimerHook
 __all__ = [
     "CheckpointHook",
     "EvaluationHook",
+    "ExpectationHook",
     "Hook",
     "LoggingHook",
     "MemoryHook",

@@ -1,0 +1,89 @@
+"""What was estimated of a run, beside what is measured after its first steps."""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tensorshard.estimate import Estimate
+from tensorshard.estimate.hardware import save_ratios
+from tensorshard.estimate.sizes import size_text
+from tensorshard.planner.machine import on_cores
+from tensorshard.trainer.hooks.hook import Hook
+from tensorshard.trainer.memory import PeakMemory
+from tensorshard.trainer.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from tensorshard.trainer.trainer import Trainer
+
+logger = logging.getLogger("tensorshard")
+
+STEPS = 10
+"""After how many steps the comparison is made."""
+
+_WARM_UP = 3  # steps that are slower: they allocate, and fill caches
+_LEAST_MEMORY = 256 << 20  # bytes of an estimate; beside less, what the libraries hold is not small
+
+
+class ExpectationHook(Hook):
+    """Says after :data:`STEPS` steps what was estimated and what was measured, of rank 0, and keeps the ratios.
+
+    They go into the profile of this machine, for later searches, where the estimate was made with that profile. Memory
+    is compared where it is large enough.
+
+    Args:
+        expected: the run's estimate.
+        memory: of this process. held_before: bytes that it held before the model was there.
+        clock: seconds of some monotonic clock.
+    """
+
+    def __init__(
+        self,
+        expected: Estimate,
+        memory: PeakMemory,
+        held_before: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._expected = expected
+        self._memory = memory
+        self._held_before = held_before
+        self._clock = clock
+        self._started = 0.0
+        self._seconds: list[float] = []
+
+    def before_step(self, trainer: "Trainer") -> None:
+        self._started = self._clock()
+
+    def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
+        if len(self._seconds) == STEPS:
+            return
+        self._seconds.append(self._clock() - self._started)
+        if len(self._seconds) == STEPS:
+            self._compare()
+
+    def _compare(self) -> None:
+        hardware = self._expected.hardware
+        lines, ratios = [], {}
+        step = self._expected.step_time
+        if step is not None and hardware is not None:
+            measured = statistics.median(self._seconds[_WARM_UP:])
+            estimated = on_cores(step.seconds, step.busy, hardware)
+            ratios["time_ratio"] = measured / estimated
+            lines.append(f"a step was estimated to take {estimated:.4g} s, and takes {measured:.4g} s")
+        estimated_bytes = self._expected.ranks[0].peak_allocated
+        measured_bytes = self._memory.bytes() - self._held_before
+        if estimated_bytes >= _LEAST_MEMORY:
+            ratios["memory_ratio"] = max(1.0, measured_bytes / estimated_bytes)
+        lines.append(
+            f"memory was estimated to be {size_text(estimated_bytes)} of live tensors, and is "
+            f"{size_text(measured_bytes)} beyond the start"
+        )
+        if ratios and hardware is not None and hardware.is_measured and save_ratios(**ratios) is not None:
+            lines.append("later searches for plans on this machine use " + _words(ratios))
+        logger.info("after %d steps: %s", STEPS, "; ".join(lines))
+
+
+def _words(ratios: dict[str, float]) -> str:
+    names = {"time_ratio": "times", "memory_ratio": "memory"}
+    return " and ".join(f"{ratio:.2f} x the estimated {names[name]}" for name, ratio in ratios.items())
