@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import to_local
+from tensorshard.offload import compiled_adamw
 from tensorshard.offload.offloaded_gradients import OffloadedGradients
 from tensorshard.offload.offloaded_states import OffloadedStates, options_now, tiles
 from tensorshard.offload.slots import TILE_ALIGNMENT, OffloadedMaster, Slot, Slots, SlotSpec, laid_out_like
@@ -260,10 +261,11 @@ class OffloadedOptimizer:
                 gradient = moved.pop(0)
             # Here, once: a tile takes so little time that the smallest operation shows.
             scale = factor.to(weights.dtype) if isinstance(factor, torch.Tensor) else factor
+            done = self._update_compiled(o, weights, gradient, mine, scale, copy)
             # Fake tensors are in no cache.
             most = numel if active_fake_mode() is not None else _CACHE_ELEMENTS * torch.get_num_threads()
-            for a, count in tiles(numel, most):
-                within = slice(a, a + count)
+            for a, count in tiles(numel - done, most):
+                within = slice(done + a, done + a + count)
                 self._update_tile(
                     o,
                     weights[within],
@@ -277,6 +279,26 @@ class OffloadedOptimizer:
                 o.gradient_in_memory = None
                 if not o.is_read_from_its_place:
                     self.behind.done([o.master])
+
+    def _update_compiled(
+        self,
+        o: OffloadedStates,
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        factor: torch.Tensor | float | None,
+        copy: torch.Tensor | None,
+    ) -> int:
+        """Updates what one pass can, from the first element on; returns how many elements that are."""
+        if not isinstance(self._optimizer, torch.optim.Adam) or active_fake_mode() is not None:
+            return 0
+        if copy is not None and copy.dtype != torch.bfloat16:
+            return 0
+        if not compiled_adamw.does(o.options, weights, gradient, *states.values()):
+            return 0
+        averages = states["exp_avg"], states["exp_avg_sq"]
+        step, scale = int(o.step.item()) + 1, None if factor is None else float(factor)
+        return compiled_adamw.update(o.options, weights, gradient, averages, step, factor=scale, copy=copy)
 
     def _update_tile(
         self,
