@@ -120,8 +120,9 @@ def best() -> Any:
 
 
 def test_scarce_memory_and_slow_links_never_help(best):
-    scarce = find(top=1, memory=best.memory - 1, fixed=DATA_PARALLEL)
-    assert scarce.best.memory < best.memory and scarce.best.seconds >= best.seconds
+    wide = {"model": partial(Model, width=1024), "inputs": torch.zeros(16, 1024), "fixed": DATA_PARALLEL, "top": 1}
+    plenty, scarce = (find(memory=memory, **wide) for memory in ("1GiB", "128MiB"))
+    assert scarce.best.memory <= 128 << 20 and scarce.best.seconds >= plenty.best.seconds
     assert any("does not fit by" in refusal.reason for refusal in scarce.rejected)
     link = Link(1e8, 1e-4)
     slow = replace(SMALL, rates=replace(RATES, within_node=link, between_nodes=link))
