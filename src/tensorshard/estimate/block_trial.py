@@ -24,12 +24,13 @@ from tensorshard.estimate.block_record import (
     on_storage,
 )
 from tensorshard.estimate.block_structure import SIMPLE, noted_reads, values_of
+from tensorshard.estimate.module_attributes import note_attributes, restore_attributes
 from tensorshard.estimate.operation_ledger import Counts, OperationLedger
 from tensorshard.estimate.storage_ledger import Apart, StorageLedger
 from tensorshard.modules.parameters import like
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_tensors import FakeTensor
-from tensorshard.torch_private.modules import TABLES, own_parameters, set_parameter
+from tensorshard.torch_private.modules import own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_flatten, tree_unflatten
 from tensorshard.torch_private.tensors import tensor_version
 
@@ -85,7 +86,7 @@ class Trial:
         Raises:
             CannotComposeError: it does more than what a record can say.
         """
-        before = _attributes(self._block)
+        before = note_attributes(self._block)
         with (
             self._storages.apart() as self._apart,
             self._operations.apart(phase) as self._counts,
@@ -95,7 +96,7 @@ class Trial:
             try:
                 record = self._run(key, pattern)
             finally:
-                changed = _restore(before)
+                changed = restore_attributes(before)
             first = self._apart.first
             if self._storages.is_live(first):
                 gc.collect()
@@ -370,43 +371,3 @@ def _check(record: Record) -> None:
     for place in record.outputs:
         if isinstance(place, Place) and place.owner is Owner.GRADIENT:
             raise CannotComposeError("it returns a gradient")
-
-
-_Attributes = list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]
-
-
-def _attributes(block: nn.Module) -> _Attributes:
-    """The attributes of the block's modules, and what is in those that are tables."""
-    found = []
-    for module in block.modules():
-        held = dict(vars(module))
-        contents = {name: _content(value) for name, value in held.items() if isinstance(value, list | dict | set)}
-        found.append((module, held, contents))
-    return found
-
-
-def _content(value: Any) -> Any:
-    return list(value.items()) if isinstance(value, dict) else list(value)
-
-
-def _restore(attributes: _Attributes) -> str:
-    """Puts attributes back that were changed, and says the name of one of them; "" if none was."""
-    changed = ""
-    for module, held, contents in attributes:
-        now = vars(module)
-        if now.keys() != held.keys() or any(now[name] is not value for name, value in held.items()):
-            changed = next((n for n in {**now, **held} if now.get(n) is not held.get(n)), changed)
-            now.clear()
-            now.update(held)
-        for name, content in contents.items():
-            if name not in TABLES and not _same(_content(held[name]), content):
-                changed = name
-    return changed
-
-
-def _same(now: list[Any], before: list[Any]) -> bool:
-    def flat(items: list[Any]) -> list[Any]:
-        return [part for item in items for part in (item if isinstance(item, tuple) else (item,))]
-
-    first, second = flat(now), flat(before)
-    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))

@@ -1,5 +1,6 @@
 """Copies of modules that share nothing with the original, on fake or real tensors, without its weights."""
 
+import itertools
 from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,9 @@ _LARGEST_REAL_COPY = 500_000_000
 _LARGE_MATRIX = 1 << 20
 # How many elements further on the next row of a compact matrix begins: a prime, which no size of a layer is.
 _COMPACT_STRIDE = 17
+
+# How many numbers after another matrix's first one the next matrix begins: a prime, which no size of a layer is.
+_POOL_STRIDE = 1009
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _Mode = TypeVar("_Mode", bound=TorchDispatchMode)
@@ -205,6 +209,38 @@ def compact_values(
         return noise.as_strided((rows, columns), (_COMPACT_STRIDE, 1))
 
     return value
+
+
+def pooled_values(
+    generator: torch.Generator, values: Callable[[str, torch.Tensor], torch.Tensor], model: nn.Module
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """The same as `values`, but that large matrices of `model` are stretches of the same random numbers.
+
+    Each begins somewhere else, so that no two are alike. Together they take little more memory than the largest. Unlike
+    :func:`compact_values`, each is in one piece.
+    """
+    matrices = [parameter for parameter in model.parameters() if _is_large_matrix(parameter)]
+    sizes: dict[float, int] = {}
+    for parameter in matrices:
+        scale = _scale(parameter.shape)
+        sizes[scale] = max(sizes.get(scale, 0), parameter.numel())
+    pools: dict[float, torch.Tensor] = {}
+    begins = itertools.count(_POOL_STRIDE, _POOL_STRIDE)
+
+    def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter) or not _is_large_matrix(tensor):
+            return values(name, tensor)
+        scale, begin = _scale(tensor.shape), next(begins)
+        if scale not in pools:
+            room = sizes[scale] + _POOL_STRIDE * (len(matrices) + 1)
+            pools[scale] = torch.randn(room, generator=generator).mul_(scale)
+        return pools[scale][begin : begin + tensor.numel()].view(tensor.shape)
+
+    return value
+
+
+def _is_large_matrix(parameter: torch.Tensor) -> bool:
+    return parameter.ndim == 2 and parameter.numel() >= _LARGE_MATRIX and parameter.is_floating_point()
 
 
 def _scale(shape: Sequence[int]) -> float:

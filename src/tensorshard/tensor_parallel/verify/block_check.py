@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.modules.fake_copies import compact_values, copy_with, mixed_mask, random_values
+from tensorshard.modules.fake_copies import compact_values, copy_with, mixed_mask, pooled_values, random_values
 from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.model_errors import raised_by_model, raised_in_operation
 from tensorshard.modules.operation_counter import OperationCounter
@@ -43,6 +43,9 @@ _LARGEST_GRADIENT = 1 << 18
 # A gradient that is zero but for rounding (that of an attention's key bias) is measured by this share of the
 # largest.
 _LEAST_SCALE = 1e-2
+
+# Weights of that many elements in all share their random numbers: 256 MB.
+_LARGE = 1 << 26
 
 
 class MismatchError(ValueError):
@@ -117,6 +120,8 @@ class BlockCheck:
         values = random_values(generator, {f"{name}.weight" for name, m in block.named_modules() if is_convolution(m)})
         if compact:
             values = compact_values(generator, values)
+        elif sum(parameter.numel() for parameter in block.parameters()) >= _LARGE:
+            values = pooled_values(generator, values, block)
         self.size = size
         self._block = copy_with(block, values).to(dtype)
         self._block.eval()  # which some modules return nothing from

@@ -1,0 +1,49 @@
+"""Large blocks are checked with matrices that share their random numbers: in little memory, and mistakes show."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tensorshard.tensor_parallel.table.styles import parse_style
+from tensorshard.tensor_parallel.verify import block_check
+from tensorshard.tensor_parallel.verify.block_calls import as_call
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError
+
+WIDTH, HIDDEN = 1024, 2048
+
+
+class Gated(nn.Module):
+    """Three matrices of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+def _check(monkeypatch: pytest.MonkeyPatch) -> BlockCheck:
+    monkeypatch.setattr(block_check, "_LARGE", 1 << 20)
+    return BlockCheck(Gated().to("meta"), as_call(torch.randn(2, WIDTH)), 2)
+
+
+def test_they_take_the_memory_of_the_largest_and_differ(monkeypatch):
+    weights = list(_check(monkeypatch)._block.parameters())
+    held = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
+    assert sum(held.values()) < 1.1 * weights[0].nbytes
+    gate, up, _ = weights
+    assert all(weight.is_contiguous() for weight in weights)
+    assert (gate == up).float().mean() < 0.01
+
+
+def test_a_right_table_passes_and_a_wrong_one_does_not(monkeypatch):
+    check = _check(monkeypatch)
+    right = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
+    check.check({name: parse_style(style) for name, style in right.items()})
+    with pytest.raises(MismatchError):
+        check.check({"gate": parse_style("colwise"), "up": parse_style("colwise")})
