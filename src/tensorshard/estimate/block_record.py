@@ -54,7 +54,8 @@ class Step(NamedTuple):
     phase: str
 
 
-class Birth(NamedTuple):
+@dataclass(frozen=True)
+class Birth:
     """A parameter's gradient is there.
 
     Args:

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -143,7 +144,7 @@ class Trial:
         backward = Backward(
             self._steps(kept),
             before(self._length),
-            [birth._replace(at=before(birth.at)) for birth in self._births],
+            [replace(birth, at=before(birth.at)) for birth in self._births],
             self._gradients,
             self._counts.minus(counts),
         )

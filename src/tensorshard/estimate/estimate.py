@@ -222,7 +222,12 @@ def estimate(
                 return first_samples(made[0], size, samples), first_samples(made[1], size, samples)
 
             counter = OperationLedger()
-            ledger, known, engine = watch_steps(build, batch, counter, compose=True)
+            try:
+                ledger, known, engine = watch_steps(build, batch, counter, compose=True)
+            except (LookupError, AttributeError, AssertionError, RuntimeError) as error:
+                logger.debug("an estimate runs all blocks, as one could not be told from another: %r", error)
+                counter = OperationLedger()
+                ledger, known, engine = watch_steps(build, batch, counter)
             operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
         ranks.append(
             summarize(

@@ -142,11 +142,12 @@ def _is_fake(storage: torch.UntypedStorage) -> bool:
 
 
 def _can_compose(plan: Plan) -> bool:
-    """Whether a plan leaves calls of blocks to this process, and their backwards in one piece."""
+    """Whether a plan leaves calls of blocks to this process, as they are, and their backwards in one piece."""
     splits = plan.pp > 1 and find_schedule(plan.pp_schedule).splits_backward
     # What is kept for backward is moved where it is kept, which is within blocks.
     moves = plan.offloaded is not None and plan.offloaded.activations is not None
-    return not (plan.compile or splits or moves)
+    # Parts of a sequence are put together, and their gradients summed, by what surrounds modules within blocks.
+    return not (plan.compile or splits or moves or plan.sequence_parallel)
 
 
 def _blocks(engine: Engine) -> list[nn.Module]:
