@@ -115,7 +115,7 @@ class Record:
         key: what was the same: the arguments' shapes, and the modes that it was called in.
         reads: the plain attributes that were read, and what they held.
         allocations: how the call's storages came to be.
-        forward: steps, of which the first `length` are before the outputs are returned.
+        forward_steps: what storages do in forward; the first `length` steps are before the outputs are returned.
         outputs: tensors, each with its place, and other values, in the order of `spec`.
         handed_on: the call's storages that others get, with their sizes in bytes.
         backwards: by the gradients that it starts from.
@@ -125,7 +125,7 @@ class Record:
     key: Hashable
     reads: dict[Read, Any]
     allocations: list[Allocation]
-    forward: list[Step]
+    forward_steps: list[Step]
     length: int
     outputs: list[Any]
     spec: TreeSpec

@@ -53,23 +53,23 @@ class Replay:
             parameters: the block's.
         """
         record = self._record
-        self._play(record.forward[: record.length])
+        self._play(record.forward_steps[: record.length])
         self._operations.add(record.counts)
         places = list({id(place): place for place in record.outputs if isinstance(place, Place)}.values())
         if self._backward is None:
-            made = [self._tensor(place, record.forward[record.length :]) for place in places]
+            made = [self._tensor(place, record.forward_steps[record.length :]) for place in places]
         else:
             token = _End.apply(self, _token(), *inputs)
             for number in reversed(range(len(self._backward.births))):
                 token = _Birth.apply(self, number, token, parameters[self._backward.births[number].parameter])
             made = list(_Begin.apply(self, token, places))
-        self._play(record.forward[record.length :])
+        self._play(record.forward_steps[record.length :])
         tensors = {id(place): tensor for place, tensor in zip(places, made, strict=True)}
         return tree_unflatten([tensors.get(id(output), output) for output in record.outputs], record.spec)
 
     def outputs(self, places: list[Place]) -> list[torch.Tensor]:
         """The tensors at `places`."""
-        return [self._tensor(place, self._record.forward[self._record.length :]) for place in places]
+        return [self._tensor(place, self._record.forward_steps[self._record.length :]) for place in places]
 
     def begin_backward(self, gradients: list[torch.Tensor | None]) -> None:
         """Takes the gradients of the outputs that require any."""

@@ -148,7 +148,7 @@ class Trial:
             self._gradients,
             self._counts.minus(counts),
         )
-        record.forward = self._steps(range(forward))
+        record.forward_steps = self._steps(range(forward))
         record.length = len(self._steps(range(length)))
         if record.usual:
             record.backwards[self._pattern] = backward
@@ -284,7 +284,7 @@ class Trial:
         places = [place for place in record.outputs if isinstance(place, Place)]
         places += [birth.gradient for birth in backward.births] + [p for p in backward.gradients if p is not None]
         sizes: dict[int, int] = {}
-        for step in (*record.forward, *backward.steps):
+        for step in (*record.forward_steps, *backward.steps):
             if step.owner is Owner.CALL and step.nbytes > 0:
                 if step.number in sizes:
                     sizes[step.number] = -1  # grows later

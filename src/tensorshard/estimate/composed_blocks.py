@@ -137,4 +137,4 @@ def _other_backward(record: Record, trial: Any, phase: str, pattern: Pattern) ->
     except Exception as error:
         logger.debug("a backward is told as if its gradients were dense: %s", error)
         return None
-    return found.backwards.get(pattern) if found.forward == record.forward else None
+    return found.backwards.get(pattern) if found.forward_steps == record.forward_steps else None
