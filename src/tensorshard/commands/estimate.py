@@ -1,13 +1,14 @@
 """``tensorshard estimate``: does a config fit the devices, and what takes the memory?"""
 
 import argparse
-import os
 import sys
 from typing import TYPE_CHECKING
 
 from tensorshard.commands.allow import add_allow
 from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.own_modules import find_own_modules
 from tensorshard.commands.words import config_and_overrides
+from tensorshard.commands.world_size import add_config_and_world_size, check_world_size
 from tensorshard.config import ConfigError, load_config
 from tensorshard.terminal import fit
 
@@ -39,8 +40,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=HelpFormat,
         allow_abbrev=False,
     )
-    parser.add_argument("words", nargs="*", metavar="CONFIG KEY=VALUE", help="as for 'tensorshard train'")
-    parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks")
+    add_config_and_world_size(parser)
     parser.add_argument("--gpu", metavar="NAME", help="the device, such as a100-80, h100 or rtx-4090")
     parser.add_argument("--memory", metavar="SIZE", help="what a device has, such as 24GiB; wins over --gpu")
     parser.add_argument(
@@ -58,11 +58,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: what was asked for cannot be done.
     """
-    if args.world_size is None or args.world_size < 1:
-        given = "was not given" if args.world_size is None else f"is {args.world_size}"
-        raise ConfigError(f"--world-size {given}; it must be the number of ranks, 1 or more, as in --world-size 8")
-    if os.getcwd() not in sys.path:  # where the user's own modules are, as for `tensorshard train`
-        sys.path.insert(0, os.getcwd())
+    world_size = check_world_size(args.world_size)
+    find_own_modules()
     from tensorshard.estimate.hardware import find_hardware
     from tensorshard.field_checks import size_in_bytes
     from tensorshard.trainer.estimated_run import EstimatedRun
@@ -71,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         find_hardware(args.gpu)
         memory = None if args.memory is None else size_in_bytes("--memory", args.memory)
-        asked = EstimatedRun(config, args.world_size, args.gpu)
+        asked = EstimatedRun(config, world_size, args.gpu)
         found = asked.estimate()
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -1,13 +1,12 @@
 """``tensorshard generate``: text from a trained language model."""
 
 import argparse
-import os
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 from tensorshard.commands.allow import add_allow
 from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.own_modules import find_own_modules
 from tensorshard.config import ConfigError
 
 _EPILOG = """\
@@ -58,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError, LaunchError: what was asked for cannot be done.
         WorkerFailedError: a process failed.
     """
-    if os.getcwd() not in sys.path:  # where the user's own modules are, as for `tensorshard train`
-        sys.path.insert(0, os.getcwd())
+    find_own_modules()
     from tensorshard.launch.launcher import World, launch
     from tensorshard.trainer.text import TextSettings, find_model, print_text
 

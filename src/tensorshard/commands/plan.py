@@ -2,11 +2,12 @@
 
 import argparse
 import os
-import sys
 
 from tensorshard.commands.allow import add_allow
 from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.own_modules import find_own_modules
 from tensorshard.commands.words import config_and_overrides
+from tensorshard.commands.world_size import add_config_and_world_size, check_world_size
 from tensorshard.config import ConfigError
 
 _EPILOG = """\
@@ -32,8 +33,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=HelpFormat,
         allow_abbrev=False,
     )
-    parser.add_argument("words", nargs="*", metavar="CONFIG KEY=VALUE", help="as for 'tensorshard train'")
-    parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks")
+    add_config_and_world_size(parser)
     parser.add_argument("--gpu", metavar="NAME", help="the device, such as a100-80, h100 (default: this machine)")
     parser.add_argument("--memory", metavar="SIZE", help="what a rank may take, such as 70GiB (default: all)")
     parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step (default: the config's)")
@@ -50,15 +50,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: what was asked for cannot be done.
     """
-    if args.world_size is None or args.world_size < 1:
-        given = "was not given" if args.world_size is None else f"is {args.world_size}"
-        raise ConfigError(f"--world-size {given}; it must be the number of ranks, 1 or more, as in --world-size 8")
+    world_size = check_world_size(args.world_size)
     for option in ("save", "html"):
         path = getattr(args, option)
         if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
             raise ConfigError(f"--{option} {path}: there is no folder {os.path.dirname(path)}")
-    if os.getcwd() not in sys.path:  # where the user's own modules are, as for `tensorshard train`
-        sys.path.insert(0, os.getcwd())
+    find_own_modules()
     from dataclasses import replace
 
     from tensorshard.planner.nothing_fits import NothingFitsError
@@ -70,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         found = plans_of_run(
             read.config,
             replace(read.request, automatic=not read.request.free),
-            args.world_size,
+            world_size,
             hardware=args.gpu,
             memory=args.memory,
             global_batch=args.global_batch,
@@ -89,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         if args.save is not None:
             found.best.plan.to_yaml(args.save)
             batch = "" if args.global_batch is None else f" train.global_batch_size={args.global_batch}"
-            print(f"\nplan  {args.save}; on {args.world_size} processes it is run by")
+            print(f"\nplan  {args.save}; on {world_size} processes it is run by")
             print(f"      tensorshard train {source} train.plan={args.save}{batch}")
     except OSError as error:
         raise ConfigError(f"it cannot be written: {error}") from error

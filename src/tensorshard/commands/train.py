@@ -9,6 +9,7 @@ from omegaconf import DictConfig, open_dict
 
 from tensorshard.commands.allow import add_allow
 from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.own_modules import find_own_modules
 from tensorshard.commands.words import config_and_overrides
 from tensorshard.config import ConfigError, to_yaml
 from tensorshard.config.config_error import MissingValueError
@@ -126,8 +127,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from tensorshard.launch.launcher import launch
 
-    if os.getcwd() not in sys.path:  # where the user's own modules are, as for `python -m`
-        sys.path.insert(0, os.getcwd())
+    find_own_modules()
     source, overrides = _config_and_overrides(args)
     world = None if _is_worker(args) else _world(args)
     world_size = int(os.environ["WORLD_SIZE"]) if world is None else world.size

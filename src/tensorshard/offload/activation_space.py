@@ -9,7 +9,7 @@ import torch
 
 from tensorshard.offload.folders import scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
-from tensorshard.offload.slots import HostSlot, Slot, Slots, SlotSpec
+from tensorshard.offload.slots import CountedSlot, HostSlot, Slot, Slots, SlotSpec
 
 _KIND = "activations"
 _GROWTH = 1 << 24  # bytes by which the file grows at least
@@ -32,21 +32,15 @@ class ActivationSlot(Slot):
         self._file.write(memory, self.start + start)
 
 
-class _CountedSlot(Slot):
-    """A slot that holds nothing, where a plan is tried on fake tensors.
+class _ActivationsPlace(CountedSlot):
+    """Where activations would be.
 
     Args:
-        on_disk: where it would be.
+        on_disk: whether that is a file.
     """
 
     def __init__(self, on_disk: bool) -> None:
         self.on_disk = on_disk
-
-    def read(self, start: int, into: torch.Tensor, memory: memoryview) -> None:
-        raise RuntimeError("a slot without memory cannot be read")
-
-    def write(self, start: int, values: torch.Tensor, memory: memoryview) -> None:
-        raise RuntimeError("a slot without memory cannot be written")
 
 
 class ActivationSpace:
@@ -103,7 +97,7 @@ class ActivationSpace:
         where = "host memory" if in_memory else "disk"
         slot: Slot
         if self._slots.fake:
-            slot = _CountedSlot(on_disk=not in_memory)
+            slot = _ActivationsPlace(on_disk=not in_memory)
         elif in_memory:
             slot = HostSlot(SlotSpec(_KIND, nbytes, torch.uint8))
         else:
@@ -122,7 +116,7 @@ class ActivationSpace:
             if not all(write.done() for write in writes):
                 self._returned.append((slot, size, writes))
                 continue
-            on_disk = isinstance(slot, ActivationSlot) or (isinstance(slot, _CountedSlot) and slot.on_disk)
+            on_disk = isinstance(slot, ActivationSlot) or (isinstance(slot, _ActivationsPlace) and slot.on_disk)
             where = "disk" if on_disk else "host memory"
             self._lent[where] -= size
             self._moved[where] += slot.moved

@@ -95,6 +95,7 @@ def update(
     *,
     factor: float | None,
     copy: torch.Tensor | None,
+    kernels: Mapping[tuple[bool, bool], Update] | None = None,
 ) -> int:
     """One update, in place, of as many elements from the first on as are whole vectors; returns how many these are.
 
@@ -104,22 +105,10 @@ def update(
         step: the count of steps, this one included.
         factor: what gradients are multiplied by, as a number of fp32; None for nothing.
         copy: takes the weights in bf16; None for nothing.
+        kernels: that are to be compared with torch's; None for those that were.
     """
-    kernels = _kernels()
+    kernels = kernels or _kernels()
     assert kernels is not None
-    return _run(kernels, options, weights, gradient, states, step, factor, copy)
-
-
-def _run(
-    kernels: Mapping[tuple[bool, bool], Update],
-    options: Mapping[str, Any],
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    states: tuple[torch.Tensor, torch.Tensor],
-    step: int,
-    factor: float | None,
-    copy: torch.Tensor | None,
-) -> int:
     count = weights.numel() // _VECTOR * _VECTOR
     lr, (beta1, beta2) = options["lr"], options["betas"]
     numbers = _Numbers(
@@ -202,7 +191,8 @@ def _are_torchs(kernels: Mapping[tuple[bool, bool], Update]) -> bool:
         for step in range(1, 5):
             gradient = torch.randn(size, generator=generator) * 10.0 ** (1 - step)
             factor = 0.37 if scaled else None
-            _run(kernels, options, weights, gradient, states, step, factor, copy if copied else None)
+            taken = copy if copied else None
+            update(options, weights, gradient, states, step, factor=factor, copy=taken, kernels=kernels)
             theirs = gradient if factor is None else gradient * factor
             fused_adam_(expected, theirs, their_states, torch.tensor(float(step)), options)
         pairs = [(weights, expected), *zip(states, their_states, strict=True)]

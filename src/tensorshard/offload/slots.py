@@ -83,17 +83,21 @@ class HostSlot(Slot):
         self.tensor[start : start + values.numel()].copy_(values)
 
 
-class FakeSlot(Slot):
-    """A tensor without memory, where a plan is tried on fake tensors."""
-
-    def __init__(self, spec: SlotSpec) -> None:
-        self.tensor = torch.zeros(spec.numel, dtype=spec.dtype)
+class CountedSlot(Slot):
+    """A slot without memory, where a plan is tried on fake tensors: what would be moved is counted."""
 
     def read(self, start: int, into: torch.Tensor, memory: memoryview) -> None:
         raise RuntimeError("a slot without memory cannot be read")
 
     def write(self, start: int, values: torch.Tensor, memory: memoryview) -> None:
         raise RuntimeError("a slot without memory cannot be written")
+
+
+class FakeSlot(CountedSlot):
+    """One whose tensor is fake."""
+
+    def __init__(self, spec: SlotSpec) -> None:
+        self.tensor = torch.zeros(spec.numel, dtype=spec.dtype)
 
 
 class DiskSlot(Slot):
