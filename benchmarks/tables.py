@@ -94,11 +94,12 @@ def _is_compared(row: Row, quantity: Quantity) -> bool:
 
 
 def _cells(row: Row, columns: Sequence[tuple[Quantity, bool]], compared: Container[str]) -> list[str]:
-    cells = []
+    cells: list[str] = []
     for quantity, absolute in columns:
         value = row.values.get(quantity.key)
         if absolute:
-            cells.append(format_value(value.median, quantity.unit) if value else row.note)
+            note = "" if row.note in cells else row.note  # once is enough
+            cells.append(format_value(value.median, quantity.unit) if value else note)
         if quantity.key in compared or not absolute:
             cells.append("" if value is None or value.ratio is None else f"{value.ratio:.2f}")
     return cells

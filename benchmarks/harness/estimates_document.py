@@ -79,7 +79,7 @@ def print_times(console: Console, timed: Sequence[Timed]) -> None:
     for one in timed:
         table.add_row(one.name, f"{one.predicted:.3f}", f"{one.measured:.3f}", f"{one.predicted / one.measured:.2f}")
     console.print(table)
-    console.print(f"rank correlation {rank_correlation(timed):.2f}")
+    console.print(f"rank correlation {_correlation(timed):.2f}")
 
 
 def write_estimates(console: Console, outcomes: list[Outcome], resident: list[Outcome], timed: list[Timed]) -> None:
@@ -133,7 +133,7 @@ def markdown(results: EstimateResults) -> str:
         times = [
             "",
             f"Step times of {len(results.timed)} plans of one GPT at one global batch, on 1 to 4 ranks, with the rates "
-            f"that were measured right before: rank correlation {rank_correlation(results.timed):.2f}; predicted over "
+            f"that were measured right before: rank correlation {_correlation(results.timed):.2f}; predicted over "
             f"measured {ratios[0]:.2f} to {ratios[-1]:.2f}, median {median(ratios):.2f} (busy CPU seconds, all ranks).",
         ]
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
@@ -141,6 +141,10 @@ def markdown(results: EstimateResults) -> str:
     return "\n".join(
         [*lines, *times, "", f"{hardware_name('cpu')}, {results.date}; {versions}.", *([""] if failed else []), *failed]
     )
+
+
+def _correlation(timed: Sequence[Timed]) -> float:
+    return rank_correlation([one.predicted for one in timed], [one.measured for one in timed])
 
 
 def _percent(found: Mapping[str, float]) -> str:

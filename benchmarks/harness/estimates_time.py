@@ -9,7 +9,7 @@ import torch
 import tensorshard as ts
 from benchmarks.harness.jobs import run_job
 from benchmarks.workload import OPTIMIZER, Workload, loss_fn
-from tensorshard.estimate.hardware import THIS_MACHINE, Hardware, Rates, rates_from_json
+from tensorshard.estimate.hardware import THIS_MACHINE, Hardware, rates_from_json
 
 SEQUENCES = 8  # of the global batch
 MODEL = Workload("4M", num_layers=4, num_heads=4, width=256, vocab_size=2048, context_length=128, batch_size=SEQUENCES)
@@ -54,11 +54,17 @@ class Timed:
 
 def measure_plans(steps: int = 5) -> list[Timed]:
     """All of :data:`PLANS`, with the rates that two ranks measure right before."""
-    rates = rates_from_json(_run(TimeJob(MODEL), 2)[0]["rates"])
-    return [_measure(world, fields, rates, steps) for world, fields in PLANS]
+    hardware = measured_hardware()
+    return [_measure(world, fields, hardware, steps) for world, fields in PLANS]
 
 
-def _measure(world: int, fields: dict[str, Any], rates: Rates, steps: int) -> Timed:
+def measured_hardware() -> Hardware:
+    """This machine, as two ranks measure it at once."""
+    found = _run(TimeJob(MODEL), 2)[0]
+    return Hardware(THIS_MACHINE, found["memory"], found["context"], rates_from_json(found["rates"]))
+
+
+def _measure(world: int, fields: dict[str, Any], hardware: Hardware, steps: int) -> Timed:
     words = " ".join(f"{name}={value}" for name, value in fields.items())
     plan = ts.Plan(**fields)
     own = of_a_data_rank(MODEL, plan, world)
@@ -72,7 +78,7 @@ def _measure(world: int, fields: dict[str, Any], rates: Rates, steps: int) -> Ti
         targets=targets,
         optimizer=OPTIMIZER,
         loss_fn=loss_fn,
-        hardware=Hardware(THIS_MACHINE, 1 << 40, 0, rates),
+        hardware=hardware,
         device="cpu",
     )
     assert estimate.step_time is not None
@@ -90,10 +96,7 @@ def _run(job: TimeJob, world: int) -> list[dict[str, Any]]:
     return run_job(module, job, world, environment=_ENVIRONMENT, timeout=_TIMEOUT)
 
 
-def rank_correlation(timed: Sequence[Timed]) -> float:
+def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Spearman's, of what was predicted and what was measured."""
-    places = [
-        torch.tensor(times).argsort().argsort().double()
-        for times in ([one.predicted for one in timed], [one.measured for one in timed])
-    ]
+    places = [torch.tensor(times).argsort().argsort().double() for times in (predicted, measured)]
     return torch.corrcoef(torch.stack(places))[0, 1].item()

@@ -141,11 +141,13 @@ class HandLlama(nn.Module):
 
 
 class RecurrentLM(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], *, both: bool = False) -> None:
+    def __init__(
+        self, kind: type[nn.RNNBase], *, both: bool = False, width: int = WIDTH, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.rnn = kind(WIDTH, WIDTH, num_layers=2, batch_first=True, bidirectional=both)
-        self.head = nn.Linear(WIDTH * (2 if both else 1), VOCABULARY)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.rnn = kind(width, width, num_layers=2, batch_first=True, bidirectional=both)
+        self.head = nn.Linear(width * (2 if both else 1), vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.rnn(self.embed(tokens))[0])

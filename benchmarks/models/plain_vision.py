@@ -50,13 +50,14 @@ class ResNet(nn.Module):
 class UNet(nn.Module):
     """Down and up with skips that are concatenated, group norms, transposed convolutions."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        sizes = [3, 8, 16, 32]
+        sizes = [3, width, 2 * width, 4 * width]
+        upwards = [(2 * width, 4 * width), (width, 2 * width)]
         self.down = nn.ModuleList(self._double(a, b) for a, b in pairwise(sizes))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in ((16, 32), (8, 16)))
-        self.merge = nn.ModuleList(self._double(2 * a, a) for a in (16, 8))
-        self.out = nn.Conv2d(8, 3, 1)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in upwards)
+        self.merge = nn.ModuleList(self._double(2 * a, a) for a, _ in upwards)
+        self.out = nn.Conv2d(width, 3, 1)
 
     @staticmethod
     def _double(inputs: int, outputs: int) -> nn.Sequential:

@@ -41,11 +41,17 @@ QUANTITIES = (
 
 PLANS: dict[str, Mapping[str, Any] | None] = {
     "tensorshard, all in memory": None,
-    "tensorshard, optimizer on disk": {"optimizer": "disk"},
-    "tensorshard, and gradients": {"optimizer": "disk", "gradients": "disk"},
-    "tensorshard, and updates behind steps": {"optimizer": "disk", "gradients": "disk", "overlap": True},
-    "tensorshard, and activations": {"optimizer": "disk", "gradients": "disk", "activations": "disk"},
-    "tensorshard, and parameters": {"optimizer": "disk", "gradients": "disk", "parameters": "disk"},
+    "tensorshard, states on disk": {"optimizer": "disk"},
+    "tensorshard, states, gradients": {"optimizer": "disk", "gradients": "disk"},
+    "tensorshard, states, gradients, updates behind": {"optimizer": "disk", "gradients": "disk", "overlap": True},
+    "tensorshard, states, gradients, activations": {"optimizer": "disk", "gradients": "disk", "activations": "disk"},
+    "tensorshard, states, gradients, parameters": {"optimizer": "disk", "gradients": "disk", "parameters": "disk"},
+    "tensorshard, states, gradients, parameters, updates behind": {
+        "optimizer": "disk",
+        "gradients": "disk",
+        "parameters": "disk",
+        "overlap": True,
+    },
 }
 """What is offloaded, for each of our rows."""
 

@@ -5,6 +5,7 @@ from the results of the benchmarks.
 """
 
 import json
+import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
 .memory { fill: #59636e }
 .gathered { fill: #7cb8ff }
 .temporaries { fill: #cf222e }
+.chosen { fill: #bc4c00 }
 .limit { fill: none; stroke: #d1242f; stroke-width: 1.5; stroke-dasharray: 5 4 }
 .rank { fill: #ffffff; stroke: #59636e; stroke-width: 1.5 }
 .tp { fill: none; stroke: #0969da; stroke-width: 3 }
@@ -44,6 +46,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
   .memory { fill: #9198a1 }
   .gathered { fill: #a5d0ff }
   .temporaries { fill: #f47067 }
+  .chosen { fill: #f0883e }
   .limit { stroke: #f85149 }
   .rank { fill: #0d1117; stroke: #9198a1 }
   .tp { stroke: #4493f8 }
@@ -291,7 +294,7 @@ def draw_offload(group: dict[str, Any]) -> str:
     on_disk = group["settings"]["on_disk"]
     held = {row["contender"]: row["values"]["peak_bytes"]["median"] for row in rows if row["values"]}
     longest = max([limit, *(held[name] + sum(on_disk[name].values()) for name in held)])
-    left, top, tall = 300, 88, _BAR + 16
+    left, top, tall = 390, 88, _BAR + 16
     shapes = [_text(20, 30, group["title"], "strong")]
     shown = dict.fromkeys(kind for name in held for kind in on_disk[name])
     x = 20
@@ -335,9 +338,92 @@ def offload_group() -> dict[str, Any] | None:
     return None
 
 
+# -- plans: predicted against measured, and memory against time --
+
+_PANEL = 330  # pixels: of a panel's side
+_MARKS = ("parameters", "gradients", "states", "activations", "gathered", "temporaries", "memory", "chosen")
+
+
+def draw_planner(models: dict[str, Any]) -> str:
+    """Every plan that was run as a point: predicted against measured time, and memory against time of one model.
+
+    Args:
+        models: as the results of the planner's benchmark have them, by name.
+    """
+    runs = {name: [run for run in one["runs"] if not run["refused"]] for name, one in models.items()}
+    first = next(iter(runs))
+    left, top, apart = 70, 62, _PANEL + 90
+    second = left + apart
+    times = [run[key] for own in runs.values() for run in own for key in ("busy", "predicted_busy")]
+    low, high = min(times) / 1.2, max(times) * 1.2
+
+    def along(seconds: float) -> float:
+        return math.log(seconds / low) / math.log(high / low) * _PANEL
+
+    shapes = [
+        _text(left, 32, "processor time of a step, all ranks together", "strong"),
+        _rectangle(left, top, _PANEL, _PANEL, "room"),
+        f'<path d="M{left} {top + _PANEL}L{left + _PANEL} {top}" class="limit"/>',
+    ]
+    for tick in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0):
+        if low < tick < high:
+            shapes.append(_text(left + along(tick), top + _PANEL + 18, f"{tick:g} s", "small middle"))
+            shapes.append(_text(left - 40, top + _PANEL - along(tick) + 4, f"{tick:g} s", "small"))
+    shapes.append(_text(left + _PANEL / 2, top + _PANEL + 38, "measured", "small middle"))
+    shapes.append(_text(left + 8, top + 18, "predicted", "small"))
+    for mark, own in zip(_MARKS, runs.values(), strict=False):
+        for run in own:
+            y = top + _PANEL - along(run["predicted_busy"])
+            shapes.append(_point(left + along(run["busy"]), y, mark, chosen=run["chosen"]))
+    for number, name in enumerate(runs):
+        x, y = left + number % 4 * 100, top + _PANEL + 66 + number // 4 * 22
+        shapes += [_point(x, y - 4, _MARKS[number], chosen=False), _text(x + 10, y, name, "small")]
+
+    own = runs[first]
+    longest, fullest = max(run["busy"] for run in own) * 1.08, max(run["memory"] for run in own) * 1.12
+
+    def at(run: dict[str, Any]) -> tuple[float, float]:
+        return second + run["busy"] / longest * _PANEL, top + _PANEL * (1 - run["memory"] / fullest)
+
+    shapes += [
+        _text(second, 32, f"{first}: memory of the fullest rank against time", "strong"),
+        _rectangle(second, top, _PANEL, _PANEL, "room"),
+        _text(second + _PANEL / 2, top + _PANEL + 38, f"measured, up to {longest:.2g} s", "small middle"),
+        _text(second + 8, top + 18, f"memory, up to {fullest / 2**20:.0f} MiB", "small"),
+    ]
+    best = [a for a in own if not any(b["busy"] < a["busy"] and b["memory"] < a["memory"] for b in own)]
+    steps = sorted((at(run) for run in best), key=lambda place: place[0])
+    line = f"M{steps[0][0]:.1f} {steps[0][1]:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in steps[1:])
+    shapes.append(f'<path d="{line}" class="dp"/>')
+    shapes += [_point(*at(run), _MARKS[0], chosen=run["chosen"]) for run in own]
+    shapes.append(
+        _text(second, top + _PANEL + 66, "The line: no plan takes less of both. Rings: the search's choice.", "small")
+    )
+    description = (
+        f"Left: {sum(map(len, runs.values()))} plans of {len(runs)} models, the measured time of each against the "
+        f"predicted one, near the diagonal. Right: the plans of {first} by time and memory, with the frontier."
+    )
+    title = "Plans on four CPU ranks: predicted against measured, and memory against time"
+    return _svg(second + _PANEL + 40, top + _PANEL + 110, title, description, shapes)
+
+
+def _point(x: float, y: float, kind: str, *, chosen: bool) -> str:
+    dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="{kind}"/>'
+    return dot + (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" class="pp"/>' if chosen else "")
+
+
+def planner_models() -> dict[str, Any]:
+    """What the planner's benchmark found of real runs; nothing before there is any."""
+    for path in sorted((_RESULTS / "planner").glob("cpu-*.json")):
+        return json.loads(path.read_text())["models"]
+    return {}
+
+
 PICTURES = {"zero.svg": draw_zero, "mesh.svg": draw_mesh, "memory.svg": draw_memory}
 if (_group := offload_group()) is not None:
     PICTURES["offload.svg"] = partial(draw_offload, _group)
+if _models := planner_models():
+    PICTURES["planner.svg"] = partial(draw_planner, _models)
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

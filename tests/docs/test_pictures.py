@@ -45,7 +45,9 @@ def test_what_is_in_memory_and_on_disk():
     assert "6.0 of 24.0 GB" in drawn and ">killed<" in drawn and "limit: 8 GB" in drawn
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/sharding.md", "docs/pipelines.md", "docs/estimate.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/sharding.md", "docs/pipelines.md", "docs/estimate.md", "docs/offload.md"]
+)
 def test_pictures_that_are_shown_exist_and_have_words(page):
     shown = re.findall(r"!\[(.*?)\]\((.*?)\)", (_ROOT / page).read_text(encoding="utf-8"))
     assert shown

@@ -72,3 +72,15 @@ def test_the_command_says_what_would_fit(ranks: Any, tmp_path: Path) -> None:
     assert "page       page.html" in said and "</html>" in (tmp_path / "page.html").read_text()
     assert "\n  zero=1                    1.00 MiB  no more traffic\n" in said
     assert all(len(line) <= 80 for line in said.splitlines())
+
+
+def test_the_command_takes_the_plan_of_a_file(ranks: Any, tmp_path: Path) -> None:
+    ts.Plan(zero=3, recompute="full").to_yaml(tmp_path / "plan.yaml")
+    tiny = "quickstart model.num_layers=1 model.width=16"
+    code, said = ranks(1, _command, f"{tiny} train.plan=plan.yaml --world-size 2 --memory 1GiB", tmp_path)[0]
+    assert code == 0 and "zero=3" in said and "recompute=full" in said.replace("'", "")
+
+
+def test_the_command_says_who_searches_for_a_plan(capsys: Any) -> None:
+    assert cli.main(["estimate", "quickstart", "train.plan=auto", "--world-size", "2"]) == 2
+    assert "'tensorshard plan' searches" in capsys.readouterr().err

@@ -226,7 +226,7 @@ def test_hardware_is_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORSHARD_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match="run 'tensorshard check'"):
         find_hardware(THIS_MACHINE)
-    save_measured(1 << 30, RATES, "a test")
+    save_measured(1 << 30, 0, RATES, "a test")
     found = find_hardware(THIS_MACHINE)
     assert found.rates == RATES and found.is_measured and found.context == 0
     (tmp_path / f"{THIS_MACHINE}.json").write_text("{}")

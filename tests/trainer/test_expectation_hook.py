@@ -34,7 +34,7 @@ def _after_ten_steps(hardware: Hardware | None, estimated: int) -> list[str]:
 
 def test_ratios_of_this_machine_are_kept_and_others_are_said_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORSHARD_CACHE", str(tmp_path))
-    save_measured(1 << 34, RATES, "a test")
+    save_measured(1 << 34, 0, RATES, "a test")
     (line,) = _after_ten_steps(Hardware("h100", 1 << 34, rates=RATES), 500 << 20)
     assert "estimated to take 0.2 s, and takes 0.3 s" in line and "500 MiB of live tensors, and is 600 MiB" in line
     before = find_hardware(THIS_MACHINE)

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     print(describe(rates, time.monotonic() - begin))
     for note in found["notes"]:
         print(note)
-    kept = save_measured(found["memory"], rates, "measured by 'tensorshard check'")
+    kept = save_measured(found["memory"], found["context"], rates, "measured by 'tensorshard check'")
     if kept is None:
         print("the rates are not kept, as there is no cache folder (TENSORSHARD_CACHE)")
     else:

@@ -9,7 +9,7 @@ from tensorshard.commands.help_format import HelpFormat
 from tensorshard.commands.own_modules import find_own_modules
 from tensorshard.commands.words import config_and_overrides
 from tensorshard.commands.world_size import add_config_and_world_size, check_world_size
-from tensorshard.config import ConfigError, load_config
+from tensorshard.config import ConfigError
 from tensorshard.terminal import fit
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ examples:
       the shipped config on eight ranks
   tensorshard estimate my_config.py train.plan.zero=3 train.plan.tp=8 --world-size 64 --gpu a100-80
       a plan for hardware that is not here
+  tensorshard estimate my_config.py train.plan=plan.yaml --world-size 64 --gpu a100-80
+      the plan of a file, such as 'tensorshard plan --save' writes
   tensorshard estimate my_config.py --world-size 4 --memory 24GiB
       exit status 1 where it does not fit
 """
@@ -63,12 +65,19 @@ def run(args: argparse.Namespace) -> int:
     from tensorshard.estimate.hardware import find_hardware
     from tensorshard.field_checks import size_in_bytes
     from tensorshard.trainer.estimated_run import EstimatedRun
+    from tensorshard.trainer.planned_run import read_config
 
-    config = load_config(*config_and_overrides(args.words), allow=args.allow)
+    source, overrides = config_and_overrides(args.words)
+    read = read_config(source, overrides, allow=args.allow)
+    if read.request.searches:
+        raise ConfigError(
+            "'auto' leaves the plan to a search, and an estimate is of one plan; 'tensorshard plan' searches, and "
+            "estimates what it finds"
+        )
     try:
         find_hardware(args.gpu)
         memory = None if args.memory is None else size_in_bytes("--memory", args.memory)
-        asked = EstimatedRun(config, world_size, args.gpu)
+        asked = EstimatedRun(read.config, world_size, args.gpu)
         found = asked.estimate()
     except ValueError as error:
         raise ConfigError(str(error)) from error

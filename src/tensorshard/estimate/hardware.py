@@ -74,8 +74,8 @@ class Hardware:
     Args:
         name: of it.
         memory: bytes that it has, as its driver says.
-        context: bytes that a process takes before its first tensor: the context, libraries and communicators. Assumed,
-            not measured.
+        context: bytes that a process takes before its first tensor: the context, libraries and communicators. Assumed
+            for a GPU; of this machine's CPU, measured.
         rates: how fast it is; None if nobody knows.
         source: where the numbers come from.
         time_ratio, memory_ratio: measured against estimated in the last run on it, which searches for plans use.
@@ -129,13 +129,13 @@ def measured_profile() -> Path | None:
     return None if folder is None else folder / f"{THIS_MACHINE}.json"
 
 
-def save_measured(memory: int, rates: Rates, source: str) -> Path | None:
+def save_measured(memory: int, context: int, rates: Rates, source: str) -> Path | None:
     """Writes the profile of this machine, in one go; returns its file, None if there is no cache folder."""
     path = measured_profile()
     if path is None:
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, {"name": THIS_MACHINE, "memory": memory, "context": 0, "rates": asdict(rates), "source": source})
+    _write(path, {"name": THIS_MACHINE, "memory": memory, "context": context, "rates": asdict(rates), "source": source})
     return path
 
 

@@ -9,6 +9,7 @@ from tensorshard.estimate.hardware import THIS_MACHINE, Hardware, Link, Rates, f
 ASSUMED_CPU = "assumed-cpu"
 """The name of the hardware that stands for a machine which was not measured."""
 
+_ASSUMED_PROCESS = 300 << 20  # bytes of Python, torch and a world's connections, before the first tensor
 # One core of a server: a guess, for the order of plans rather than for seconds.
 _ASSUMED = Rates(
     {"float32": 5e10, "bfloat16": 5e10},
@@ -40,7 +41,8 @@ def hardware_here() -> Hardware:
         return measured
     if not has_gpus:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return Hardware(ASSUMED_CPU, memory, 0, _ASSUMED, "Assumed; 'tensorshard check' measures this machine.")
+        source = "Assumed; 'tensorshard check' measures this machine."
+        return Hardware(ASSUMED_CPU, memory, _ASSUMED_PROCESS, _ASSUMED, source)
     called = torch.cuda.get_device_name().lower().replace(" ", "-")
     memory = torch.cuda.get_device_properties(0).total_memory
     profiles = [profile for name in known_hardware() if (profile := find_hardware(name)) is not None]

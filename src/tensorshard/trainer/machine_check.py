@@ -1,5 +1,6 @@
 """``tensorshard check`` on each rank: a step that must be right, and how fast the machine is."""
 
+import gc
 import json
 import os
 from dataclasses import asdict
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import default_device, join_world
-from tensorshard.estimate.hardware import Link, Rates
+from tensorshard.estimate.hardware import Hardware, Link, Rates
 from tensorshard.estimate.machine_rates import (
     disk_rate,
     host_rate,
@@ -19,6 +20,7 @@ from tensorshard.estimate.machine_rates import (
     memory_rate,
     operator_overhead,
 )
+from tensorshard.trainer.memory import own_bytes
 from tensorshard.trainer.self_test import run as run_plans
 
 PLANS = ("ZeRO 3", "tp 2")
@@ -37,9 +39,10 @@ def run(results: str) -> None:
     join_world(device)
     size = dist.get_world_size()
     run_plans(PLANS)
+    context = process_bytes(device)
     rates, notes = measure_rates(device, size)
     if dist.get_rank() == 0:
-        found = {"memory": _memory(device), "rates": asdict(rates), "notes": notes}
+        found = {"memory": memory_of(device), "context": context, "rates": asdict(rates), "notes": notes}
         Path(results).write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -78,7 +81,19 @@ def measure_rates(device: torch.device, size: int) -> tuple[Rates, list[str]]:
     return rates, notes
 
 
-def _memory(device: torch.device) -> int:
+def process_bytes(device: torch.device) -> int:
+    """Bytes that this process holds beside a model: on a CPU, its own memory now; on a GPU, as much as is assumed.
+
+    Called when a few small models were trained and are gone, so that libraries have what they hold.
+    """
+    if device.type == "cuda":
+        return Hardware.context
+    gc.collect()
+    return own_bytes()
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes that a device has; of a CPU, those of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -47,13 +47,18 @@ def held_now(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS") or 0
 
 
+def own_bytes() -> int:
+    """Bytes of memory that this process holds for itself, without the files of libraries; 0 where nothing says so."""
+    return _status("RssAnon") or _status("VmRSS") or 0
+
+
 def _status(name: str) -> int | None:
     try:
         status = _STATUS.read_text()
     except OSError:
         return None
-    line = next(line for line in status.splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
+    line = next((line for line in status.splitlines() if line.startswith(f"{name}:")), None)
+    return None if line is None else int(line.split()[1]) * 1024
 
 
 def _ru_maxrss_unit() -> int:

@@ -1,0 +1,177 @@
+"""What the planner's benchmark found: on the terminal, in a results file, and in docs/planning.md."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.hardware import hardware_name, installed_versions
+from benchmarks.harness.planner_memory import MODEL, MemoryRun
+from benchmarks.harness.planner_memory import WORLD as MEMORY_WORLD
+from benchmarks.harness.planner_runs import WORLD, ModelRuns, PlanRun
+from benchmarks.harness.planner_scale import ScaleFinding
+from benchmarks.harness.results import RESULTS
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "planning.md"
+FILE = RESULTS / "planner" / f"{hardware_name('cpu')}.json"
+_BLOCK = re.compile(r"(<!-- (planner-\w+) -->\n).*?(<!-- /planner-\w+ -->)", re.DOTALL)
+
+
+@dataclass
+class PlannerResults:
+    """What runs of the benchmark found, each model when it last ran; by its name."""
+
+    models: dict[str, ModelRuns]
+    scales: dict[str, ScaleFinding]
+    memory: dict[str, MemoryRun]
+
+    @classmethod
+    def load(cls, path: Path = FILE) -> "PlannerResults":
+        """What the file has; nothing if it is not there."""
+        if not path.exists():
+            return cls({}, {}, {})
+        content = json.loads(path.read_text())
+        models = {
+            name: ModelRuns(**{**one, "runs": [PlanRun(**run) for run in one["runs"]]})
+            for name, one in content["models"].items()
+        }
+        scales = {name: ScaleFinding(**one) for name, one in content["scales"].items()}
+        return cls(models, scales, {size: MemoryRun(**one) for size, one in content["memory"].items()})
+
+
+def write_planner(console: Console, results: PlannerResults) -> None:
+    """Writes the results, and the blocks of the page."""
+    FILE.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "date": date.today().isoformat(),
+        "versions": installed_versions(["torch", "tensorshard"]),
+        "models": {name: asdict(one) for name, one in results.models.items()},
+        "scales": {name: asdict(one) for name, one in results.scales.items()},
+        "memory": {size: asdict(one) for size, one in results.memory.items()},
+    }
+    FILE.write_text(json.dumps(content, indent=1) + "\n")
+    text = {
+        "planner-runs": markdown_runs(results),
+        "planner-memory": markdown_memory(results),
+        "planner-scale": markdown_scale(results),
+    }
+    PAGE.write_text(_BLOCK.sub(lambda match: f"{match[1]}{text[match[2]]}\n{match[3]}", PAGE.read_text()))
+    console.print(f"Written to {FILE} and {PAGE}")
+
+
+def print_runs(console: Console, found: ModelRuns) -> None:
+    """A row for each plan, the fastest first, and how good the choice is."""
+    table = Table(title=f"{found.model}, {WORLD} ranks", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("plan", overflow="fold")
+    for head in ("busy", "predicted", "wall", "predicted", "memory"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for run in sorted(found.runs, key=lambda run: run.busy or float("inf")):
+        if run.refused:
+            table.add_row(run.name, "refused", run.refused)
+            continue
+        seconds = [f"{value * 1e3:.0f} ms" for value in (run.busy, run.predicted_busy, run.wall, run.predicted)]
+        table.add_row(f"{run.name}{'  <- chosen' * run.chosen}", *seconds, f"{run.memory / 2**20:.0f} MiB")
+    console.print(table)
+    console.print(
+        f"rank correlation {found.correlation:.2f}; the choice takes {found.regret(wall=False):+.1%} busy seconds and "
+        f"{found.regret(wall=True):+.1%} wall time beside the best; searched for {found.search_seconds:.0f} s, "
+        f"{found.estimated} estimates"
+    )
+
+
+def print_findings(console: Console, findings: Sequence[ScaleFinding]) -> None:
+    """A block of lines for each."""
+    for found in findings:
+        console.print(f"[bold]{found.name}[/], {found.machines}: {found.plan}", highlight=False)
+        console.print(f"  {_times(found.seconds, found.memory)}; {_search_words(found)}", highlight=False)
+        if found.published is not None:
+            words = f"  {found.source}: {found.published_plan}: {_times(*found.published)} ({found.why})"
+            console.print(words, highlight=False)
+
+
+def markdown_runs(results: PlannerResults) -> str:
+    """A row for each model, and the median and the worst below."""
+    lines = [
+        "| model | plans run | rank correlation | the choice | regret, CPU time | regret, wall time | search |",
+        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for name, one in results.models.items():
+        lines.append(
+            f"| {name} | {len(one.valid)} | {one.correlation:.2f} | `{one.chosen.name}` | {one.regret(wall=False):.1%} "
+            f"| {one.regret(wall=True):.1%} | {one.search_seconds:.0f} s |"
+        )
+    if results.models:
+        for words, choose in (("median", median), ("worst", max)):
+            regrets = [choose([one.regret(wall=wall) for one in results.models.values()]) for wall in (False, True)]
+            correlations = [one.correlation for one in results.models.values()]
+            correlation = median(correlations) if words == "median" else min(correlations)
+            lines.append(f"| **{words}** | | {correlation:.2f} | | {regrets[0]:.1%} | {regrets[1]:.1%} | |")
+    return "\n".join([*lines, "", f"{hardware_name('cpu')}, {date.today().isoformat()}."])
+
+
+def print_memory(console: Console, runs: Sequence[MemoryRun]) -> None:
+    """A line for each."""
+    for run in runs:
+        console.print(f"{run.given >> 20} MiB a rank: {_memory_words(run)}", highlight=False)
+
+
+def markdown_memory(results: PlannerResults) -> str:
+    """A row for each size."""
+    lines = [
+        f"| given (a GPT of {MODEL.name} parameters, {MEMORY_WORLD} ranks) | plan | estimated, a rank | measured |",
+        "| ---: | --- | ---: | ---: |",
+    ]
+    for run in results.memory.values():
+        if not run.plan:
+            lines.append(f"| {run.given >> 20} MiB | {run.failure} | | |")
+            continue
+        sizes = f"{run.estimated >> 20} MiB | {run.peak // MEMORY_WORLD >> 20} MiB"
+        lines.append(f"| {run.given >> 20} MiB | `{run.plan}`{' **killed**' * run.killed} | {sizes} |")
+    return "\n".join(lines)
+
+
+def _memory_words(run: MemoryRun) -> str:
+    if not run.plan:
+        return run.failure
+    ended = "killed" if run.killed else f"failed: {run.failure}" if run.failure else "ran"
+    group = "" if run.limited else " (without a limit: no cgroup could be made)"
+    estimated, peak = (f"{size >> 20} MiB" for size in (run.estimated, run.peak // MEMORY_WORLD))
+    return f"{run.plan}: {ended}{group}; {estimated} a rank estimated, {peak} measured"
+
+
+def markdown_scale(results: PlannerResults) -> str:
+    """A row for each large model, and one for the published plan below it."""
+    lines = [
+        "| model | machines | plan | a step | a rank | search |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
+    ]
+    for found in results.scales.values():
+        lines.append(
+            f"| {found.name} | {found.machines} | `{found.plan}` | {found.seconds:.2f} s | {found.memory / 2**30:.1f} "
+            f"GiB | {found.took:.0f} s, {found.resident / 2**30:.1f} GiB |"
+        )
+        if found.published is not None:
+            seconds, memory = found.published
+            lines.append(
+                f"| | {found.source} | `{found.published_plan}`: {found.why} | {seconds:.2f} s | {memory / 2**30:.1f} "
+                f"GiB | |"
+            )
+    return "\n".join(lines)
+
+
+def _times(seconds: float, memory: int) -> str:
+    return f"{seconds:.2f} s a step, {memory / 2**30:.1f} GiB a rank"
+
+
+def _search_words(found: ScaleFinding) -> str:
+    return (
+        f"{found.considered} plans considered, {found.estimated} estimated in {found.took:.0f} s, "
+        f"{found.resident / 2**30:.1f} GiB resident"
+    )

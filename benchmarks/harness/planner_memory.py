@@ -1,0 +1,87 @@
+"""Plans that were found for so much memory, run in a memory cgroup of that size: none may be ended by it."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import tensorshard as ts
+from benchmarks.harness.jobs import run_job
+from benchmarks.harness.memory_group import limited_memory
+from benchmarks.harness.ranks import RankError
+from benchmarks.workload import OPTIMIZER, Workload, loss_fn
+from tensorshard.estimate.hardware import Hardware
+from tensorshard.planner.wording import plan_words
+
+WORLD = 2
+MODEL = Workload("57M", num_layers=8, num_heads=12, width=768, vocab_size=512, context_length=128, batch_size=8)
+SIZES = (3000, 2000, 1500, 1200, 1000, 800)
+"""MiB of a rank."""
+
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+_TIMEOUT = 900.0
+
+
+@dataclass(frozen=True)
+class MemoryJob:
+    """Steps of a model under a plan, whose fields are given; `samples` are a data rank's."""
+
+    work: Workload
+    fields: dict[str, Any]
+    samples: int
+    steps: int = 3
+
+
+@dataclass(frozen=True)
+class MemoryRun:
+    """What came of one size.
+
+    Args:
+        given: bytes of a rank. plan: that was chosen, in words; "" where nothing fits.
+        estimated: bytes of the fullest rank. peak: of all ranks together, page cache included.
+        killed: whether the cgroup's limit ended a rank. limited: whether there was one.
+        failure: of the search or of a rank, in a line.
+    """
+
+    given: int
+    plan: str = ""
+    estimated: int = 0
+    peak: int = 0
+    killed: bool = False
+    limited: bool = False
+    failure: str = ""
+
+
+def run_size(mebibytes: int, hardware: Hardware) -> MemoryRun:
+    """Finds the best plan for so much memory a rank, and runs it in a cgroup of that size for each rank."""
+    given = mebibytes << 20
+    inputs, targets = MODEL.batch(0, 0)
+    try:
+        found = ts.find_plans(
+            partial(MODEL.model),
+            world_size=WORLD,
+            inputs=inputs,
+            targets=targets,
+            optimizer=OPTIMIZER,
+            loss_fn=loss_fn,
+            hardware=hardware,
+            memory=given,
+            global_batch=MODEL.batch_size,
+            top=1,
+        )
+    except ValueError as error:
+        return MemoryRun(given, failure=str(error).split(" (")[0])
+    best = found.best
+    job = MemoryJob(MODEL, best.plan.to_dict(), MODEL.batch_size // best.plan.dp_size)
+    failure = ""
+    with limited_memory(given * WORLD) as (variables, use):
+        try:
+            run_job(
+                "benchmarks.harness.planner_memory_rank",
+                job,
+                WORLD,
+                environment={**_ENVIRONMENT, **variables},
+                timeout=_TIMEOUT,
+            )
+        except RankError as error:
+            failure = str(error).splitlines()[-1]
+    return MemoryRun(given, plan_words(best.plan), best.memory, use.peak_bytes, use.killed, use.limited, failure)

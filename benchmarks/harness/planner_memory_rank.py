@@ -1,0 +1,38 @@
+"""One rank's side of a plan within a limit on memory. Run by :mod:`benchmarks.harness.planner_memory`."""
+
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.harness.memory_group import join
+
+
+def main() -> None:
+    join()  # before torch is loaded, so that all of this process counts
+    from dataclasses import replace
+    from functools import partial
+
+    import torch
+    from torch import distributed as dist
+
+    import tensorshard as ts
+    from benchmarks.harness.jobs import hand_in, load_job
+    from benchmarks.harness.planner_memory import MemoryJob
+    from benchmarks.workload import OPTIMIZER, loss_fn
+
+    torch.set_num_threads(1)
+    job_file = Path(sys.argv[1])
+    job = load_job(job_file, MemoryJob)
+    dist.init_process_group("gloo")
+    own = replace(job.work, batch_size=job.samples)
+    plan = ts.Plan.from_dict(job.fields)
+    inputs, _ = own.batch(0, 0)
+    engine = ts.parallelize(
+        partial(own.model), plan, optimizer=OPTIMIZER, loss_fn=loss_fn, device="cpu", sample_inputs=inputs
+    )
+    loss = [engine.step(*own.batch(step, engine.mesh.dp_rank)).item() for step in range(job.steps)]
+    hand_in(job_file, int(os.environ["RANK"]), {"loss": loss[-1]})
+
+
+if __name__ == "__main__":
+    main()

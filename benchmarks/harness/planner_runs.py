@@ -1,0 +1,175 @@
+"""Every plan of a grid on four CPU ranks, really run: what it takes, what was predicted, and what the search chose."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import tensorshard as ts
+from benchmarks.harness.estimates_time import rank_correlation
+from benchmarks.harness.jobs import run_job
+from benchmarks.harness.planner_models import MODELS, SAMPLES, batch, build
+from benchmarks.models.case import Case
+from tensorshard.estimate.hardware import Hardware
+from tensorshard.planner.machine import on_cores
+from tensorshard.planner.wording import plan_words
+
+WORLD = 4
+OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+GRID: tuple[dict[str, Any], ...] = (
+    dict(zero=0),
+    dict(zero=1),
+    dict(zero=2),
+    dict(zero=3),
+    dict(zero=0, micro_batches=4),
+    dict(zero=1, recompute="full"),
+    dict(zero=3, recompute="full"),
+    dict(dp_replicate=2, dp_shard=2, zero=3),
+    dict(tp=2, zero=0),
+    dict(tp=2, zero=3),
+    dict(tp=4, zero=0),
+    dict(pp=2, micro_batches=4, zero=0),
+    dict(pp=4, micro_batches=8, zero=0),
+    dict(tp=2, pp=2, micro_batches=4, zero=0),
+)
+"""The plans that are run of every model; those that a model refuses are left out of it."""
+
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+_TIMEOUT = 1800.0
+
+
+@dataclass(frozen=True)
+class RunsJob:
+    """What the ranks of one world run.
+
+    Args:
+        model: a key of :data:`MODELS`.
+        plans: fields of each.
+        rounds: in each of which every plan takes a step, after two that do not count.
+    """
+
+    model: str
+    plans: list[dict[str, Any]]
+    rounds: int
+
+
+@dataclass
+class PlanRun:
+    """A plan; seconds of a step, and bytes of the rank with the most.
+
+    Args:
+        name: in a user's words.
+        predicted: of a step. predicted_busy: of all ranks together. memory: by the estimate.
+        wall, busy: the same as they were measured; medians over rounds.
+        refused: why the model does not take it.
+        chosen: whether it is the search's choice.
+    """
+
+    name: str
+    predicted: float = 0.0
+    predicted_busy: float = 0.0
+    memory: int = 0
+    wall: float = 0.0
+    busy: float = 0.0
+    refused: str = ""
+    chosen: bool = False
+
+
+@dataclass
+class ModelRuns:
+    """All plans of a model.
+
+    Args:
+        search_seconds: that the search took. estimated: plans that it estimated.
+    """
+
+    model: str
+    runs: list[PlanRun]
+    search_seconds: float = 0.0
+    estimated: int = 0
+
+    @property
+    def valid(self) -> list[PlanRun]:
+        """Those that were run."""
+        return [run for run in self.runs if not run.refused]
+
+    @property
+    def chosen(self) -> PlanRun:
+        """The search's choice."""
+        return next(run for run in self.valid if run.chosen)
+
+    def regret(self, *, wall: bool) -> float:
+        """How much longer the choice takes than the best plan that was run: in wall time, or in busy seconds."""
+        best = min(run.wall if wall else run.busy for run in self.valid)
+        return (self.chosen.wall if wall else self.chosen.busy) / best - 1
+
+    @property
+    def correlation(self) -> float:
+        """The rank correlation of predicted and measured busy seconds."""
+        runs = self.valid
+        return rank_correlation([run.predicted_busy for run in runs], [run.busy for run in runs])
+
+
+def run_model(name: str, hardware: Hardware, rounds: int, grid: Sequence[Mapping[str, Any]] = GRID) -> ModelRuns:
+    """Searches, runs the grid and the choice, and estimates each of them."""
+    case = MODELS[name]
+    inputs, targets = batch(case, SAMPLES // WORLD)
+    begin = time.perf_counter()
+    found = ts.find_plans(
+        partial(build, case),
+        world_size=WORLD,
+        inputs=inputs,
+        targets=targets,
+        optimizer=OPTIMIZER,
+        loss_fn=case.loss,
+        hardware=hardware,
+        global_batch=SAMPLES,
+        top=1,
+    )
+    seconds = time.perf_counter() - begin
+    choice = found.best.plan
+    plans = [ts.Plan(**fields).resolve(WORLD) for fields in grid]
+    if choice not in plans:
+        plans.append(choice)
+    ranks = run_job(
+        "benchmarks.harness.planner_runs_rank",
+        RunsJob(name, [plan.to_dict() for plan in plans], rounds),
+        WORLD,
+        environment=_ENVIRONMENT,
+        timeout=_TIMEOUT,
+    )
+    runs = []
+    for number, plan in enumerate(plans):
+        run = PlanRun(plan_words(plan), chosen=plan == choice)
+        runs.append(run)
+        run.refused = next((rank["refused"][number] for rank in ranks if rank["refused"][number]), "")
+        if run.refused:
+            continue
+        _predict(run, case, plan, hardware)
+        # Of each round: the ranks' computing together, and the time of the slowest.
+        busy = [sum(rank["busy"][number][i] for rank in ranks) for i in range(rounds)]
+        wall = [max(rank["wall"][number][i] for rank in ranks) for i in range(rounds)]
+        run.busy, run.wall = torch.tensor(busy).median().item(), torch.tensor(wall).median().item()
+    return ModelRuns(name, runs, seconds, found.estimated)
+
+
+def _predict(run: PlanRun, case: Case, plan: ts.Plan, hardware: Hardware) -> None:
+    inputs, targets = batch(case, SAMPLES // plan.dp_size)
+    found = ts.estimate(
+        partial(build, case),
+        plan,
+        world_size=WORLD,
+        inputs=inputs,
+        targets=targets,
+        optimizer=OPTIMIZER,
+        loss_fn=case.loss,
+        hardware=hardware,
+        device="cpu",
+    )
+    assert found.step_time is not None
+    run.predicted = on_cores(found.step_time.seconds, found.step_time.busy, hardware)
+    run.predicted_busy = found.step_time.busy
+    run.memory = found.largest.peak_device
