@@ -12,12 +12,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.sharding import on_mesh_device
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.offload.update_behind import UpdateBehind
+from tensorshard.torch_private.dtensor import dtensor_like
 from tensorshard.transforms.precision import master_dtype
 
-TakeGradient = Callable[[nn.Parameter], None]
+
+class TakeGradient(Protocol):
+    """Called with a master whose gradient was reduced."""
+
+    def __call__(self, master: nn.Parameter, shard: torch.Tensor | None = None) -> None:
+        """`shard`: this rank's part of it, where the master cannot hold it, as that is in other memory."""
 
 
 class ParameterSplit(Protocol):
@@ -59,6 +66,7 @@ class ShardedModel(ABC):
     def __init__(self, model: nn.Module, split: ParameterSplit) -> None:
         self.model = model
         self.split = split
+        self._device: torch.device | None = None  # where collectives need tensors; None for where they are
         self._take_gradient: TakeGradient | None = None
         self._finish_gradients: Callable[[], None] | None = None
         self._aliases = parameter_aliases(model)
@@ -220,14 +228,7 @@ class ShardedModel(ABC):
         own = master.to_local()
         first = -(-local.size(0) // master.device_mesh.size(-1)) * master.device_mesh.get_local_rank(-1)
         shard = local[min(first, local.size(0)) :][: own.size(0)].to(own)
-        return DTensor.from_local(
-            shard,
-            master.device_mesh,
-            master.placements,
-            run_check=False,
-            shape=master.shape,
-            stride=master.stride(),
-        )
+        return dtensor_like(shard, master)
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that belong into a state dict, by the original model's names."""
@@ -243,7 +244,9 @@ class ShardedModel(ABC):
         for name, master in self.masters().items():
             local = master.detach()
             if isinstance(local, DTensor):
-                local = local.full_tensor()
+                local = on_mesh_device(local).full_tensor()
+            elif self._device is not None:
+                local = local.to(self._device)
             yield name, self.split.full(name, local, self._shapes[name])
 
     def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -84,3 +84,15 @@ def distribute_like(full: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def on_mesh_device(tensor: DTensor) -> DTensor:
+    """`tensor` with its shard on a device of its mesh, where collectives need it: that of a master may be elsewhere."""
+    return DTensor.from_local(  # copies it, if it has to
+        tensor.to_local(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

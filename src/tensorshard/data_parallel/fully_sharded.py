@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, is_gloo, reduce_scatter_into
@@ -82,6 +82,10 @@ class FullyShardedModel(ShardedModel):
             ),
             "ignored_params": set(self._scalars),
         }
+        if offloaded is not None and offloaded.is_off_device:
+            # Shards and their gradients are then the host's; what is read into memory goes to the device when it is
+            # gathered. Pinning all of them would be memory beyond any budget.
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         tied = _shared_between(model, units)
         for unit in units:
             if not any(parameter in tied for module in unit for parameter in module.parameters()):
@@ -96,7 +100,9 @@ class FullyShardedModel(ShardedModel):
         self._masters = dict(model.named_parameters())
         for template, name in self._names.items():
             vars(self._masters[name]).update(vars(template))  # what users hung on it
-        self._gradients = ShardedGradients(model, self._masters, self._scalars, mesh.dp_group)
+        self._gradients = ShardedGradients(
+            model, self._masters, self._scalars, mesh.dp_group, torch.device(mesh.device_mesh.device_type)
+        )
         inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
         self._outside_calls = OutsideCalls(model, inner, self._gradients, options["mp_policy"].param_dtype)
         model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)

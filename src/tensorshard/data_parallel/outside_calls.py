@@ -14,6 +14,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.hooks import RemovableHandle
 
+from tensorshard.comm.sharding import on_mesh_device
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.modules.forwards import Role, roles_of
 from tensorshard.modules.surrounded import as_hook
@@ -87,7 +88,7 @@ class _Gathered(Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, gradients: ShardedGradients, dtype: torch.dtype | None) -> torch.Tensor:
         ctx.parameter, ctx.gradients = parameter, gradients
-        full: torch.Tensor = DTensor.full_tensor(parameter.detach())  # type: ignore[arg-type]
+        full: torch.Tensor = on_mesh_device(parameter.detach()).full_tensor()  # type: ignore[arg-type]
         return full if dtype is None or not full.is_floating_point() else full.to(dtype)
 
     @staticmethod

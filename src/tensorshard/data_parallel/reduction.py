@@ -134,14 +134,14 @@ class Reduction:
         offset = 0
         for p in bucket.packed:
             if p not in absent:
-                p.set_gradient(packed[offset : offset + p.chunk].to(p.master.dtype))
+                p.set_gradient(packed[offset : offset + p.chunk])
             offset += p.chunk
         for p, work, shard in self._alone:
             work.wait()
             if self._scale != 1.0:
                 shard.mul_(self._scale)
             if p not in absent:
-                p.set_gradient(shard.to(p.master.dtype))
+                p.set_gradient(shard)
 
 
 def _travelling(dtype: torch.dtype, requested: torch.dtype) -> torch.dtype:

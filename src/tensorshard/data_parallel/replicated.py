@@ -28,7 +28,7 @@ from tensorshard.heads.under_plan.method_calls import call_before_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces
 from tensorshard.modules.running_statistics import keeps_statistics
-from tensorshard.offload.slots import OffloadedMaster, Slot
+from tensorshard.offload.slots import OffloadedMaster, Slots
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
@@ -48,7 +48,7 @@ class ReplicatedModel(ShardedModel):
         units: lists of modules whose parameters travel together.
         level: 0, 1 or 2.
         reduce_dtype: gradients are summed over the ranks in this type.
-        keep_master: where a rank's shard of the fp32 masters of 16-bit parameters goes; None for the device.
+        slots: where masters go that are not what is computed with; None for the device.
     """
 
     def __init__(
@@ -62,11 +62,12 @@ class ReplicatedModel(ShardedModel):
         level: int,
         precision: str,
         reduce_dtype: torch.dtype,
-        keep_master: Callable[[torch.Tensor], Slot] | None = None,
+        slots: Slots | None = None,
     ) -> None:
         super().__init__(model, split)
         self._level = level
-        self._keep_master = keep_master
+        self._slots = slots
+        self._device = torch.device(mesh.device_mesh.device_type)
         self._units = units
         self._behind: UpdateBehind | None = None
         self._to_follow: deque[Bucket] = deque()  # updates that go on, in one order on all ranks
@@ -213,9 +214,7 @@ class ReplicatedModel(ShardedModel):
         templates = dict(self.model.named_parameters())
         places = ParameterPlaces(self.model)
         for name, value in values:
-            made[name] = ReplicatedParameter(
-                name, value, templates[name], precision, self._shard_mesh, self._keep_master
-            )
+            made[name] = ReplicatedParameter(name, value, templates[name], precision, self._shard_mesh, self._slots)
             places.replace(templates[name], made[name].compute)
         return made
 
@@ -310,7 +309,7 @@ class ReplicatedModel(ShardedModel):
         if parameter.master is not parameter.compute:
             gradient = self._take(parameter)
             assert gradient is not None
-            parameter.set_gradient(gradient.to(parameter.master.dtype).view(-1))
+            parameter.set_gradient(gradient.reshape(-1))
         elif self._take_gradient is not None:
             self._take_gradient(parameter.master)
 
@@ -368,7 +367,7 @@ class ReplicatedModel(ShardedModel):
     def _publish(self, bucket: Bucket, copied: Container[torch.Tensor] = ()) -> None:
         self._wait(bucket)
         for p in bucket.parameters:
-            if p.master is not p.compute and p.storage.dtype != p.master.dtype and p.master not in copied:
+            if p.is_copy and p.master not in copied:
                 local = p.local(p.master)
                 p.storage[p.own][: local.numel()].copy_(local.reshape(-1))
         if self._groups.shard is not None:

@@ -9,12 +9,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.modules.parameters import like
-from tensorshard.offload.slots import OffloadedMaster, Slot
+from tensorshard.offload.slots import OffloadedMaster, Slots
+from tensorshard.sharded_model import TakeGradient
+from tensorshard.torch_private.dtensor import dtensor_like, dtensor_of
 from tensorshard.transforms.precision import compute_dtype, master_dtype
 
 
 class ReplicatedParameter:
-    """One parameter: what forward computes with, and the part of it that this rank updates."""
+    """One parameter: what forward computes with, and the part of it that this rank updates.
+
+    Args:
+        slots: where masters go; None for the device.
+
+    Attributes:
+        is_copy: whether what is computed with is a copy of the master, of another type or in other memory.
+    """
 
     def __init__(
         self,
@@ -23,11 +32,11 @@ class ReplicatedParameter:
         template: nn.Parameter,
         precision: str,
         shard_mesh: DeviceMesh | None,
-        keep_master: Callable[[torch.Tensor], Slot] | None = None,
+        slots: Slots | None = None,
     ) -> None:
         self.name = name
         self.offloaded: OffloadedMaster | None = None
-        self.take_gradient: Callable[[nn.Parameter], None] | None = None
+        self.take_gradient: TakeGradient | None = None
         self.finish_gradients: Callable[[], None] | None = None
         self.num_shards = 1 if shard_mesh is None or value.dim() == 0 else shard_mesh.size()
         index = 0 if self.num_shards == 1 else shard_mesh.get_local_rank()  # type: ignore[union-attr]
@@ -44,30 +53,30 @@ class ReplicatedParameter:
         full.copy_(value)
         self.compute = like(template, full)
         self.own = slice(index * self.chunk, (index + 1) * self.chunk)
-        if shard_mesh is None and narrow == wide:
+        # The host updates what is in its memory, in 16 bits or not.
+        on_host = slots is not None and slots.copies is not None and value.dim() > 0 and template.requires_grad
+        self.is_copy = narrow != wide or on_host
+        if shard_mesh is None and not self.is_copy:
             self.master = self.compute
             return
         first = min(index * self.chunk_rows, rows)
         mine = slice(first, min(first + self.chunk_rows, rows))
-        if narrow == wide:
+        if not self.is_copy:
             local = full[mine] if value.dim() else full
         else:
             local = (value[mine] if value.dim() else value).to(wide)
-            local = local.clone() if keep_master is None or not value.dim() else self._keep(local, keep_master)
+            local = local.clone() if slots is None or not value.dim() else self._keep(local, slots)
         if self.num_shards > 1:
             assert shard_mesh is not None
-            shard: Any = DTensor.from_local(
-                local, shard_mesh, [Shard(0)], run_check=False, shape=value.shape, stride=full.stride()
-            )
+            shard: Any = dtensor_of(local, shard_mesh, [Shard(0)], value.shape, full.stride())
             self.master = like(template, shard)
         else:
             self.master = like(template, local)
 
-    def _keep(self, local: torch.Tensor, keep_master: Callable[[torch.Tensor], Slot]) -> torch.Tensor:
+    def _keep(self, local: torch.Tensor, slots: Slots) -> torch.Tensor:
         """Has the master's shard in a slot; returns how it looks from there."""
-        slot = keep_master(local)
-        self.offloaded = OffloadedMaster(slot, self.storage[self.own][: local.numel()])
-        return slot.tensor.view(local.shape)
+        self.offloaded = slots.keep(local, self.storage[self.own][: local.numel()])
+        return self.offloaded.slot.tensor.view(local.shape)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a master or of its gradient."""
@@ -91,19 +100,17 @@ class ReplicatedParameter:
         """Adds `flat`, this rank's shard of the averaged gradient with its padding, to the master's gradient."""
         local = self.local(self.master.detach())
         shard = flat[: local.numel()].view(local.shape)
+        if self.offloaded is not None and self.offloaded.device_copy is not None:
+            assert self.take_gradient is not None  # the master is in the host's memory, and cannot hold it
+            self.take_gradient(self.master, shard)
+            return
+        shard = shard.to(self.master.dtype)
         if self.master.grad is not None:
             if self.finish_gradients is not None:
                 self.finish_gradients()
             self.local(self.master.grad).add_(shard)
         elif isinstance(self.master, DTensor):
-            self.master.grad = DTensor.from_local(
-                shard,
-                self.master.device_mesh,
-                self.master.placements,
-                run_check=False,
-                shape=self.master.shape,
-                stride=self.master.stride(),
-            )
+            self.master.grad = dtensor_like(shard, self.master)
         else:
             self.master.grad = shard
         if self.take_gradient is not None:

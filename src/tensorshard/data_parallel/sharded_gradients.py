@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.sharded_model import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.fsdp import parameter_groups, unsharded_parameter
@@ -29,6 +30,7 @@ class ShardedGradients:
         masters: its parameters, by name.
         scalars: those that FSDP2 does not know.
         group: the data ranks.
+        device: where they send tensors from.
 
     Attributes:
         last: whether the gradients are complete after the next backward.
@@ -42,9 +44,11 @@ class ShardedGradients:
         masters: Mapping[str, nn.Parameter],
         scalars: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
+        self._device = device
         self.last = True
-        self.take: Callable[[nn.Parameter], None] | None = None
+        self.take: TakeGradient | None = None
         self.finish: Callable[[], None] | None = None
         self._group = group
         self._scalars = [scalar for scalar in scalars if scalar.requires_grad]
@@ -103,7 +107,7 @@ class ShardedGradients:
     def _complete(self) -> None:
         self._in_backward = False
         for parameter, gradient in self._apart.items():
-            average = gradient / self._group.size()
+            average = (gradient / self._group.size()).to(parameter.device)
             parameter.grad = average if parameter.grad is None else parameter.grad + average
         self._used.update(self._apart)
         self._apart.clear()
@@ -111,8 +115,7 @@ class ShardedGradients:
         if not self.last:
             return
         sums = [float(p in self._used) for p in self._trained]
-        device = self._trained[0].device if self._trained else torch.device("cpu")
-        message = torch.tensor(sums, dtype=torch.float64, device=device)
+        message = torch.tensor(sums, dtype=torch.float64, device=self._device)
         gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self._scalars]
         message = torch.cat([message, *(gradient.double().view(1) for gradient in gradients)])
         all_reduce_(message, self._group, what="which parameters were used")

@@ -47,6 +47,8 @@ def global_norm(
             all_reduce_(total, group, what="the norm of the gradient")
         return total.sqrt()
     norms = _local_norms(with_gradient, dtype, known)
+    if device is not None:  # offloaded gradients may be on another
+        norms = [norm.to(device) for norm in norms]
     alike = len({n.dtype for n in norms}) == 1
     squares = (torch.stack(list(norms)).double() if alike else torch.stack([n.double() for n in norms])).square()
     shards = [num_shards[p] for p in with_gradient]
@@ -85,7 +87,7 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | f
     if not gradients:
         return
     if isinstance(factor, torch.Tensor):
-        for dtype in {g.dtype for g in gradients}:
-            foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(gradients[0].device, dtype))
+        for device, dtype in {(g.device, g.dtype) for g in gradients}:
+            foreach_mul_([g for g in gradients if (g.device, g.dtype) == (device, dtype)], factor.to(device, dtype))
     else:
         foreach_mul_(gradients, factor)

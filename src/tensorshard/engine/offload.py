@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,10 +15,12 @@ from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.mesh import Mesh
 from tensorshard.offload.activations import OffloadedActivations
+from tensorshard.offload.device_copies import DeviceCopies
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.slots import Slots
 from tensorshard.offload.state_probe import probe_states
 from tensorshard.offload.updates import tile_update
+from tensorshard.offload_fields import Offload
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import active_fake_mode, detect_fake_mode, unset_fake_temporarily
@@ -26,32 +29,69 @@ logger = logging.getLogger("tensorshard")
 
 
 def open_tiers(plan: Plan, mesh: Mesh, device: torch.device) -> Slots | None:
-    """Where what `plan` offloads goes; None if that is nothing. A collective of the mesh. Nothing is allocated yet.
+    """Where what `plan` offloads goes; None if that is nothing. A collective of the mesh.
+
+    Nothing is allocated yet, but buffers for activations of a device whose memory is not the host's, which are pinned.
 
     Raises:
-        ValueError: the folder cannot hold a scratch file, or the device is none that can be offloaded from.
+        ValueError: the folder cannot hold a scratch file, or the plan is none that `device` can offload under.
     """
     offload = plan.offloaded
     if offload is None:
         return None
-    if device.type != "cpu":
-        raise ValueError(
-            f"offload is implemented for CPU ranks in this version, and the device is {device}; set offload=None "
-            f"(dp_shard over more processes and recompute='full' save memory)"
-        )
+    is_host = is_host_memory(device)
+    if not is_host:
+        offload = _off_device(plan, offload, device, say=mesh.rank == 0)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
 
     def open_slots() -> Slots:
-        slots = Slots(offload, ranks_here)
+        slots = Slots(offload, ranks_here, None if is_host else DeviceCopies(device))
         if offload.activations is not None:
             slots.activations = OffloadedActivations(slots)
         return slots
 
     slots = succeed_together(open_slots, mesh.world_group, "parallelize")
     held = (offload.optimizer, offload.gradients, offload.parameters, offload.activations)
-    if mesh.rank == 0 and "cpu" in held:
+    if mesh.rank == 0 and "cpu" in held and is_host:
         logger.warning("offload to host memory saves nothing on CPU ranks, whose own memory that is; 'disk' does")
     return slots
+
+
+def is_host_memory(device: torch.device) -> bool:
+    """Whether the memory of `device` is the host's, where updates of offloaded states are made."""
+    return device.type == "cpu"
+
+
+def _off_device(plan: Plan, offload: Offload, device: torch.device, *, say: bool) -> Offload:
+    """What goes where, from a device whose memory is not the host's.
+
+    Args:
+        say: whether this rank tells what the plan does not say.
+
+    Raises:
+        ValueError: the plan asks for what such a device cannot do.
+    """
+    if plan.pp > 1:
+        raise ValueError(
+            f"offload={offload} was given with pp={plan.pp} and device {device}: stages of a pipeline exchange "
+            f"gradients of tied parameters, and these are exchanged between devices alone; set pp=1, or offload=None"
+        )
+    if offload.optimizer is not None and offload.gradients is None:
+        raise ValueError(
+            f"offload.gradients=None was given with offload.optimizer={offload.optimizer!r} and device {device}: the "
+            f"host updates what is in its memory, and there it needs the gradients too; set offload.gradients to "
+            f"'cpu' or 'disk'"
+        )
+    if offload.optimizer is not None and offload.parameters is None and plan.shards_parameters:
+        # The shards of ZeRO 3 are the master weights.
+        offload = replace(offload, parameters=offload.optimizer)
+        if say:
+            logger.warning(
+                "the shards of zero=3 are the master weights, which go with the optimizer's states: parameters are "
+                "kept as with offload.parameters=%r, and go to the device a unit at a time",
+                offload.optimizer,
+            )
+    return offload
 
 
 def offload_states(

@@ -334,7 +334,7 @@ class OwnLoop:
         squares = torch.zeros(2, dtype=torch.float64, device=self._device)  # of what all ranks hold, and of all
         if with_gradient:
             norms = foreach_norm(local_gradients(with_gradient.values()), 2.0, None)
-            each = torch.stack([norm.double() for norm in norms]).square()
+            each = torch.stack([norm.double().to(self._device) for norm in norms]).square()
             shared_by_all = [self._sharded.split.num_shards(name) == 1 for name in with_gradient]
             squares = torch.stack([each[torch.tensor(shared_by_all, device=each.device)].sum(), each.sum()])
         everyone = squares.new_empty(2 * self._mesh.degrees["tp"])

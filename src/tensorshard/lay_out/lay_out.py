@@ -109,7 +109,7 @@ def lay_out(
         level=int(plan.zero),
         precision=plan.precision,
         reduce_dtype=reduce_dtype,
-        keep_master=None if slots is None or slots.offload.optimizer is None else slots.keep,
+        slots=None if slots is None or slots.offload.optimizer is None else slots,
     )
 
 

@@ -34,7 +34,7 @@ SMALLEST = 1 << 16
 """Bytes of a storage that are worth a request: smaller ones stay on the device."""
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-_REQUESTS = 8  # that the bytes which are written behind are divided into
+_REQUESTS = 8  # under way at once, that the bytes which are written behind are divided into
 # Operations that make a view or a cast of one tensor.
 _VIEWS_AND_CASTS = frozenset(
     f"{name}Backward0"
@@ -149,7 +149,8 @@ class OffloadedActivations:
         self.space = ActivationSpace(slots)
         share = slots.offload.activation_buffer_bytes // 2
         self._ahead_bytes = share
-        self._transfers = Transfers(share, share // _REQUESTS)
+        self._transfers = Transfers(share, share // _REQUESTS, _REQUESTS, copies=slots.copies, reads=True)
+        self._device = torch.device("cpu") if slots.copies is None else slots.copies.device
         self._modules: dict[int, list[nn.Module]] = {}  # of each block
         self._moved: dict[int, tuple[StorageWeakRef, int, ReferenceType[_Record]]] = {}  # by the storage's address
         self._ahead: WeakSet[_Record] = WeakSet()  # read, or being read, before they were asked for
@@ -283,9 +284,9 @@ class OffloadedActivations:
                     write.result()
                 reading = self._transfers.read(record.slot, record.nbytes)
             return reading.wait()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             self._failure = self._failure or error
-            return torch.zeros(record.nbytes, dtype=torch.uint8)
+            return torch.zeros(record.nbytes, dtype=torch.uint8, device=self._device)
 
     def _read_ahead(self, call: BlockCall | None) -> None:
         """Begins to read what backward needs next, of this call and of those before it."""
@@ -305,7 +306,7 @@ class OffloadedActivations:
         """What went wrong since it was last asked for: the gradients are of no use then."""
         try:
             self._transfers.drain()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             self._failure = self._failure or error
         failure, self._failure = self._failure, None
         return failure

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import to_local
-from tensorshard.offload.slots import Slot, Slots, laid_out_like
-from tensorshard.offload.transfers import Transfers
+from tensorshard.offload.offloaded_states import tiles
+from tensorshard.offload.slots import DeviceSlot, Slot, Slots, laid_out_like
+from tensorshard.offload.transfers import Move, Transfers, Work
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.torch_private.operators import foreach_norm
 from tensorshard.torch_private.tensors import storage_address, tensor_version
@@ -18,6 +19,8 @@ class OffloadedGradients:
 
     Writing goes on in the background, past the page cache, while backward does. What is added to such a gradient later,
     by further micro-batches or hooks, is added in place.
+
+    Where the device is not the host, ``master`` and ``master.grad`` are in the host's memory, or mapped to the disk.
 
     Args:
         places: where each master's gradient goes.
@@ -39,25 +42,61 @@ class OffloadedGradients:
         self._failure: OSError | None = None
 
     @torch.no_grad()
-    def take(self, master: nn.Parameter) -> None:
-        """Moves the gradient of `master`, if it has one that is not moved yet."""
+    def take(self, master: nn.Parameter, shard: torch.Tensor | None = None) -> None:
+        """Moves the gradient of `master`, if it has one that is not moved yet.
+
+        Args:
+            shard: this rank's, where it is on a device and `master` in the host's memory: it is added to
+                ``master.grad``, which could not hold it. In 16 bits it leaves so. None where it is ``master.grad``.
+        """
         slot = self._places.get(master)
-        if slot is None or master.grad is None or self.slot(master) is not None or self._failure is not None:
+        known = slot is not None and self.slot(master) is not None
+        if slot is None or (shard is None and (master.grad is None or known)):
             return
-        self._behind.finish()  # a failure is told to all ranks after backward
-        local = to_local(master.grad)
-        [norm] = foreach_norm([local], 2.0, None)
-        try:
-            if not self._settled:
-                self._settled = True
-                self._slots.settle()
-            self._transfers.write(slot, local.reshape(-1))
-        except OSError as error:
-            self._failure = error  # told to all ranks at the update; an exception here would leave them waiting
-            return
+        if self._failure is None:
+            self._behind.finish()  # a failure is told to all ranks after backward
+            local = to_local(master.grad) if shard is None else shard
+            assert local is not None
+            try:
+                if known:
+                    self._add(slot, local.reshape(-1))
+                    self._norms.pop(master, None)
+                else:
+                    self._move(master, slot, local.reshape(-1))
+            except OSError as error:
+                self._failure = error  # told to all ranks at the update; an exception here would leave them waiting
+        if shard is not None or self._failure is None:
+            master.grad = laid_out_like(master, slot.tensor)
+
+    def _move(self, master: nn.Parameter, slot: Slot, values: torch.Tensor) -> None:
+        [norm] = foreach_norm([values.to(master.dtype)], 2.0, None)
+        self._settle()
+        self._transfers.write(slot, values, master.dtype)
         self._norms[master] = norm, -1
         self._written.append(master)
-        master.grad = laid_out_like(master, slot.tensor)
+
+    def _add(self, slot: Slot, values: torch.Tensor) -> None:
+        """Adds `values`, on the device, to what is in `slot`."""
+        assert self._slots.copies is not None
+        self.finish()
+        self._settle()
+        slot_of_values = DeviceSlot(values, self._slots.copies, self._slots.copies.given())
+        most = self._transfers.elements(values.dtype, slot.tensor.dtype)
+        self._transfers.run(
+            Work(
+                [
+                    Move(slot, start, count, slot.tensor.dtype),
+                    Move(slot_of_values, start, count, values.dtype, write=False),
+                ],
+                _add_tile,
+            )
+            for start, count in tiles(values.numel(), most)
+        )
+
+    def _settle(self) -> None:
+        if not self._settled:
+            self._settled = True
+            self._slots.settle()
 
     def finish(self) -> None:
         """Waits until all that was taken can be read."""
@@ -90,6 +129,11 @@ class OffloadedGradients:
         self.finish()
         known = self._norms.get(master)
         return known[0] if known is not None and self.slot(master) and known[1] == _version(master) else None
+
+
+def _add_tile(tensors: list[torch.Tensor]) -> None:
+    total, values = tensors
+    total.add_(values)
 
 
 def _version(master: nn.Parameter) -> int:

@@ -109,7 +109,7 @@ class OffloadedOptimizer:
 
     @property
     def written(self) -> set[torch.Tensor]:
-        """The masters whose 16-bit copies the step writes itself."""
+        """The masters whose copies, which forward computes with, the step writes itself."""
         return {m for m, o in self._offloaded.items() if o.place is not None and self._update is not None}
 
     @property
@@ -154,15 +154,16 @@ class OffloadedOptimizer:
                 loss = closure()
         self.finish()
         factor, self.factor = self.factor, None
+        on_host = factor.to("cpu") if isinstance(factor, torch.Tensor) else factor  # where updates are made
         returns_early, self.returns_early = self.returns_early, False
         failure = self._slots.take_failure()
         if self.gradients is not None:
             failure = self.gradients.begin_update() or failure
         changed = [o for o in self._offloaded.values() if o.master.grad is not None]
         if returns_early and active_fake_mode() is None:
-            self._start(changed, factor, failure)
+            self._start(changed, on_host, failure)
         else:
-            self._update_now(changed, factor, failure)
+            self._update_now(changed, on_host, failure)
         self._scale(self._others, factor)
         self._step_of(self._others)
         return loss
@@ -198,7 +199,11 @@ class OffloadedOptimizer:
 
     def _begin(self, changed: Sequence[OffloadedStates]) -> None:
         options = options_now(self._optimizer)
+        # All that computes with the old weights was given to the device by now.
+        given = None if self._slots.copies is None else self._slots.copies.given()
         for o in changed:
+            if o.device_copy is not None:
+                o.device_copy.after = given
             gradient = None if self.gradients is None else self.gradients.slot(o.master)
             o.begin(self._optimizer, options[self._groups[o.master]], gradient)
         for o in changed:
@@ -220,6 +225,8 @@ class OffloadedOptimizer:
                 ]
                 if o.place is not None:
                     moves.append(Move(o.place.slot, start, numel, o.weights.dtype))
+                if o.device_copy is not None:
+                    moves.append(Move(o.device_copy, start, numel, o.device_copy.tensor.dtype, read=False, zero=False))
                 if o.gradient is not None:
                     moves.append(Move(o.gradient, start, numel, o.gradient.tensor.dtype, write=False))
                 size = sum(move.buffer_bytes for move in moves)
@@ -234,7 +241,7 @@ class OffloadedOptimizer:
     def _work(
         self, together: Sequence[tuple[OffloadedStates, int, list[Move]]], factor: torch.Tensor | float | None
     ) -> Work:
-        ends = [o.master for o, start, _ in together if o.is_read_from_its_place and self._is_last(o, start)]
+        ends = [o.master for o, start, _ in together if o.is_done_when_written and self._is_last(o, start)]
         written = partial(self.behind.done, ends) if ends else None
         moved = [move for _, _, moves in together for move in moves]
         return Work(moved, partial(self._compute, together, factor), written)
@@ -255,6 +262,8 @@ class OffloadedOptimizer:
             weights, copy = o.weights[tile], None
             if o.place is not None:
                 weights, copy = moved.pop(0), None if o.place.copy is None else o.place.copy[tile]
+            if o.device_copy is not None:
+                copy = moved.pop(0)
             if o.gradient_in_memory is not None:
                 gradient = o.gradient_in_memory[tile]
             else:
@@ -277,7 +286,7 @@ class OffloadedOptimizer:
                     copy[within].copy_(weights[within])
             if self._is_last(o, start):
                 o.gradient_in_memory = None
-                if not o.is_read_from_its_place:
+                if not o.is_done_when_written:
                     self.behind.done([o.master])
 
     def _update_compiled(
@@ -292,13 +301,15 @@ class OffloadedOptimizer:
         """Updates what one pass can, from the first element on; returns how many elements that are."""
         if not isinstance(self._optimizer, torch.optim.Adam) or active_fake_mode() is not None:
             return 0
-        if copy is not None and copy.dtype != torch.bfloat16:
-            return 0
         if not compiled_adamw.does(o.options, weights, gradient, *states.values()):
             return 0
         averages = states["exp_avg"], states["exp_avg_sq"]
         step, scale = int(o.step.item()) + 1, None if factor is None else float(factor)
-        return compiled_adamw.update(o.options, weights, gradient, averages, step, factor=scale, copy=copy)
+        narrow = copy if copy is not None and copy.dtype == torch.bfloat16 else None
+        done = compiled_adamw.update(o.options, weights, gradient, averages, step, factor=scale, copy=narrow)
+        if copy is not None and narrow is None:
+            copy[:done].copy_(weights[:done])
+        return done
 
     def _update_tile(
         self,
@@ -402,8 +413,8 @@ class OffloadedOptimizer:
                     f"largest are {largest:,} bytes, and offload.buffer_memory={self._slots.offload.buffer_memory!r}; "
                     f"set it to {largest} or more (Adam, AdamW, SGD and Adagrad need less)"
                 )
-            return Transfers(budget, largest)
-        return Transfers(budget, self._work_bytes)
+            return Transfers(budget, largest, copies=self._slots.copies)
+        return Transfers(budget, self._work_bytes, copies=self._slots.copies)
 
     def _is_last(self, o: OffloadedStates, start: int) -> bool:
         return start + self._elements_of(o) >= o.weights.numel()
@@ -413,6 +424,8 @@ class OffloadedOptimizer:
         each = sum(slot.tensor.dtype.itemsize for slot in o.states.values())
         if o.place is not None:
             each += o.weights.dtype.itemsize
+        if o.device_copy is not None:
+            each += o.device_copy.tensor.dtype.itemsize
         if self.gradients is not None:
             each += o.weights.dtype.itemsize
         most = self._work_bytes // max(each, 1)

@@ -104,6 +104,11 @@ class OffloadedParameters:
         self._previous: Hashable = None
         self._next: dict[Hashable, ParameterUnit] = {}
 
+    @property
+    def is_off_device(self) -> bool:
+        """Whether what is read is in other memory than what is computed with."""
+        return self._slots.copies is not None
+
     def add(self, shards: Sequence[torch.Tensor], masters: Sequence[nn.Parameter] = ()) -> ParameterUnit:
         """A unit that holds the values of `shards`, flat; they may be freed once this returns.
 

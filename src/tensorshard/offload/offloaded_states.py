@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import to_local
-from tensorshard.offload.slots import OffloadedMaster, Slot, SlotSpec, laid_out_like
+from tensorshard.offload.slots import DeviceSlot, OffloadedMaster, Slot, SlotSpec, laid_out_like
 from tensorshard.offload.updates import counts_steps, initial_step, state_keys
 
 
@@ -35,13 +35,18 @@ class OffloadedStates:
     gradient_in_memory: torch.Tensor | None = None  # else; flat
 
     @property
-    def is_read_from_its_place(self) -> bool:
-        """Whether forward reads the weights from where they are offloaded."""
+    def is_done_when_written(self) -> bool:
+        """Whether forward needs what the update writes: the weights where they are offloaded, or a device's copy."""
         return self.place is not None and self.place.copy is None
 
     def shown(self, slot: Slot) -> torch.Tensor:
         """A state as the optimizer has it without offload: laid out as the master."""
         return laid_out_like(self.master, slot.tensor)
+
+    @property
+    def device_copy(self) -> DeviceSlot | None:
+        """Where the weights go that a device computes with whose memory is not the host's; None for nowhere."""
+        return None if self.place is None else self.place.device_copy
 
     def begin(self, optimizer: torch.optim.Optimizer, options: Mapping[str, Any], gradient: Slot | None) -> None:
         """Notes what an update needs, so that nothing done to the optimizer later matters to it.

@@ -3,15 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import to_local
+from tensorshard.offload.device_copies import DeviceCopies
 from tensorshard.offload.folders import BLOCK, scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
 from tensorshard.offload_fields import Offload
+from tensorshard.torch_private.dtensor import dtensor_like
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 if TYPE_CHECKING:
@@ -121,18 +123,40 @@ class DiskSlot(Slot):
         self._file.write(memory, self._offset + start * self._itemsize)
 
 
+class DeviceSlot(Slot):
+    """A tensor in the memory of a device that is not the host, of which tiles are read and written beside others.
+
+    Args:
+        tensor: flat.
+        after: an event of :meth:`.DeviceCopies.given` that its copies follow; set before they begin.
+    """
+
+    def __init__(self, tensor: torch.Tensor, copies: DeviceCopies, after: Any = None) -> None:
+        self.tensor = tensor
+        self.after = after
+        self._copies = copies
+
+    def read(self, start: int, into: torch.Tensor, memory: memoryview) -> None:
+        self._copies.to_host(into, self.tensor[start : start + into.numel()], self.after).wait()
+
+    def write(self, start: int, values: torch.Tensor, memory: memoryview) -> None:
+        self._copies.to_device(self.tensor[start : start + values.numel()], values, self.after)
+
+
 @dataclass(frozen=True)
 class OffloadedMaster:
     """Where weights are that the optimizer updates.
 
     Args:
         slot: this rank's shard of them.
-        copy: the same shard of the 16-bit parameter that forward computes with, flat, on the device; None where the
-            weights themselves are read for it.
+        copy: the same shard of the parameter that forward computes with, flat, where the update writes it in place;
+            None where the weights themselves are read for it.
+        device_copy: that shard where it is in the memory of a device that is not the host, in place of `copy`.
     """
 
     slot: Slot
-    copy: torch.Tensor | None
+    copy: torch.Tensor | None = None
+    device_copy: DeviceSlot | None = None
 
 
 class Slots:
@@ -143,6 +167,7 @@ class Slots:
     Args:
         offload: what goes where.
         ranks_here: how many ranks share the host's memory.
+        copies: what copies between the device and the host; None where the device is the host.
 
     Attributes:
         activations: what moves them; None if they stay on the device.
@@ -154,14 +179,16 @@ class Slots:
             the buffers of this machine's ranks.
     """
 
-    def __init__(self, offload: Offload, ranks_here: int = 1) -> None:
+    def __init__(self, offload: Offload, ranks_here: int = 1, copies: DeviceCopies | None = None) -> None:
         self.offload = offload
+        self.copies = copies
         self.failure: OSError | None = None
         self.activations: OffloadedActivations | None = None
         self._file: ScratchFile | None = None
         self._left: int | None = None  # of the budget
         self._held: dict[tuple[str, str], int] = {}
         self._made: list[tuple[str, Slot]] = []  # with where they are
+        self._on_device: list[DeviceSlot] = []  # what comes back
         self.fake = active_fake_mode() is not None
         if offload.host_bytes is not None:
             self._left = offload.host_bytes // ranks_here - offload.buffer_bytes
@@ -185,13 +212,17 @@ class Slots:
         return buffers + sum(size for (_, place), size in self._held.items() if place == where)
 
     def moved(self, where: str) -> int:
-        """Bytes that steps have read from and written to slots in "host memory" or on "disk"."""
+        """Bytes that steps have read from and written to slots in "host memory" or on "disk".
+
+        What comes back to the device counts as the former.
+        """
         of_activations = 0 if self.activations is None else self.activations.space.moved(where)
-        return of_activations + sum(slot.moved for place, slot in self._made if place == where)
+        back = sum(slot.moved for slot in self._on_device) if where == _HOST else 0
+        return of_activations + back + sum(slot.moved for place, slot in self._made if place == where)
 
     def forget_moved(self) -> None:
         """Has :meth:`moved` count from here on."""
-        for _, slot in self._made:
+        for slot in (*self._on_device, *(slot for _, slot in self._made)):
             slot.moved = 0
         if self.activations is not None:
             self.activations.space.forget_moved()
@@ -224,8 +255,11 @@ class Slots:
         assert self._file is not None
         return DiskSlot(spec, self._file, reserved, offset)
 
-    def keep(self, values: torch.Tensor) -> Slot:
-        """A slot that holds the master weights `values`.
+    def keep(self, values: torch.Tensor, copy: torch.Tensor) -> OffloadedMaster:
+        """Has the master weights `values` in a slot.
+
+        Args:
+            copy: what forward computes with of them, flat.
 
         Raises:
             ValueError: the disk has no space for them.
@@ -233,7 +267,10 @@ class Slots:
         spec = SlotSpec("master weights", values.numel(), values.dtype)
         [slot] = self.add(self.offload.optimizer or "cpu", [spec])
         slot.tensor.copy_(values.reshape(-1))
-        return slot
+        if self.copies is None:
+            return OffloadedMaster(slot, copy)
+        self._on_device.append(DeviceSlot(copy, self.copies))
+        return OffloadedMaster(slot, device_copy=self._on_device[-1])
 
     def take_failure(self) -> OSError | None:
         """:attr:`failure`, which is forgotten."""
@@ -305,8 +342,4 @@ class SpareRoom:
 def laid_out_like(master: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """A tensor of the shape of `master`, whose shard on this rank is `flat`: a DTensor if that is one."""
     local = flat.view(to_local(master).shape)
-    if not isinstance(master, DTensor):
-        return local
-    return DTensor.from_local(
-        local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
-    )
+    return dtensor_like(local, master) if isinstance(master, DTensor) else local

@@ -5,13 +5,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 
+from tensorshard.offload.device_copies import CopyToHost, DeviceCopies
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.slots import TILE_ALIGNMENT, Slot
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 
+_MOST_BYTES = 24  # of an element: its gradient, master, three states and fp32 copy
 _THREADS = 8  # requests under way at once; a disk is at its full rate with four of some MiB each
 
 
@@ -23,6 +27,7 @@ class Move:
         start, numel: which elements.
         read: whether its old values are needed; else it is zeros.
         write: whether it has new values.
+        zero: whether it has to be zeros where it is not read.
     """
 
     slot: Slot
@@ -31,6 +36,7 @@ class Move:
     dtype: torch.dtype
     read: bool = True
     write: bool = True
+    zero: bool = True
 
     @property
     def buffer_bytes(self) -> int:
@@ -70,12 +76,17 @@ class _UnderWay:
 
 
 class Reading:
-    """Bytes that are being read into memory of their own."""
+    """Bytes that are being read into memory of their own: the host's, or the device's where that is another.
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory: mmap.mmap | None = None  # on fake tensors
-        if active_fake_mode() is not None:
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+    Args:
+        copies: what copies to such a device; None where the device is the host.
+    """
+
+    def __init__(self, nbytes: int, copies: DeviceCopies | None = None) -> None:
+        self.memory: mmap.mmap | None = None  # the host's
+        self.tensor: torch.Tensor
+        if active_fake_mode() is not None or copies is not None:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=None if copies is None else copies.device)
         else:
             self.memory = mmap.mmap(-1, round_up(nbytes))  # aligned to pages
             self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes)
@@ -92,6 +103,16 @@ class Reading:
         return self.tensor
 
 
+def _write_landed(started: _UnderWay, copy: CopyToHost | None) -> None:
+    """Writes what was copied to a buffer, cast where the slot is of another type."""
+    [move, *_] = started.work.moves
+    if copy is not None:
+        copy.wait()
+    if len(started.tensors) > 1:
+        started.tensors[0].copy_(started.tensors[1])
+    move.slot.write(move.start, started.tensors[0], started.memories[0])
+
+
 def _nothing(_: list[torch.Tensor]) -> None:
     """What is computed where tiles are written alone."""
 
@@ -103,19 +124,44 @@ class Transfers:
         buffer_bytes: of all buffers together.
         largest: bytes of the largest work's buffer.
         threads: how many requests are under way at once.
+        copies: what copies between the device and buffers, which are pinned then; None where the device is the host.
+        reads: whether :meth:`read` will be called: with `copies` that takes as many buffers once more.
+
+    Raises:
+        RuntimeError: the driver refuses to pin the buffers.
     """
 
-    def __init__(self, buffer_bytes: int, largest: int, threads: int = _THREADS) -> None:
-        self._largest = round_up(max(largest, 16 * TILE_ALIGNMENT))
+    def __init__(
+        self,
+        buffer_bytes: int,
+        largest: int,
+        threads: int = _THREADS,
+        *,
+        copies: DeviceCopies | None = None,
+        reads: bool = False,
+    ) -> None:
+        self._largest = round_up(max(largest, _MOST_BYTES * TILE_ALIGNMENT))
         self._count = max(1, buffer_bytes // self._largest)
         self._threads = threads
+        self._copies = copies
         self._buffers: list[mmap.mmap] = []  # made when they are first needed, aligned to pages
         self._made = 0
+        self._landings: SimpleQueue[mmap.mmap] = SimpleQueue()  # where what is read for a device stops over
+        if copies is not None and active_fake_mode() is None:  # all at once: a driver that refuses is heard now
+            self._buffers = [copies.buffer(self._largest) for _ in range(self._count)]
+            self._made = self._count
+            for _ in range(self._count if reads else 0):
+                self._landings.put(copies.buffer(self._largest))
         self._pool: ThreadPoolExecutor | None = None
         self._written: deque[_UnderWay] = deque()  # by write
 
-    def write(self, slot: Slot, values: torch.Tensor) -> list[Future[None]]:
+    def write(self, slot: Slot, values: torch.Tensor, dtype: torch.dtype | None = None) -> list[Future[None]]:
         """Has all of `slot` written in the background; `values`, [numel], may change once this returns.
+
+        On a device that is not the host they may be let go of, but must not change before that is done.
+
+        Args:
+            dtype: of the slot, to which `values` are cast by the host; None for theirs.
 
         Returns:
             What is under way then.
@@ -123,46 +169,77 @@ class Transfers:
         Raises:
             OSError: the disk failed, with this or an earlier write.
         """
+        dtype = dtype or values.dtype
         if active_fake_mode() is not None:
-            slot.moved += round_up(values.nbytes)
+            slot.moved += round_up(values.numel() * dtype.itemsize)
             return []
+        copies = self._copies if self._copies is not None and self._copies.holds(values) else None
+        after = None if copies is None else copies.given()
+        narrow = values.dtype != dtype
         begun: list[Future[None]] = []
-        each = self._largest // values.dtype.itemsize // TILE_ALIGNMENT * TILE_ALIGNMENT
+        each = self.elements(dtype, values.dtype) if narrow else self.elements(dtype)
         for start in range(0, values.numel(), each):
             part = values[start : start + each]
-            move = Move(slot, start, part.numel(), values.dtype, read=False)
-            started = self._start(Work([move], _nothing), self._written, zero=False)
+            moves = [Move(slot, start, part.numel(), dtype, read=False, zero=False)]
+            if narrow:
+                moves.append(Move(slot, start, part.numel(), values.dtype, read=False, write=False, zero=False))
+            started = self._start(Work(moves, _nothing), self._written)
             self._written.append(started)
-            started.tensors[0].copy_(part)
-            self._submit_writes(started)
+            landed = started.tensors[-1]
+            copy = None if copies is None else copies.to_host(landed, part, after)
+            if copy is None:
+                landed.copy_(part)
+            slot.moved += moves[0].buffer_bytes
+            started.transfers.append(self._threads_of_pool().submit(_write_landed, started, copy))
             begun += started.transfers
         return begun
 
+    def elements(self, *dtypes: torch.dtype) -> int:
+        """How many elements of each of `dtypes` a buffer holds: the largest tile of so many tensors."""
+        return self._largest // sum(dtype.itemsize for dtype in dtypes) // TILE_ALIGNMENT * TILE_ALIGNMENT
+
     def read(self, slot: Slot, nbytes: int) -> Reading:
         """Begins to read the first bytes of `slot`, whose elements are bytes."""
-        reading = Reading(nbytes)
+        reading = Reading(nbytes, self._copies)
         slot.moved += round_up(nbytes)
-        if reading.memory is None:
+        if active_fake_mode() is not None:
             return reading
-        view = memoryview(reading.memory)
-        each = self._largest // TILE_ALIGNMENT * TILE_ALIGNMENT
+        view = None if reading.memory is None else memoryview(reading.memory)
+        # The new tensor's memory may have been another's, which the device still computes with.
+        after = None if self._copies is None else self._copies.given()
+        each = self.elements(torch.uint8)
         for start in range(0, nbytes, each):
             part = reading.tensor[start : start + each]
-            memory = view[start : start + round_up(part.numel())]
-            reading.transfers.append(self._threads_of_pool().submit(slot.read, start, part, memory))
+            if view is None:
+                transfer = self._threads_of_pool().submit(self._read_to_device, slot, start, part, after)
+            else:
+                memory = view[start : start + round_up(part.numel())]
+                transfer = self._threads_of_pool().submit(slot.read, start, part, memory)
+            reading.transfers.append(transfer)
         return reading
+
+    def _read_to_device(self, slot: Slot, start: int, into: torch.Tensor, after: Any) -> None:
+        assert self._copies is not None
+        landing = self._landings.get()  # waits for others' to be copied from
+        try:
+            values = torch.frombuffer(landing, dtype=torch.uint8, count=into.numel())
+            slot.read(start, values, memoryview(landing)[: round_up(into.numel())])
+            self._copies.to_device(into, values, after)
+        finally:
+            self._landings.put(landing)
 
     def drain(self) -> None:
         """Waits until all that :meth:`write` began is written.
 
         Raises:
             OSError: the disk failed.
+            RuntimeError: what was written had been changed while it was copied from the device.
         """
-        failure: OSError | None = None
+        failure: Exception | None = None
         while self._written:
             try:
                 self._recycle(self._written.popleft())
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 failure = error
         if failure is not None:
             raise failure
@@ -204,7 +281,7 @@ class Transfers:
                 move.slot.moved += move.buffer_bytes * (move.read + move.write)
             work.compute([torch.empty(move.numel, dtype=move.dtype) for move in work.moves])
 
-    def _start(self, work: Work, behind: deque[_UnderWay], zero: bool = True) -> _UnderWay:
+    def _start(self, work: Work, behind: deque[_UnderWay]) -> _UnderWay:
         pool = self._threads_of_pool()
         if work.buffer_bytes > self._largest:
             raise ValueError(f"a work needs {work.buffer_bytes} bytes, and buffers have {self._largest}")
@@ -221,7 +298,7 @@ class Transfers:
             if move.read:
                 move.slot.moved += move.buffer_bytes
                 started.transfers.append(pool.submit(move.slot.read, move.start, tensor, memory))
-            elif zero:
+            elif move.zero:
                 tensor.zero_()
         return started
 

@@ -1,4 +1,4 @@
-"""Where a DTensor's shard lies.
+"""Where a DTensor's shard lies, and DTensors of shards that are elsewhere.
 
 `compute_local_shape_and_global_offset`: the shape and the place in the full tensor of this rank's shard.
 
@@ -9,6 +9,33 @@ Checked: torch 2.11 and 2.13.
 Public way: none for strided placements; arithmetic as in ``tensorshard.comm.sharding`` for others.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["compute_local_shape_and_global_offset"]
+__all__ = ["compute_local_shape_and_global_offset", "dtensor_like", "dtensor_of"]
+
+
+def dtensor_of(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """The DTensor of `shape` whose shard on this rank is `local`, on whatever device that is.
+
+    Why: offloaded masters are in the host's memory, and their mesh is one of GPUs. FSDP2 makes such ones, too.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``DTensor.from_local``, which copies the shard to the mesh's device.
+    """
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local.detach(), spec, requires_grad=False)
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """:func:`dtensor_of` a shard of a tensor that is laid out as `like` is."""
+    return dtensor_of(local, like.device_mesh, like.placements, like.shape, like.stride())

@@ -1,0 +1,112 @@
+"""Copies between a device's memory and buffers in the host's, beside what the device computes.
+
+The host updates offloaded states, since the optimizer's states and the master weights are in its memory. So gradients
+and activations leave the device, and weights and activations come back. Each goes through a buffer that is pinned,
+which the device reads and writes by itself, on a stream of its own. The streams are made once.
+
+A copy follows what the device was given to do before it. Who waits for a copy waits on the host, in a thread of the
+transfers: what is given to the device after that finds the copy made.
+"""
+
+import mmap
+from typing import Any
+
+import torch
+
+from tensorshard.offload.pinned_memory import PinnedMemory
+from tensorshard.torch_private.fake_tensors import active_fake_mode
+from tensorshard.torch_private.tensors import tensor_version
+
+
+class CopyToHost:
+    """A copy from the device that is under way. It keeps the memory that is read.
+
+    Args:
+        values: what is copied.
+        done: the event after it.
+    """
+
+    def __init__(self, values: torch.Tensor, done: Any) -> None:
+        self._values: torch.Tensor | None = values
+        self._version = tensor_version(values)
+        self._done = done
+
+    def wait(self) -> None:
+        """Returns when it is made; the memory is let go of then.
+
+        Raises:
+            RuntimeError: the values were changed in place meanwhile, so that old ones and new ones may be mixed.
+        """
+        self._done.synchronize()
+        values, self._values = self._values, None
+        if values is not None and tensor_version(values) != self._version:
+            raise RuntimeError(
+                f"a tensor of {values.nbytes:,} bytes that a block keeps for its gradient was changed in place while "
+                f"it was copied from the device; change a clone of it, or set offload.activations=None"
+            )
+
+
+class DeviceCopies:
+    """Makes the copies of one rank's device. On fake tensors there are none, and it has no streams.
+
+    Args:
+        device: whose memory is not the host's. The CPU itself may be given, to try all of it without such a device:
+            its streams do everything at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device)
+        self._on_gpu = device.type != "cpu"
+        if active_fake_mode() is None:
+            self._to_host, self._to_device = (
+                self._module.Stream(device) if self._on_gpu else self._module.Stream() for _ in range(2)
+            )
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is in the device's memory."""
+        return tensor.device.type == self.device.type
+
+    def buffer(self, nbytes: int) -> mmap.mmap:
+        """Memory of the host, aligned to pages, which the device copies from and to.
+
+        Raises:
+            RuntimeError: the driver refuses to pin so much.
+        """
+        return PinnedMemory(nbytes, self.device) if self._on_gpu else mmap.mmap(-1, nbytes)
+
+    def given(self) -> Any:
+        """An event after all that the calling thread's stream was given so far; None on fake tensors."""
+        if active_fake_mode() is not None:
+            return None
+        event = self._event()
+        event.record(self._module.current_stream(self.device))
+        return event
+
+    def to_host(self, into: torch.Tensor, values: torch.Tensor, after: Any) -> CopyToHost:
+        """Begins to copy `values`, on the device, to the pinned tensor `into`.
+
+        Args:
+            after: an event of :meth:`given`: `values` are there when it has passed.
+        """
+        return CopyToHost(values, self._begin(self._to_host, into, values, after))
+
+    def to_device(self, into: torch.Tensor, values: torch.Tensor, after: Any) -> None:
+        """Copies `values`, pinned, to the tensor `into` on the device; returns when that is done.
+
+        Args:
+            after: an event of :meth:`given`: nothing needs the old values of `into` when it has passed.
+        """
+        self._begin(self._to_device, into, values, after).synchronize()
+
+    def _begin(self, stream: Any, into: torch.Tensor, values: torch.Tensor, after: Any) -> Any:
+        done = self._event()
+        with torch.no_grad(), self._module.stream(stream):  # the thread's device is that of the stream within it
+            stream.wait_event(after)
+            into.copy_(values, non_blocking=True)
+            done.record(stream)
+        return done
+
+    def _event(self) -> Any:
+        # Who waits for a blocking event sleeps, and leaves the processor to the update.
+        return self._module.Event(blocking=True) if self._on_gpu else self._module.Event()
