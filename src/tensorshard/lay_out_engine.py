@@ -53,11 +53,13 @@ def lay_out_engine(
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     debug: bool = False,
     decisions: Decisions | None = None,
+    off_device: bool | None = None,
 ) -> Engine:
     """What :func:`tensorshard.parallelize` does with a Plan.
 
     Args:
         decisions: of another rank of this plan and model, which one process tried before; None to decide.
+        off_device: whether what is offloaded leaves the device's memory for the host's; None to ask the device.
 
     Raises:
         ValueError, TypeError: as there.
@@ -86,7 +88,7 @@ def lay_out_engine(
         if not isinstance(model, nn.Module):
             _check_updates(source.module, updates, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
-        slots = open_tiers(plan, mesh, device)
+        slots = open_tiers(plan, mesh, device, off_device=off_device)
         broadcast = not agreed and mesh.world_size > 1
         cache = GenerationCache(source.module)
         with cache.off():

@@ -9,6 +9,7 @@ from torch import nn
 
 import parity
 import tensorshard as ts
+from off_device import off_device
 from tensorshard.comm.sharding import to_local
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
@@ -92,6 +93,27 @@ def test_weights_are_the_same_to_the_last_bit(ranks, tmp_path, world_size, cases
     assert ranks(world_size, _both, cases, offload)[0] == []
 
 
+def _both_off_device(cases: list[dict[str, Any]], offload: dict[str, Any]) -> list[str]:
+    with off_device():
+        return _both(cases, offload)
+
+
+OFF_DEVICE = [*TWO[:2], dict(zero=2, precision="bf16", micro_batches=2, clip_grad_norm=0.5, reduce_dtype="bf16")]
+
+
+@pytest.mark.parametrize(("world_size", "cases"), [(1, [*ONE, dict(micro_batches=2)]), (2, OFF_DEVICE)])
+def test_the_same_from_a_device_whose_memory_is_not_the_hosts(ranks, tmp_path, world_size, cases):
+    offload = dict(optimizer="cpu", gradients="disk", path=str(tmp_path))
+    assert ranks(world_size, _both_off_device, cases, offload)[0] == []
+
+
+@pytest.mark.parametrize("parameters", [None, "disk"])
+def test_the_same_from_such_a_device_with_sharded_parameters(ranks, tmp_path, parameters):
+    offload = dict(optimizer="cpu", gradients="cpu", parameters=parameters, path=str(tmp_path))
+    cases = [dict(zero=3, micro_batches=2, clip_grad_norm=0.5), dict(zero=3, precision="bf16")]
+    assert ranks(2, _both_off_device, cases[: 1 if parameters else 2], offload)[0] == []
+
+
 PARAMETERS = [
     dict(zero=3, micro_batches=2, clip_grad_norm=0.5),
     dict(zero=3, precision="bf16", recompute="full"),
@@ -154,6 +176,20 @@ def test_the_same_with_the_other_axes(ranks, tmp_path, fields, precision):
         assert torch.equal(found[1]["state"][name], value), name
 
 
+def _through_a_checkpoint_off_device(*given: Any) -> dict[str, torch.Tensor]:
+    with off_device():
+        return _through_a_checkpoint(*given)
+
+
+def test_checkpoints_of_such_a_device(ranks, tmp_path):
+    offloaded = dict(offload=dict(optimizer="disk", gradients="cpu", path=str(tmp_path)))
+    for number, fields in enumerate((dict(zero=2, precision="bf16"), dict(zero=3))):
+        first, second = (fields, {**fields, **offloaded}) if number else ({**fields, **offloaded}, fields)
+        expected = ranks(2, _through_a_checkpoint, fields, fields, str(tmp_path / f"plain{number}"))[0]
+        found = ranks(2, _through_a_checkpoint_off_device, first, second, str(tmp_path / f"{number}"))[0]
+        assert all(torch.equal(found[key], value) for key, value in expected.items()), fields
+
+
 def _through_a_checkpoint(first: dict[str, Any], second: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
     engine = _engine(first)
     _train(engine, range(2))
@@ -189,6 +225,22 @@ def _refused(fields: dict[str, Any]) -> str:
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing was refused"
+
+
+def _refused_off_device(fields: dict[str, Any]) -> str:
+    with off_device():
+        return _refused(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(offload=dict(optimizer="cpu")), "offload.gradients=None was given with offload.optimizer='cpu' and dev"),
+        (dict(pp=2, micro_batches=2, offload="cpu"), "was given with pp=2 and device cpu: stages of a pipeline"),
+    ],
+)
+def test_what_such_a_device_cannot_do_is_refused_by_name(ranks, fields, message):
+    assert all(message in found for found in ranks(fields.get("pp", 1), _refused_off_device, fields))
 
 
 def test_a_folder_that_one_rank_cannot_use_stops_all(ranks, tmp_path):
@@ -268,6 +320,20 @@ def test_a_loop_of_ones_own_sees_finished_updates(ranks, tmp_path, fields, param
             dict(offload=dict(optimizer="disk", gradients="disk", parameters=parameters, path=str(tmp_path))),
         )
     )
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def _own_loop_off_device(fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with off_device():
+        return _own_loop(fields)
+
+
+def test_a_loop_of_ones_own_off_the_device(ranks):
+    fields = dict(clip_grad_norm=0.5, zero=2, precision="bf16")
+    expected = ranks(1, _own_loop, fields)[0]
+    found = ranks(1, _own_loop_off_device, {**fields, "offload": "cpu"})[0]
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import parity
 import tensorshard as ts
+from off_device import off_device
 from tensorshard.offload import activations
 from tensorshard.offload.activations import OffloadedActivations
 from tensorshard.offload.slots import Slots
@@ -50,6 +51,13 @@ def _compare(
             wrong = "" if same and not found[2][1] else f"losses {plain[0]} and {found[0]}, held {found[2]}"
             found_of_cases.append((f"{kind} {fields}", wrong, "activations" in found[2][0]))
     return found_of_cases
+
+
+def _compare_off_device(
+    cases: list[tuple[str, dict[str, Any]]], offload: dict[str, Any]
+) -> list[tuple[str, str, bool]]:
+    with off_device():
+        return _compare(cases, offload)
 
 
 def _check(results: list[list[tuple[str, str, bool]]]) -> None:
@@ -88,6 +96,14 @@ MORE = [
 @pytest.mark.parametrize(("world_size", "cases"), [(1, ONE), (2, TWO)])
 def test_losses_and_weights_are_the_same_to_the_last_bit(ranks, tmp_path, world_size, cases):
     _check(ranks(world_size, _compare, cases, dict(activations="disk", path=str(tmp_path))))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases", "offload"),
+    [(1, ONE, dict(activations="cpu")), (2, TWO[:1], dict(activations="disk", optimizer="cpu", gradients="cpu"))],
+)
+def test_the_same_from_a_device_whose_memory_is_not_the_hosts(ranks, tmp_path, world_size, cases, offload):
+    _check(ranks(world_size, _compare_off_device, cases, dict(path=str(tmp_path), **offload)))
 
 
 @pytest.mark.parametrize(

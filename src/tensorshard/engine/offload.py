@@ -28,10 +28,14 @@ from tensorshard.torch_private.fake_tensors import active_fake_mode, detect_fake
 logger = logging.getLogger("tensorshard")
 
 
-def open_tiers(plan: Plan, mesh: Mesh, device: torch.device) -> Slots | None:
+def open_tiers(plan: Plan, mesh: Mesh, device: torch.device, *, off_device: bool | None = None) -> Slots | None:
     """Where what `plan` offloads goes; None if that is nothing. A collective of the mesh.
 
     Nothing is allocated yet, but buffers for activations of a device whose memory is not the host's, which are pinned.
+
+    Args:
+        off_device: whether the device's memory is another than the host's, where updates are made; None to ask `device`
+            (in an estimate, fake tensors of the CPU stand for a GPU's).
 
     Raises:
         ValueError: the folder cannot hold a scratch file, or the plan is none that `device` can offload under.
@@ -39,20 +43,20 @@ def open_tiers(plan: Plan, mesh: Mesh, device: torch.device) -> Slots | None:
     offload = plan.offloaded
     if offload is None:
         return None
-    is_host = is_host_memory(device)
-    if not is_host:
+    off_device = not is_host_memory(device) if off_device is None else off_device
+    if off_device:
         offload = _off_device(plan, offload, device, say=mesh.rank == 0)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
 
     def open_slots() -> Slots:
-        slots = Slots(offload, ranks_here, None if is_host else DeviceCopies(device))
+        slots = Slots(offload, ranks_here, DeviceCopies(device) if off_device else None)
         if offload.activations is not None:
             slots.activations = OffloadedActivations(slots)
         return slots
 
     slots = succeed_together(open_slots, mesh.world_group, "parallelize")
     held = (offload.optimizer, offload.gradients, offload.parameters, offload.activations)
-    if mesh.rank == 0 and "cpu" in held and is_host:
+    if mesh.rank == 0 and "cpu" in held and not off_device:
         logger.warning("offload to host memory saves nothing on CPU ranks, whose own memory that is; 'disk' does")
     return slots
 

@@ -118,7 +118,7 @@ def _candidates(plan: Plan, batch: int | None) -> Iterator[_Candidate]:
             yield _Candidate(axis, fields, cost)
             degree *= 2
     if plan.offload is None:
-        yield _Candidate("offload", {"offload": "cpu"}, "CPU ranks alone in this version; the update waits for it")
+        yield _Candidate("offload", {"offload": "cpu"}, "the host makes the update, which waits for the link to it")
 
 
 def _words(fields: dict[str, Any]) -> str:

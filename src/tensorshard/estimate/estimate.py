@@ -214,7 +214,13 @@ def estimate(
             def build(fake: FakeTensorMode = fake) -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
                 return lay_out_engine(
-                    ours, tried, optimizer=optimizer, loss_fn=loss_fn, sample_inputs=inputs, decisions=decisions
+                    ours,
+                    tried,
+                    optimizer=optimizer,
+                    loss_fn=loss_fn,
+                    sample_inputs=inputs,
+                    decisions=decisions,
+                    off_device=device != "cpu",
                 )
 
             def batch() -> tuple[Any, Any]:

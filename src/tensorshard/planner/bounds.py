@@ -86,6 +86,8 @@ class Bounds:
         optimizer = trace.optimizer / split / (shard if zero >= 1 else 1)
         if plan.offloaded is not None:
             gradients, optimizer = 0.0, 0.0
+            if not self.question.on_cpus:  # masters are the host's
+                parameters = 0.0 if zero == 3 and shard > 1 else trace.parameters / split * copies
         activations = 0.0
         if known[2] == plan.recompute:
             activations = trace.activations * candidate.micro_batch / trace.samples / split

@@ -1,0 +1,188 @@
+"""Copies between a device and the host's memory: in which order, through which buffers."""
+
+import gc
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import parity
+import tensorshard as ts
+from off_device import LateCopies, off_device
+from tensorshard.offload import activations
+from tensorshard.offload.device_copies import DeviceCopies
+from tensorshard.offload.pinned_memory import PinnedMemory
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+class Streams:
+    """What ``torch.cuda`` is asked for of streams and events, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.made = 0
+        self.current = "compute"
+        streams = self
+
+        class Stream:
+            def __init__(self, device: Any = None) -> None:
+                streams.made += 1
+                self.name = f"side {streams.made}"
+
+            def wait_event(self, event: Any) -> None:
+                streams.calls.append((self.name, "waits for", event.number))
+
+        class Event:
+            count = 0
+
+            def __init__(self, blocking: bool = False) -> None:
+                Event.count += 1
+                self.number = Event.count
+
+            def record(self, stream: Any) -> None:
+                streams.calls.append((getattr(stream, "name", stream), "records", self.number))
+
+            def synchronize(self) -> None:
+                streams.calls.append(("host", "waits for", self.number))
+
+        self.Stream, self.Event = Stream, Event
+
+    def current_stream(self, device: Any = None) -> str:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Any) -> Any:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+
+class Copied:
+    """What is copied into."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def copy_(self, values: torch.Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        self._streams.calls.append((self._streams.current, "copies"))
+
+
+def test_copies_follow_what_was_computed_on_streams_of_their_own():
+    streams = Streams()
+    with mock.patch.object(torch, "get_device_module", lambda _: streams):
+        copies = DeviceCopies(torch.device("cuda"))
+    into: Any = Copied(streams)
+    for _ in range(2):
+        streams.calls.clear()
+        first = copies.given().number
+        copy = copies.to_host(into, torch.ones(3), mock.Mock(number=first))
+        assert streams.calls == [
+            ("compute", "records", first),
+            ("side 1", "waits for", first),
+            ("side 1", "copies"),
+            ("side 1", "records", first + 1),
+        ]
+        copy.wait()
+        assert streams.calls[-1] == ("host", "waits for", first + 1)
+        streams.calls.clear()
+        copies.to_device(into, torch.ones(3), mock.Mock(number=first))
+        assert streams.calls == [
+            ("side 2", "waits for", first),
+            ("side 2", "copies"),
+            ("side 2", "records", first + 2),
+            ("host", "waits for", first + 2),
+        ]
+    assert streams.made == 2
+
+
+def test_a_tensor_that_changes_while_it_is_copied_is_refused():
+    copies = LateCopies(torch.device("cpu"))
+    values = torch.ones(3)
+    copy = copies.to_host(torch.empty(3), values, "now")
+    values.add_(1)
+    with pytest.raises(RuntimeError, match="12 bytes .* changed in place while it was copied"):
+        copy.wait()
+
+
+class Driver:
+    """Pins memory as CUDA's driver does, of which there is so much."""
+
+    def __init__(self, most: int = 1 << 40) -> None:
+        self.pinned: dict[int, int] = {}
+        self.peak = self.calls = 0
+        self._most = most
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if sum(self.pinned.values()) + nbytes > self._most:
+            return 2
+        assert address not in self.pinned
+        self.pinned[address] = nbytes
+        self.calls += 1
+        self.peak = max(self.peak, sum(self.pinned.values()))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+    @contextmanager
+    def installed(self) -> Any:
+        with (
+            mock.patch.object(torch.cuda, "cudart", lambda: self),
+            mock.patch.object(torch.cuda, "device", lambda _: nullcontext()),
+        ):
+            yield
+
+
+class PinnedCopies(LateCopies):
+    """With buffers that are pinned."""
+
+    def buffer(self, nbytes: int) -> PinnedMemory:
+        return PinnedMemory(nbytes, self.device)
+
+
+def test_memory_is_pinned_as_long_as_tensors_are_on_it():
+    driver = Driver(most=3 * 4096)
+    with driver.installed():
+        memory = PinnedMemory(2 * 4096, torch.device("cuda"))
+        tensor = torch.frombuffer(memory, dtype=torch.float32)
+        assert driver.pinned == {tensor.data_ptr(): 2 * 4096}
+        with pytest.raises(RuntimeError, match=r"8,192 bytes of a buffer .*\(CUDA error 2\); set offload.buffer_memory"):
+            PinnedMemory(2 * 4096, torch.device("cuda"))
+        del memory
+        gc.collect()
+        assert driver.pinned
+        del tensor
+        gc.collect()
+        assert not driver.pinned
+
+
+def _pinned(fields: dict[str, Any], offload: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Bytes pinned at most, how often memory was pinned by the first step and by the third, and what is left."""
+    driver = Driver()
+    with driver.installed(), off_device(PinnedCopies), mock.patch.object(activations, "SMALLEST", 64):
+        plan = ts.Plan(offload=ts.Offload(**offload), **fields)
+        engine = ts.parallelize(
+            partial(parity.build, "gpt"), plan, optimizer=ADAMW, loss_fn=parity.loss_function("gpt")
+        )
+        made = driver.calls
+        for step in range(3):
+            engine.step(*parity.batch("gpt", step))
+        peak, calls = driver.peak, driver.calls
+        del engine
+        gc.collect()
+        return peak, made, calls, len(driver.pinned)
+
+
+@pytest.mark.parametrize("activations", [None, "cpu"])
+def test_buffers_are_pinned_once_and_within_their_budget(ranks, activations):
+    offload = dict(optimizer="cpu", gradients="cpu", activations=activations, buffer_memory="2MiB")
+    peak, made, calls, left = ranks(1, _pinned, dict(precision="bf16", micro_batches=2), offload)[0]
+    assert 0 < peak <= 2 << 20
+    assert made == calls
+    assert left == 0
