@@ -1,13 +1,17 @@
 """Copies between a device and the host's memory: in which order, through which buffers."""
 
 import gc
+import subprocess
+import sys
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils import backend_registration
 
 import parity
 import tensorshard as ts
@@ -105,7 +109,7 @@ def test_a_tensor_that_changes_while_it_is_copied_is_refused():
     values = torch.ones(3)
     copy = copies.to_host(torch.empty(3), values, "now")
     values.add_(1)
-    with pytest.raises(RuntimeError, match="12 bytes .* changed in place while it was copied"):
+    with pytest.raises(RuntimeError, match=r"12 bytes .* changed in place while it was copied"):
         copy.wait()
 
 
@@ -117,7 +121,7 @@ class Driver:
         self.peak = self.calls = 0
         self._most = most
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if sum(self.pinned.values()) + nbytes > self._most:
             return 2
         assert address not in self.pinned
@@ -126,7 +130,7 @@ class Driver:
         self.peak = max(self.peak, sum(self.pinned.values()))
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self.pinned[address]
         return 0
 
@@ -152,7 +156,9 @@ def test_memory_is_pinned_as_long_as_tensors_are_on_it():
         memory = PinnedMemory(2 * 4096, torch.device("cuda"))
         tensor = torch.frombuffer(memory, dtype=torch.float32)
         assert driver.pinned == {tensor.data_ptr(): 2 * 4096}
-        with pytest.raises(RuntimeError, match=r"8,192 bytes of a buffer .*\(CUDA error 2\); set offload.buffer_memory"):
+        with pytest.raises(
+            RuntimeError, match=r"8,192 bytes of a buffer .*\(CUDA error 2\); set offload.buffer_memory"
+        ):
             PinnedMemory(2 * 4096, torch.device("cuda"))
         del memory
         gc.collect()
@@ -186,3 +192,11 @@ def test_buffers_are_pinned_once_and_within_their_budget(ranks, activations):
     assert 0 < peak <= 2 << 20
     assert made == calls
     assert left == 0
+
+
+def test_nothing_mixes_tensors_of_the_device_and_of_the_host():
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this version of torch takes no device types from Python")
+    script = Path(__file__).with_name("steps_on_a_pretended_device.py")
+    done = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -51,12 +51,13 @@ class OffloadedGradients:
         """
         slot = self._places.get(master)
         known = slot is not None and self.slot(master) is not None
-        if slot is None or (shard is None and (master.grad is None or known)):
+        local = shard
+        if shard is None and master.grad is not None and not known:
+            local = to_local(master.grad)
+        if slot is None or local is None:
             return
         if self._failure is None:
             self._behind.finish()  # a failure is told to all ranks after backward
-            local = to_local(master.grad) if shard is None else shard
-            assert local is not None
             try:
                 if known:
                     self._add(slot, local.reshape(-1))
