@@ -86,6 +86,8 @@ class FullyShardedModel(ShardedModel):
             # Shards and their gradients are then the host's; what is read into memory goes to the device when it is
             # gathered. Pinning all of them would be memory beyond any budget.
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+            narrow = options["mp_policy"].param_dtype
+            offloaded.gathered_as = narrow if narrow != self._dtype else None
         tied = _shared_between(model, units)
         for unit in units:
             if not any(parameter in tied for module in unit for parameter in module.parameters()):

@@ -129,7 +129,7 @@ def offload_states(
             states,
             slots,
             offloaded=masters,
-            agree=partial(_stop_together, mesh.world_group, "the update of offloaded states"),
+            agree=partial(_stop_together, mesh.world_group, slots, "the update of offloaded states"),
         )
 
     offloaded = succeed_together(offload, mesh.world_group, "parallelize")
@@ -160,24 +160,27 @@ def check_transfers(
     updated = optimizer is not None and optimizer.is_behind
     on_disk = slots is not None and slots.offload.uses_disk
     parameters = slots is not None and on_disk and slots.offload.parameters is not None
-    activations = slots.activations if slots is not None and on_disk else None
-    if not (updated or parameters or activations is not None):
+    may_fail = slots is not None and (on_disk or slots.copies is not None)
+    activations = slots.activations if slots is not None and may_fail else None
+    if slots is None or not (updated or parameters or activations is not None):
         return
     failures: list[Exception | None] = []
     if updated and optimizer is not None:
         failures.append(optimizer.take_failure())
-    if parameters and slots is not None:
+    if parameters:
         failures.append(slots.take_failure())
     if activations is not None:
         failures.append(activations.take_failure())
     failure = next((failure for failure in failures if failure is not None), None)
-    _stop_together(group, "moving offloaded tensors", failure)
+    _stop_together(group, slots, "moving offloaded tensors", failure)
 
 
-def _stop_together(group: torch.distributed.ProcessGroup, what: str, failure: Exception | None) -> None:
+def _stop_together(group: torch.distributed.ProcessGroup, slots: Slots, what: str, failure: Exception | None) -> None:
     """Raises the `failure` of any rank on all of them, in doing `what`. A collective of `group`."""
     if group.size() > 1:
-        failures = torch.tensor([float(failure is not None)])
+        # NCCL's groups have no other tensors than GPUs'.
+        device = None if slots.copies is None else slots.copies.device
+        failures = torch.tensor([float(failure is not None)], device=device)
         all_reduce_(failures, group, what="whether the scratch files could be read and written")
         if detect_fake_mode(failures) is not None or not failures.item():
             return

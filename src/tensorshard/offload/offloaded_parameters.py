@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -65,6 +66,7 @@ class _Buffer:
     unit: ParameterUnit
     memory: _Memory
     tensors: list[torch.Tensor] = field(default_factory=list)
+    narrow: list[torch.Tensor] = field(default_factory=list)  # the same, cast; none where they are gathered as they are
     transfers: list[Future[None]] = field(default_factory=list)
 
     def wait(self) -> OSError | None:
@@ -89,12 +91,14 @@ class OffloadedParameters:
         slots: where they go.
 
     Attributes:
+        gathered_as: the type that they are cast to when they are read, which is that of all of them; None for theirs.
         is_current: tells of masters whether no update of them is under way; what has one is not read ahead.
     """
 
     def __init__(self, slots: Slots) -> None:
         if not slots.fake:
             map_large_tensors()
+        self.gathered_as: torch.dtype | None = None
         self.is_current: Callable[[Sequence[nn.Parameter]], bool] = lambda _: True
         self._slots = slots
         self._pool: ThreadPoolExecutor | None = None
@@ -125,7 +129,7 @@ class OffloadedParameters:
             self._slots.add(tier, [SlotSpec("parameters", shard.numel(), shard.dtype) for shard in shards]),
             masters,
         )
-        self._sizes[unit.nbytes] += 1
+        self._sizes[self._size(unit)] += 1
         buffer = self._buffer(unit)
         for tensor, shard in zip(buffer.tensors, shards, strict=True):
             tensor.copy_(shard)
@@ -165,10 +169,10 @@ class OffloadedParameters:
         failure = buffer.wait()
         if failure is not None:
             self._slots.failure = failure
-            for tensor in buffer.tensors:
+            for tensor in (*buffer.tensors, *buffer.narrow):
                 tensor.zero_()
         try:
-            yield buffer.tensors
+            yield buffer.narrow or buffer.tensors
         finally:
             self._keep(buffer)
         if self._previous is not None:
@@ -197,7 +201,7 @@ class OffloadedParameters:
             self._keep(ahead)
 
     def _buffer(self, unit: ParameterUnit) -> _Buffer:
-        size = unit.nbytes
+        size = self._size(unit)
         memory = next((free for free in self._free if len(free) == size), None)
         if memory is None:
             memory = _Memory(size, self._slots.fake)
@@ -209,7 +213,16 @@ class OffloadedParameters:
             own = memory.bytes[offset : offset + slot.tensor.nbytes]
             buffer.tensors.append(own.view(slot.tensor.dtype))
             offset += _nbytes(slot)
+        for slot in unit.slots if self.gathered_as is not None else ():
+            count = slot.tensor.numel() * self.gathered_as.itemsize
+            buffer.narrow.append(memory.bytes[offset : offset + count].view(self.gathered_as))
+            offset += round_up(count)
         return buffer
+
+    def _size(self, unit: ParameterUnit) -> int:
+        """Of a buffer for `unit`."""
+        narrow = 0 if self.gathered_as is None else self.gathered_as.itemsize
+        return unit.nbytes + sum(round_up(slot.tensor.numel() * narrow) for slot in unit.slots)
 
     def _keep(self, buffer: _Buffer) -> None:
         """Keeps the memory for other units of the same size; that of a unit like no other is freed."""
@@ -225,7 +238,7 @@ class OffloadedParameters:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tensorshard-parameters")
         view, offset = memoryview(buffer.memory.mapped), 0
-        for slot, tensor in zip(buffer.unit.slots, buffer.tensors, strict=True):
+        for index, (slot, tensor) in enumerate(zip(buffer.unit.slots, buffer.tensors, strict=True)):
             each = max(1, _REQUEST_BYTES // tensor.element_size() // TILE_ALIGNMENT) * TILE_ALIGNMENT
             for start in range(0, tensor.numel(), each):
                 part = tensor[start : start + each]
@@ -233,8 +246,15 @@ class OffloadedParameters:
                 memory = view[first : first + round_up(part.numel() * tensor.element_size())]
                 slot.moved += len(memory)
                 move = slot.write if write else slot.read
+                if buffer.narrow and not write:
+                    move = partial(_read_and_cast, slot, buffer.narrow[index][start : start + each])
                 buffer.transfers.append(self._pool.submit(move, start, part, memory))
             offset += _nbytes(slot)
+
+
+def _read_and_cast(slot: Slot, cast: torch.Tensor, start: int, into: torch.Tensor, memory: memoryview) -> None:
+    slot.read(start, into, memory)
+    cast.copy_(into)
 
 
 def _nbytes(slot: Slot) -> int:
