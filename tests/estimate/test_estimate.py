@@ -244,3 +244,27 @@ def test_what_is_offloaded(ranks):
     assert abs(real.peak_allocated - estimated.peak_allocated) <= 1 << 19
     assert estimated.disk_traffic == real.disk_traffic > 2 * real.disk_bytes
     assert 0 < estimated.disk_bytes <= real.disk_bytes  # space comes back when what was written to it has arrived
+
+
+def _estimated_for_gpus(plans: list[ts.Plan]) -> list[RankEstimate]:
+    dist.destroy_process_group()
+    inputs, targets = _larger_batch()
+    given = dict(inputs=inputs, targets=targets, optimizer=ADAMW, loss_fn=next_token_loss, hardware="h100")
+    return [ts.estimate(_LARGER, plan, world_size=1, **given).largest for plan in plans]
+
+
+def test_what_is_offloaded_from_gpus(ranks):
+    """Two states, a gradient and a master of fp32 are the host's, where the CPU's fp32 parameters are the masters."""
+    plans = [
+        ts.Plan(precision=p, offload=o, micro_batches=2)
+        for p in ("fp32", "bf16")
+        for o in (None, ts.Offload(optimizer="cpu", gradients="cpu", buffer_memory="512KiB"))
+    ]
+    plain, offloaded, plain_16, offloaded_16 = ranks(1, _estimated_for_gpus, plans)[0]
+    numel = sum(p.numel() for p in _LARGER().parameters())
+    for each in (offloaded, offloaded_16):
+        assert 16 * numel <= each.host_bytes - (512 << 10) <= 17 * numel
+        assert each.disk_bytes == plain.host_bytes == 0
+    assert plain.peak_allocated - offloaded.peak_allocated >= 8 * numel
+    assert plain_16.peak_allocated - offloaded_16.peak_allocated >= 12 * numel
+    assert offloaded.host_traffic - offloaded_16.host_traffic > 1.9 * numel  # weights come back in 16 bits
