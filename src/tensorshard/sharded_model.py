@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tensorshard.comm.sharding import on_mesh_device
+from tensorshard.comm.sharding import dtensor_like, on_mesh_device
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.offload.update_behind import UpdateBehind
-from tensorshard.torch_private.dtensor import dtensor_like
 from tensorshard.transforms.precision import master_dtype
 
 

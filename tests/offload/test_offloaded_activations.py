@@ -193,6 +193,7 @@ def test_a_failed_forward_gives_all_back(tmp_path):
     with pytest.raises(RuntimeError, match=r"no torch\.Size"):
         moved.forward(block := Fails(), block, torch.randn(512, 64, requires_grad=True))
     gc.collect()
+    assert moved.take_failure() is None  # what was under way is over
     assert moved.space.lent_bytes == 0
 
 

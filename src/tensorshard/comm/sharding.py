@@ -11,6 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from tensorshard.torch_private.dtensor import dtensor_of
+
 
 def shard_range(size: int, num_shards: int, index: int) -> tuple[int, int]:
     """Where shard `index` of a dimension of `size` elements begins, and how many elements it has."""
@@ -84,6 +86,11 @@ def distribute_like(full: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """The DTensor laid out as `like` is, whose shard on this rank is `local`, on whatever device that is."""
+    return dtensor_of(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def on_mesh_device(tensor: DTensor) -> DTensor:

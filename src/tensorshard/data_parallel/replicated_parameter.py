@@ -8,10 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tensorshard.comm.sharding import dtensor_like
 from tensorshard.modules.parameters import like
 from tensorshard.offload.slots import OffloadedMaster, Slots
 from tensorshard.sharded_model import TakeGradient
-from tensorshard.torch_private.dtensor import dtensor_like, dtensor_of
+from tensorshard.torch_private.dtensor import dtensor_of
 from tensorshard.transforms.precision import compute_dtype, master_dtype
 
 

@@ -10,19 +10,18 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import to_local
-from tensorshard.offload import compiled_adamw
 from tensorshard.offload.offloaded_gradients import OffloadedGradients
 from tensorshard.offload.offloaded_states import OffloadedStates, options_now, tiles
 from tensorshard.offload.slots import TILE_ALIGNMENT, OffloadedMaster, Slot, Slots, SlotSpec, laid_out_like
+from tensorshard.offload.tile_updates import Tile, TileUpdates
 from tensorshard.offload.transfers import Move, Transfers, Work
 from tensorshard.offload.update_behind import UpdateBehind
-from tensorshard.offload.updates import begins_with_gradient, state_keys, tile_update
+from tensorshard.offload.updates import state_keys, tile_update
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.optimizers import step_without_hooks
 from tensorshard.torch_private.tensors import storage_address
 
 _WORKS = 8  # buffers that are filled, computed with and emptied by turns
-_CACHE_ELEMENTS = 1 << 16  # of each tensor, for each thread: gradient, weights and two states in 1 MiB
 
 
 class OffloadedOptimizer:
@@ -66,13 +65,13 @@ class OffloadedOptimizer:
         self._optimizer = optimizer
         self._slots = slots
         self._agree = agree
-        self._update = tile_update(optimizer)
-        if slots.offload.overlap and self._update is None:
+        update = tile_update(optimizer)
+        self._updates = None if update is None else TileUpdates(optimizer, update)
+        if slots.offload.overlap and update is None:
             raise ValueError(
                 f"offload.overlap=True was given with {type(optimizer).__name__}, whose own step updates one parameter "
                 f"after the other; set offload.overlap=False, or use Adam, AdamW, SGD or Adagrad with common options"
             )
-        self._scratch = torch.empty(0)
         self._groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         tensors = {n: m for n, m in masters.items() if m.dim() and m in self._groups}
         self._others = [m for m in masters.values() if m in self._groups and not m.dim()]  # numbers stay where they are
@@ -110,7 +109,7 @@ class OffloadedOptimizer:
     @property
     def written(self) -> set[torch.Tensor]:
         """The masters whose copies, which forward computes with, the step writes itself."""
-        return {m for m, o in self._offloaded.items() if o.place is not None and self._update is not None}
+        return {m for m, o in self._offloaded.items() if o.place is not None and self._updates is not None}
 
     @property
     def is_behind(self) -> bool:
@@ -174,7 +173,7 @@ class OffloadedOptimizer:
         try:
             if failure is not None:
                 raise failure
-            if self._update is not None:
+            if self._updates is not None:
                 self._begin(changed)
                 self._update_tiles(changed, factor)
             else:
@@ -252,6 +251,7 @@ class OffloadedOptimizer:
         factor: torch.Tensor | float | None,
         tensors: list[torch.Tensor],
     ) -> None:
+        assert self._updates is not None
         position = 0
         for o, start, moves in together:
             moved = tensors[position : position + len(moves)]
@@ -270,74 +270,11 @@ class OffloadedOptimizer:
                 gradient = moved.pop(0)
             # Here, once: a tile takes so little time that the smallest operation shows.
             scale = factor.to(weights.dtype) if isinstance(factor, torch.Tensor) else factor
-            done = self._update_compiled(o, weights, gradient, mine, scale, copy)
-            # Fake tensors are in no cache.
-            most = numel if active_fake_mode() is not None else _CACHE_ELEMENTS * torch.get_num_threads()
-            for a, count in tiles(numel - done, most):
-                within = slice(done + a, done + a + count)
-                self._update_tile(
-                    o,
-                    weights[within],
-                    gradient[within],
-                    {key: tensor[within] for key, tensor in mine.items()},
-                    scale,
-                )
-                if copy is not None:
-                    copy[within].copy_(weights[within])
+            self._updates.run(Tile(o, weights, gradient, mine, scale, copy))
             if self._is_last(o, start):
                 o.gradient_in_memory = None
                 if not o.is_done_when_written:
                     self.behind.done([o.master])
-
-    def _update_compiled(
-        self,
-        o: OffloadedStates,
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
-        states: dict[str, torch.Tensor],
-        factor: torch.Tensor | float | None,
-        copy: torch.Tensor | None,
-    ) -> int:
-        """Updates what one pass can, from the first element on; returns how many elements that are."""
-        if not isinstance(self._optimizer, torch.optim.Adam) or active_fake_mode() is not None:
-            return 0
-        if not compiled_adamw.does(o.options, weights, gradient, *states.values()):
-            return 0
-        averages = states["exp_avg"], states["exp_avg_sq"]
-        step, scale = int(o.step.item()) + 1, None if factor is None else float(factor)
-        narrow = copy if copy is not None and copy.dtype == torch.bfloat16 else None
-        done = compiled_adamw.update(o.options, weights, gradient, averages, step, factor=scale, copy=narrow)
-        if copy is not None and narrow is None:
-            copy[:done].copy_(weights[:done])
-        return done
-
-    def _update_tile(
-        self,
-        o: OffloadedStates,
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
-        states: dict[str, torch.Tensor],
-        factor: torch.Tensor | float | None,
-    ) -> None:
-        assert self._update is not None
-        if factor is not None or gradient.dtype != weights.dtype:
-            if self._scratch.numel() < gradient.numel() or self._scratch.dtype != weights.dtype:
-                self._scratch = torch.empty(gradient.numel(), dtype=weights.dtype)
-            scaled = self._scratch[: gradient.numel()]
-            if factor is not None and gradient.dtype == weights.dtype:
-                torch.mul(gradient, factor, out=scaled)
-            else:
-                scaled.copy_(gradient)
-                if factor is not None:
-                    scaled.mul_(factor)
-            gradient = scaled
-        given: dict[str, torch.Tensor | None] = {
-            key: None if key in o.fresh and begins_with_gradient(key) else value for key, value in states.items()
-        }
-        self._update(o.options, weights, gradient, given, o.step)
-        for key, value in given.items():
-            if value is not None and value is not states[key]:
-                states[key].copy_(value)
 
     # -- other optimizers: a parameter at a time --
 
@@ -387,7 +324,7 @@ class OffloadedOptimizer:
     def _state_dtypes(
         self, name: str, master: nn.Parameter, dtypes: Mapping[str, Mapping[str, torch.dtype]]
     ) -> dict[str, torch.dtype]:
-        if self._update is None:
+        if self._updates is None:
             return dict(dtypes.get(name, {}))
         group = self._optimizer.param_groups[self._groups[master]]
         return dict.fromkeys(state_keys(self._optimizer, group), master.dtype)
@@ -405,7 +342,7 @@ class OffloadedOptimizer:
     def _make_transfers(self) -> Transfers:
         budget = self._slots.offload.buffer_bytes - self._slots.offload.activation_buffer_bytes
         self._work_bytes = budget // _WORKS
-        if self._update is None:
+        if self._updates is None:
             largest = max((sum(s.nbytes for s in o.specs()) for o in self._offloaded.values()), default=1)
             if largest > budget:
                 raise ValueError(

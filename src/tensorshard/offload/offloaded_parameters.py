@@ -213,7 +213,9 @@ class OffloadedParameters:
             own = memory.bytes[offset : offset + slot.tensor.nbytes]
             buffer.tensors.append(own.view(slot.tensor.dtype))
             offset += _nbytes(slot)
-        for slot in unit.slots if self.gathered_as is not None else ():
+        if self.gathered_as is None:
+            return buffer
+        for slot in unit.slots:
             count = slot.tensor.numel() * self.gathered_as.itemsize
             buffer.narrow.append(memory.bytes[offset : offset + count].view(self.gathered_as))
             offset += round_up(count)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["compute_local_shape_and_global_offset", "dtensor_like", "dtensor_of"]
+__all__ = ["compute_local_shape_and_global_offset", "dtensor_of"]
 
 
 def dtensor_of(
@@ -34,8 +34,3 @@ def dtensor_of(
     """
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local.detach(), spec, requires_grad=False)
-
-
-def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """:func:`dtensor_of` a shard of a tensor that is laid out as `like` is."""
-    return dtensor_of(local, like.device_mesh, like.placements, like.shape, like.stride())
