@@ -241,12 +241,16 @@ class ShardedModel(ABC):
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every master whole, one at a time, by the original model's names. A collective: all ranks iterate."""
         for name, master in self.masters().items():
-            local = master.detach()
-            if isinstance(local, DTensor):
-                local = on_mesh_device(local).full_tensor()
-            elif self._device is not None:
-                local = local.to(self._device)
-            yield name, self.split.full(name, local, self._shapes[name])
+            yield name, self._full_parameter(name, master)
+
+    def _full_parameter(self, name: str, master: nn.Parameter) -> torch.Tensor:
+        """A master whole, where collectives need it. A collective of those that have a part of it."""
+        local = master.detach()
+        if isinstance(local, DTensor):
+            local = on_mesh_device(local).full_tensor()
+        elif self._device is not None:
+            local = local.to(self._device)
+        return self.split.full(name, local, self._shapes[name])
 
     def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers of a state dict, whole, by the original model's names. A collective: all ranks iterate."""

@@ -232,15 +232,40 @@ def _refused_off_device(fields: dict[str, Any]) -> str:
         return _refused(fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(offload=dict(optimizer="cpu")), "offload.gradients=None was given with offload.optimizer='cpu' and dev"),
-        (dict(pp=2, micro_batches=2, offload="cpu"), "was given with pp=2 and device cpu: stages of a pipeline"),
-    ],
-)
-def test_what_such_a_device_cannot_do_is_refused_by_name(ranks, fields, message):
-    assert all(message in found for found in ranks(fields.get("pp", 1), _refused_off_device, fields))
+def test_an_optimizer_off_such_a_device_without_its_gradients_is_refused(ranks):
+    [found] = ranks(1, _refused_off_device, dict(offload=dict(optimizer="cpu")))
+    assert "offload.gradients=None was given with offload.optimizer='cpu' on GPUs" in found
+
+
+def _part_off_device(offload: str | None) -> dict[str, torch.Tensor]:
+    """An optimizer that is given a part of the parameters; the norm is that of all gradients."""
+    torch.manual_seed(3)
+    plan = ts.Plan(micro_batches=2, clip_grad_norm=0.5, offload=offload)
+    with off_device():
+        engine = ts.parallelize(
+            Uneven, plan, optimizer=lambda given: ADAMW(list(given)[1:]), loss_fn=parity.loss_function("gpt")
+        )
+        norms: list[Any] = []
+        return {**_train(engine, range(2), norms), "norms": torch.tensor(norms)}
+
+
+def test_what_no_optimizer_updates_counts_in_the_norm_off_such_a_device(ranks):
+    plain, found = (ranks(1, _part_off_device, offload)[0] for offload in (None, "cpu"))
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+
+
+def _train_off_device(fields: dict[str, Any]) -> Any:
+    with off_device():
+        return parity.train("gpt_tied", fields)
+
+
+@pytest.mark.parametrize("fields", [dict(tp=2, zero=0), dict(pp=2, micro_batches=2)], ids=["tp", "pp"])
+def test_the_same_from_such_a_device_with_other_axes(ranks, fields):
+    fields = dict(precision="bf16", clip_grad_norm=1.1, **fields)
+    found = [ranks(2, _train_off_device, {**fields, **more})[0] for more in ({}, dict(offload="cpu"))]
+    assert found[0]["losses"] == found[1]["losses"]
+    for name, value in found[0]["state"].items():
+        assert torch.equal(found[1]["state"][name], value), name
 
 
 def test_a_folder_that_one_rank_cannot_use_stops_all(ranks, tmp_path):

@@ -82,10 +82,7 @@ def distribute_like(full: torch.Tensor, like: DTensor) -> DTensor:
     """
     if full.shape != like.shape:
         raise ValueError(f"a tensor of shape {list(full.shape)} was given where {list(like.shape)} is held")
-    shard = local_shard(full, like.device_mesh, like.placements).to(like.to_local().device)
-    return DTensor.from_local(
-        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return dtensor_like(local_shard(full, like.device_mesh, like.placements).to(like.to_local().device), like)
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:

@@ -45,7 +45,7 @@ def open_tiers(plan: Plan, mesh: Mesh, device: torch.device, *, off_device: bool
         return None
     off_device = not is_host_memory(device) if off_device is None else off_device
     if off_device:
-        offload = _off_device(plan, offload, device, say=mesh.rank == 0)
+        offload = _off_device(plan, offload, say=mesh.rank == 0)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
 
     def open_slots() -> Slots:
@@ -66,7 +66,7 @@ def is_host_memory(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _off_device(plan: Plan, offload: Offload, device: torch.device, *, say: bool) -> Offload:
+def _off_device(plan: Plan, offload: Offload, *, say: bool) -> Offload:
     """What goes where, from a device whose memory is not the host's.
 
     Args:
@@ -75,16 +75,10 @@ def _off_device(plan: Plan, offload: Offload, device: torch.device, *, say: bool
     Raises:
         ValueError: the plan asks for what such a device cannot do.
     """
-    if plan.pp > 1:
-        raise ValueError(
-            f"offload={offload} was given with pp={plan.pp} and device {device}: stages of a pipeline exchange "
-            f"gradients of tied parameters, and these are exchanged between devices alone; set pp=1, or offload=None"
-        )
     if offload.optimizer is not None and offload.gradients is None:
         raise ValueError(
-            f"offload.gradients=None was given with offload.optimizer={offload.optimizer!r} and device {device}: the "
-            f"host updates what is in its memory, and there it needs the gradients too; set offload.gradients to "
-            f"'cpu' or 'disk'"
+            f"offload.gradients=None was given with offload.optimizer={offload.optimizer!r} on GPUs: the host updates "
+            f"what is in its memory, and there it needs the gradients, too; set offload.gradients to 'cpu' or 'disk'"
         )
     if offload.optimizer is not None and offload.parameters is None and plan.shards_parameters:
         # The shards of ZeRO 3 are the master weights.

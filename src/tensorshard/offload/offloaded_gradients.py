@@ -54,6 +54,8 @@ class OffloadedGradients:
         local = shard
         if shard is None and master.grad is not None and not known:
             local = to_local(master.grad)
+        if slot is None and shard is not None:
+            _keep(master, shard)
         if slot is None or local is None:
             return
         if self._failure is None:
@@ -130,6 +132,15 @@ class OffloadedGradients:
         self.finish()
         known = self._norms.get(master)
         return known[0] if known is not None and self.slot(master) and known[1] == _version(master) else None
+
+
+def _keep(master: nn.Parameter, shard: torch.Tensor) -> None:
+    """Has the gradient of a master without a place, such as one that no optimizer updates, where the master is."""
+    values = shard.to(master.device, master.dtype)
+    if master.grad is None:
+        master.grad = laid_out_like(master, values.reshape(-1))
+    else:
+        to_local(master.grad).add_(values.view(to_local(master.grad).shape))
 
 
 def _add_tile(tensors: list[torch.Tensor]) -> None:

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tensorshard.mesh import Mesh
 from tensorshard.offload.slots import OffloadedMaster
@@ -75,6 +74,7 @@ class PipelinedModel(ShardedModel):
             {name: self._ranks_with(name) for name in self.cut.shared if self.is_trained(name)},
             self._masters,
             self._group,
+            torch.device(mesh.device_mesh.device_type),
         )
         self._complete = True
         self._behind: UpdateBehind | None = None
@@ -238,7 +238,7 @@ class PipelinedModel(ShardedModel):
             sender = self._sender(name)
             value = None
             if sender == rank:
-                value = buffers[name] if name in buffers else self._full_parameter(name)
+                value = buffers[name] if name in buffers else self._full_parameter(name, self._masters[name])
             if not travels:
                 continue
             if sender != 0:
@@ -260,12 +260,6 @@ class PipelinedModel(ShardedModel):
             return self._rank_of[self._stages_with(name)[0]]
         holding = (stages for unit, stages in self._stages_of.items() if name.startswith(f"{unit}."))
         return self._rank_of[min(next(holding, frozenset([self.cut.stages - 1])))]
-
-    def _full_parameter(self, name: str) -> torch.Tensor:
-        local = self._masters[name].detach()
-        if isinstance(local, DTensor):
-            local = local.full_tensor()
-        return self.split.full(name, local, self._shapes[name])
 
     def _sent(self, value: torch.Tensor | None, like: torch.Tensor, sender: int) -> torch.Tensor | None:
         if value is not None:

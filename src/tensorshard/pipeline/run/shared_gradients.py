@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.sharding import dtensor_like
+
 
 class SharedGradients:
     """Adds up, on every rank that has a parameter, the gradients of all that have it.
@@ -18,12 +20,18 @@ class SharedGradients:
         ranks: for each parameter, the pipeline ranks that have it.
         masters: this rank's parameters.
         group: of the pipeline.
+        device: where its ranks send tensors from.
     """
 
     def __init__(
-        self, ranks: Mapping[str, Sequence[int]], masters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
+        self,
+        ranks: Mapping[str, Sequence[int]],
+        masters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._group = group
+        self._device = device
         self._ranks = {name: list(who) for name, who in sorted(ranks.items()) if len(who) > 1 and name in masters}
         self._masters = {name: masters[name] for name in self._ranks}
 
@@ -40,7 +48,8 @@ class SharedGradients:
         for name, who in self._ranks.items():
             master = self._masters[name]
             has = master.grad is not None
-            own[name] = local_of(master.grad if has else torch.zeros_like(master)).contiguous()  # type: ignore[arg-type]
+            sent = local_of(master.grad if has else torch.zeros_like(master))  # type: ignore[arg-type]
+            own[name] = sent.contiguous().to(self._device)
             flag = torch.full((1,), float(has), device=own[name].device)
             received[name], counts[name] = {}, {}
             for rank in who:
@@ -63,18 +72,10 @@ class SharedGradients:
             total = terms[0].clone()
             for term in terms[1:]:
                 total.add_(term)
-            _set_gradient(master, total)
+            total = total.to(master.device)
+            master.grad = dtensor_like(total, master) if isinstance(master, DTensor) else total
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` that this rank has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _set_gradient(master: nn.Parameter, local: torch.Tensor) -> None:
-    if isinstance(master, DTensor):
-        master.grad = DTensor.from_local(  # type: ignore[assignment]
-            local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
-        )
-    else:
-        master.grad = local
