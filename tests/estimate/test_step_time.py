@@ -166,8 +166,9 @@ def test_estimates_agree_with_formulas(ranks):
     assert "of which a step moves" in found["text"] and "not validated" in found["text"]
     assert offloaded.by_category["optimizer states"] < 1000  # the counts of steps
     blocks = sum(-(-4 * p.numel() // 2 // 4096) * 4096 for p in model.parameters())  # of half of each, in fp32
-    assert offloaded.disk_bytes == 3 * blocks  # two states and the gradient
-    assert offloaded.disk_traffic == 6 * blocks  # each is written, and read
+    assert offloaded.disk_bytes == 4 * blocks  # two states, the gradient, and the master, which is the shard
+    # Each is written, and read; the shards are read in forward, too, and those of blocks in backward.
+    assert 9 * blocks < offloaded.disk_traffic <= 10 * blocks
 
 
 def _rank(stage: int, forward: float, *transfers: Transfer) -> RankEstimate:
