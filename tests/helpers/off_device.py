@@ -17,10 +17,12 @@ class LateCopies(DeviceCopies):
 
     def _begin(self, stream: Any, into: torch.Tensor, values: torch.Tensor, after: Any) -> Any:
         assert after is not None, "a copy that follows nothing"
-        return _Late(into, values)
+        return Late(into, values)
 
 
-class _Late:
+class Late:
+    """A copy that is made when it is waited for."""
+
     def __init__(self, into: torch.Tensor, values: torch.Tensor) -> None:
         self._copy: tuple[torch.Tensor, torch.Tensor] | None = (into, values)
         self._lock = Lock()

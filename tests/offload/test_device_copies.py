@@ -6,19 +6,23 @@ import sys
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.utils import backend_registration
 
 import parity
 import tensorshard as ts
-from off_device import LateCopies, off_device
+from off_device import Late, LateCopies, off_device
 from tensorshard.offload import activations
+from tensorshard.offload.activations import OffloadedActivations
 from tensorshard.offload.device_copies import DeviceCopies
 from tensorshard.offload.pinned_memory import PinnedMemory
+from tensorshard.offload.slots import Slots
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
@@ -105,12 +109,30 @@ def test_copies_follow_what_was_computed_on_streams_of_their_own():
 
 
 def test_a_tensor_that_changes_while_it_is_copied_is_refused():
-    copies = LateCopies(torch.device("cpu"))
-    values = torch.ones(3)
-    copy = copies.to_host(torch.empty(3), values, "now")
-    values.add_(1)
-    with pytest.raises(RuntimeError, match=r"12 bytes .* changed in place while it was copied"):
-        copy.wait()
+    slots = Slots(ts.Offload(activations="cpu", buffer_memory="1MiB"), copies=LateCopies(torch.device("cpu")))
+    moved = OffloadedActivations(slots)
+    held = Lock()
+    block = nn.Identity()
+
+    def changes(x: torch.Tensor) -> torch.Tensor:
+        kept = x * 1.0
+        output = kept.sin()
+        with torch.no_grad():
+            kept.add_(1.0)
+        held.release()
+        return output
+
+    def waits(late: Any) -> None:
+        with held:
+            synchronize(late)
+
+    synchronize = Late.synchronize
+    held.acquire()
+    with mock.patch.object(Late, "synchronize", waits):
+        moved.forward(block, changes, torch.randn(512, 64, requires_grad=True))
+        failure = moved.take_failure()
+    assert "shape [512, 64] that a block keeps for its gradient was changed in place while it was cop" in str(failure)
+    assert moved.take_failure() is None
 
 
 class Driver:

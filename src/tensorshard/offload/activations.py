@@ -245,7 +245,7 @@ class OffloadedActivations:
         try:
             slot = self.space.take(storage.nbytes())
             record = _Record(call, self.space, slot, storage.nbytes())
-            record.writes = self._transfers.write(slot, bytes_of(tensor))
+            record.writes = self._transfers.write(slot, bytes_of(tensor), owner=tensor.detach())
         except (OSError, ValueError) as error:
             self._failure = error  # told to all ranks before the update; an exception here would leave them waiting
             return None

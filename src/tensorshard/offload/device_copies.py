@@ -23,12 +23,13 @@ class CopyToHost:
 
     Args:
         values: what is copied.
+        owner: a tensor in the same memory, whose version tells whether that was changed.
         done: the event after it.
     """
 
-    def __init__(self, values: torch.Tensor, done: Any) -> None:
-        self._values: torch.Tensor | None = values
-        self._version = tensor_version(values)
+    def __init__(self, values: torch.Tensor, owner: torch.Tensor, done: Any) -> None:
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = (values, owner)
+        self._version = tensor_version(owner)
         self._done = done
 
     def wait(self) -> None:
@@ -38,11 +39,11 @@ class CopyToHost:
             RuntimeError: the values were changed in place meanwhile, so that old ones and new ones may be mixed.
         """
         self._done.synchronize()
-        values, self._values = self._values, None
-        if values is not None and tensor_version(values) != self._version:
+        kept, self._kept = self._kept, None
+        if kept is not None and tensor_version(kept[1]) != self._version:
             raise RuntimeError(
-                f"a tensor of {values.nbytes:,} bytes that a block keeps for its gradient was changed in place while "
-                f"it was copied from the device; change a clone of it, or set offload.activations=None"
+                f"a tensor of shape {list(kept[1].shape)} that a block keeps for its gradient was changed in place "
+                f"while it was copied from the device; change a clone of it, or set offload.activations=None"
             )
 
 
@@ -83,13 +84,16 @@ class DeviceCopies:
         event.record(self._module.current_stream(self.device))
         return event
 
-    def to_host(self, into: torch.Tensor, values: torch.Tensor, after: Any) -> CopyToHost:
+    def to_host(
+        self, into: torch.Tensor, values: torch.Tensor, after: Any, owner: torch.Tensor | None = None
+    ) -> CopyToHost:
         """Begins to copy `values`, on the device, to the pinned tensor `into`.
 
         Args:
             after: an event of :meth:`given`: `values` are there when it has passed.
+            owner: a tensor in the same memory that would show changes in place by its version; None for `values`.
         """
-        return CopyToHost(values, self._begin(self._to_host, into, values, after))
+        return CopyToHost(values, values if owner is None else owner, self._begin(self._to_host, into, values, after))
 
     def to_device(self, into: torch.Tensor, values: torch.Tensor, after: Any) -> None:
         """Copies `values`, pinned, to the tensor `into` on the device; returns when that is done.

@@ -155,13 +155,21 @@ class Transfers:
         self._pool: ThreadPoolExecutor | None = None
         self._written: deque[_UnderWay] = deque()  # by write
 
-    def write(self, slot: Slot, values: torch.Tensor, dtype: torch.dtype | None = None) -> list[Future[None]]:
+    def write(
+        self,
+        slot: Slot,
+        values: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        *,
+        owner: torch.Tensor | None = None,
+    ) -> list[Future[None]]:
         """Has all of `slot` written in the background; `values`, [numel], may change once this returns.
 
         On a device that is not the host they may be let go of, but must not change before that is done.
 
         Args:
             dtype: of the slot, to which `values` are cast by the host; None for theirs.
+            owner: a tensor in their memory that would show changes in place by its version; None for `values`.
 
         Returns:
             What is under way then.
@@ -186,7 +194,7 @@ class Transfers:
             started = self._start(Work(moves, _nothing), self._written)
             self._written.append(started)
             landed = started.tensors[-1]
-            copy = None if copies is None else copies.to_host(landed, part, after)
+            copy = None if copies is None else copies.to_host(landed, part, after, owner)
             if copy is None:
                 landed.copy_(part)
             slot.moved += moves[0].buffer_bytes
