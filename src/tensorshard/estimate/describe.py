@@ -44,7 +44,7 @@ def rank_lines(rank: RankEstimate) -> list[str]:
     lines.append(f"  {'reserved':<20}{size_text(rank.peak_reserved):>10}  {reserved}")
     if rank.peak_device > rank.peak_reserved:
         context = rank.peak_device - rank.peak_reserved
-        lines.append(f"  {'context':<20}{size_text(context):>10}  of libraries and communicators (not traced)")
+        lines.append(f"  {'context':<20}{size_text(context):>10}  libraries, communicators, buffers (not traced)")
     return lines
 
 

@@ -235,13 +235,15 @@ def estimate(
                 counter = OperationLedger()
                 ledger, known, engine = watch_steps(build, batch, counter)
             operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
+        # A CPU rank's host memory is its device's.
+        on_host = engine.slots.held("host memory") if engine.slots is not None and device == "cpu" else 0
         ranks.append(
             summarize(
                 ledger,
                 known,
                 rank=rank,
                 stage=stage,
-                device_bytes=device_bytes,
+                device_bytes=device_bytes + on_host,
                 operations=operations,
                 slots=engine.slots,
             )
