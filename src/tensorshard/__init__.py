@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
     from tensorshard.engine.engine import Engine
     from tensorshard.estimate.estimate import Estimate, estimate
+    from tensorshard.estimate.profile_memory import profile_memory
     from tensorshard.group_sharded import group_sharded_parallel, save_group_sharded_model
     from tensorshard.mesh import Mesh
     from tensorshard.parallelize import parallelize

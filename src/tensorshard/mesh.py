@@ -19,9 +19,9 @@ _GROUPS_SHOWN = 8
 class Mesh:
     """A plan's axes laid over the processes of the world.
 
-    Ranks are numbered with the last axis of :data:`tensorshard.plan.AXES` innermost, so that ``tp`` neighbours are
-    on one host and pipeline stages are the furthest apart. The arithmetic of ranks is real under a ``FakeTensorMode``
-    too.
+    Ranks are numbered with the axes in the order ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, the last one
+    innermost. So ``tp`` neighbours are on one host, and pipeline stages are the furthest apart. The arithmetic of ranks
+    is real under a ``FakeTensorMode`` too.
 
     Args:
         plan: a resolved plan.

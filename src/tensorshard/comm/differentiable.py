@@ -186,7 +186,7 @@ def scatter(
     Raises:
         IndexError: the tensor has no dimension `dim`.
         TypeError: a DTensor.
-        RuntimeError: see :func:`tensorshard.comm.ddp_averaging.ranks_averaged_by_ddp`.
+        RuntimeError: inside DDP, without `grad_scale`, while a reentrant ``torch.utils.checkpoint`` computes again.
     """
     refuse_dtensor(tensor, "scatter")
     process_group = resolve_group(group)
@@ -224,7 +224,7 @@ def gather(
         IndexError: the tensor has no dimension `dim`.
         ValueError: `size` is given and this rank does not hold its shard of it; the ranks' tensors differ in more
             than their size along `dim`; a DTensor that is not split along `dim`, or over another group.
-        RuntimeError: see :func:`tensorshard.comm.ddp_averaging.ranks_averaged_by_ddp`.
+        RuntimeError: inside DDP, without `grad_scale`, while a reentrant ``torch.utils.checkpoint`` computes again.
     """
     check_tensor(tensor, "gather")
     if isinstance(tensor, DTensor):

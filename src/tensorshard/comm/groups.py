@@ -139,7 +139,7 @@ def world_group() -> dist.ProcessGroup:
 
 
 def is_initialized() -> bool:
-    """Whether :func:`init_process_group` was called, and the world it was called in still exists."""
+    """Whether :func:`tensorshard.distributed.init_process_group` was called, and its world still exists."""
     return _session.get() is not None
 
 

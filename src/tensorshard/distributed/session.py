@@ -17,7 +17,7 @@ def init_process_group(
 
     A world that does not exist yet is joined first: torchrun's if this process was started by it, else a
     world of one. As long as the groups exist, torch's ``DistributedDataParallel``, ``GradScaler``, ``clip_grad_norm_``
-    and ``ZeroRedundancyOptimizer`` know of split parameters (:mod:`tensorshard.distributed.torch_patches`).
+    and ``ZeroRedundancyOptimizer`` know of split parameters (``docs/torchshard.md``).
 
     Args:
         group_size: ranks per model-parallel group; None for all of the world.

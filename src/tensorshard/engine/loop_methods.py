@@ -76,7 +76,8 @@ class LoopMethods(WaitingForUpdates):
         """L2 norm of the whole model's gradient, before clipping: a scalar, the same on every rank. A collective.
 
         Raises:
-            RuntimeError: the step's micro-batches are not complete; the plan has a pipeline (see :attr:`grad_norm`).
+            RuntimeError: the step's micro-batches are not complete; the plan has a pipeline
+                (see :attr:`Engine.grad_norm`).
         """
         return self._own_loop.gradient_norm()
 
@@ -89,7 +90,7 @@ class LoopMethods(WaitingForUpdates):
         return self._own_loop.clip_grad_norm_(max_norm)
 
     def register_gradient_hook(self, hook: GradientHook) -> HookHandle:
-        """Has `hook` called before each update, by :meth:`step` and in a loop of one's own, before clipping.
+        """Has `hook` called before each update, by :meth:`Engine.step` and in a loop of one's own, before clipping.
 
         Args:
             hook: called as ``hook(name, gradient)`` for each trained parameter of this rank that has a gradient:

@@ -75,7 +75,10 @@ class Estimate:
 
     @property
     def time_by_category(self) -> dict[str, float] | None:
-        """What the step time is spent with, in seconds (:data:`.step_time.TIME_CATEGORIES`); None as for it."""
+        """Seconds of a step, by what they are spent on; None as for :attr:`step_time`.
+
+        These are "compute", "exposed communication", "bubble", "optimizer" and "offload".
+        """
         return None if self.step_time is None else self.step_time.by_category
 
     @property

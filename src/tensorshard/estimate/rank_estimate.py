@@ -52,7 +52,8 @@ class RankEstimate:
         peak_allocated: the largest number of bytes in live tensors at once, over the steps that were run.
         peak_reserved: what torch's caching allocator on a CUDA device would have reserved for these. Not validated.
         peak_device: that, and what the device itself takes.
-        by_category: bytes at the peak, by what they are for (:data:`CATEGORIES`); they add up to `peak_allocated`.
+        by_category: bytes at the peak, by what they are for: "parameters", "gathered parameters", "gradients",
+            "optimizer states", "activations", "inputs" and "temporaries"; they add up to `peak_allocated`.
         phase: what was going on at the peak: "initialization", "forward", "backward" or "update".
         largest: the largest tensors then.
         timeline: bytes in live tensors after each change of the steps, with the phase.

@@ -37,7 +37,7 @@ class ParallelModule(ConvertibleModule):
     """A module whose parameters are split over, or replicated on, the ranks of a group.
 
     Parameters are plain tensors, this rank's shards, marked as such (:func:`tensorshard.get_parallel_dim`). Forward is
-    to compute on them, and to place collectives of :mod:`tensorshard.distributed` by hand. ``load_state_dict`` takes
+    to compute on them, and to place collectives of ``tensorshard.distributed`` by hand. ``load_state_dict`` takes
     full tensors as well as shards.
 
     Args:

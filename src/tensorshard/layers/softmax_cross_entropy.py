@@ -26,7 +26,7 @@ REDUCTIONS = ("none", "mean", "sum")
 class CrossEntropyOutput(NamedTuple):
     """What a loss returns that was asked for more than the loss.
 
-    Args:
+    Attributes:
         loss: what is returned alone where nothing else was asked for.
         lse: with ``return_lse``: each token's log-sum-exp of the logits, of the targets' shape, of ignored ones too.
             It may be differentiated, as for a z-loss of one's own.

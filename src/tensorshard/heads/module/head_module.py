@@ -67,7 +67,7 @@ class HeadModule(ParallelModule):
     def split_classes(self, group: dist.ProcessGroup) -> None:
         """Makes a head that holds all classes compute with its part of them, as a Plan's tensor-parallel ranks do.
 
-        The caller puts this rank's rows (:func:`tensorshard.comm.sharding.shard_range`) into the parameters.
+        The caller puts this rank's rows (cut as ``torch.chunk`` cuts) into the parameters.
 
         Raises:
             RuntimeError: the head is split already, or was built with ``update=`` or ``gather_inputs=``.

@@ -30,8 +30,8 @@ class ParallelLinearCrossEntropy(HeadModule):
 
     Args:
         in_features: of the input. num_classes: of all ranks; it need not divide. bias: whether there is one.
-        ignore_index, label_smoothing, class_weight, z_loss, reduction, softcap, use_token_scaling, return_lse,
-            return_token_accuracy, keep_logits: as in the functional form.
+        ignore_index, label_smoothing, class_weight, z_loss, reduction, softcap: as in the functional form.
+        use_token_scaling, return_lse, return_token_accuracy, keep_logits: likewise.
         margin: ``ArcFace(...)`` or ``CosFace(...)``, for the target's logit; without a bias.
         normalize: whether logits are cosines times `scale`; None: where there is a margin.
         scale: multiplies the logits; None: 64 for cosines, else 1.
@@ -46,7 +46,7 @@ class ParallelLinearCrossEntropy(HeadModule):
             comes before the head over n ranks whose batches were gathered, n makes their sum of it.
         update: ``dict(lr=..., momentum=0.0, weight_decay=0.0, momentum_dtype="fp32", seed=0)`` makes backward update
             the weight itself, tile by tile, so that no gradient tensor exists: exactly what ``torch.optim.SGD`` does.
-            A weight in bf16 is rounded stochastically. See :attr:`optimizer` and :meth:`accumulate`. Under a Plan the
+            A weight in bf16 is rounded stochastically. See `optimizer` and :meth:`accumulate`. Under a Plan the
             weight gets a gradient, and an SGD in the Engine's optimizer does the same with it, in a group of its own.
         group: a process group or a one-dimensional mesh; by default the model-parallel group. Where there is none, the
             head holds all classes, as ``nn.Linear`` would, until ``parallelize(model, Plan(tp=...))`` splits them.
@@ -55,7 +55,7 @@ class ParallelLinearCrossEntropy(HeadModule):
     Attributes:
         weight: [num_classes, in_features]: this rank's rows, marked as such; all of them where there is no group.
         bias: [num_classes] or None, likewise.
-        optimizer: a :class:`HeadSGD`, with ``update=``, else None: its ``param_groups`` are for schedulers, its state
+        optimizer: a ``HeadSGD``, with ``update=``, else None: its ``param_groups`` are for schedulers, its state
             saved as any optimizer's; call its ``step()`` where the other optimizer's is called. It is the only one
             that may have this head's parameters.
 
@@ -160,7 +160,7 @@ class ParallelLinearCrossEntropy(HeadModule):
             targets: [*]: classes, numbered over all ranks.
 
         Raises:
-            As :func:`tensorshard.nn.functional.parallel_linear_cross_entropy`.
+            ValueError, TypeError, IndexError: as :func:`tensorshard.nn.functional.parallel_linear_cross_entropy`.
             RuntimeError: with ``update=``: a loss in fp16; parameters that were replaced. As for :meth:`topk`.
         """
         self._check_rows()

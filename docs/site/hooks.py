@@ -1,0 +1,105 @@
+"""What the docs site does beyond MkDocs: parts of the README on the first page, and links that leave docs/.
+
+Pages link to files of the repository, as ``../examples/offload.py``. In the repository these links work as they are. On
+the site each such file gets a page that shows it, and the links go there.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+_ROOT = Path(__file__).parents[2]
+_LINK = re.compile(r"(?<=\]\()([^)#\s]*)(#[^)\s]*)?(?=\))")
+_ELSEWHERE = re.compile(r"[a-z]+:|#|/")
+_README_PART = re.compile(r"<!-- README: (\w+) -->")
+_MENTION = re.compile(r"(?<!\">)<code>docs/([\w-]+)\.md</code>")
+_LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".md": "markdown"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds a page for each file of the repository that a page links to."""
+    targets: set[str] = set()
+    for file in list(files.documentation_pages()):
+        targets |= {target for target in _targets(_with_readme(file.content_string), file.src_uri) if _outside(target)}
+    while targets:
+        target = targets.pop()
+        content, children = _source_page(target)
+        files.append(File.generated(config, _page_of(target), content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+        targets |= {child for child in children if files.get_file_from_path(_page_of(child)) is None}
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Puts the README's parts in their places, and turns links out of docs/ to the pages of these files."""
+    here = page.file.src_uri
+
+    def on_site(link: re.Match[str]) -> str:
+        target = _resolved(link[1], here)
+        if target is None or not _outside(target):
+            return link[0]
+        to = "index.md" if target == "README.md" else _page_of(target)
+        return posixpath.relpath(to, posixpath.dirname(here) or ".") + (link[2] or "")
+
+    return _LINK.sub(on_site, _with_readme(markdown))
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Docstrings name pages as ``docs/heads.md``; here these names are links."""
+    up = "../" * page.file.dest_uri.count("/")
+    return _MENTION.sub(lambda name: f'<a href="{up}{name[1]}.html">{name[0]}</a>', html)
+
+
+def _with_readme(markdown: str) -> str:
+    """Replaces ``<!-- README: name -->`` by what the README has between ``<!-- name -->`` and ``<!-- /name -->``."""
+
+    def part(directive: re.Match[str]) -> str:
+        readme = (_ROOT / "README.md").read_text(encoding="utf-8")
+        found = re.search(rf"<!-- {directive[1]} -->\n(.*?)<!-- /{directive[1]} -->", readme, re.DOTALL)
+        if found is None:
+            raise PluginError(f"README.md has no part between <!-- {directive[1]} --> and <!-- /{directive[1]} -->")
+        return _LINK.sub(_from_docs, found[1])
+
+    return _README_PART.sub(part, markdown)
+
+
+def _from_docs(link: re.Match[str]) -> str:
+    """A link of the README as it is to stand in a page of docs/."""
+    return posixpath.relpath(link[1], "docs") + (link[2] or "") if _is_path(link[1]) else link[0]
+
+
+def _is_path(link: str) -> bool:
+    return bool(link) and not _ELSEWHERE.match(link)
+
+
+def _targets(markdown: str, page: str) -> set[str]:
+    """The files that a page links to, by their paths in the repository."""
+    return {target for link in _LINK.finditer(markdown) if (target := _resolved(link[1], page)) is not None}
+
+
+def _resolved(link: str, page: str) -> str | None:
+    return posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link)) if _is_path(link) else None
+
+
+def _outside(target: str) -> bool:
+    """Whether it is there in the repository, and not below docs/. A link to what is not there stays broken."""
+    return target != "docs" and not target.startswith(("docs/", "..")) and (_ROOT / target).exists()
+
+
+def _page_of(target: str) -> str:
+    return f"source/{target}.md"
+
+
+def _source_page(target: str) -> tuple[str, list[str]]:
+    """The Markdown of the page that shows a file or a folder, and what is in the folder."""
+    path = _ROOT / target
+    if path.is_dir():
+        children = sorted(f"{target}/{child.name}" for child in path.iterdir() if child.name[0] not in "._")
+        here = posixpath.dirname(_page_of(target))
+        rows = [f"- [{Path(child).name}]({posixpath.relpath(_page_of(child), here)})" for child in children]
+        return "\n".join([f"# {target}/", "", *rows, ""]), children
+    text = path.read_text(encoding="utf-8")
+    return f"# {target}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}````\n", []

@@ -1,0 +1,97 @@
+"""The docs site: its check finds what is wrong, its API reference has every public name, and it builds."""
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib import import_module, util
+from pathlib import Path
+
+import pytest
+
+import tensorshard as ts
+from browser import find_browser, look_at_pages
+from check_site import check_files
+from pages import ROOT
+
+_API = sorted((ROOT / "docs" / "api").glob("*.md"))
+_ENTRY = re.compile(r"^::: (\S+)\n    options: \{ heading: (\S+), toc_label: (\S+) \}$", re.MULTILINE)
+_HEAD = '<!doctype html><link rel="icon" href="data:,"><body>'
+_FIRST = (
+    '<p id="here"><a href="#here"><img src="a.svg" alt="a square"><a href="b/c.html#there"><a href="https://a.org">'
+)
+_SECOND = '<h1 id="there"><a href="../index.html#here">'
+_PICTURE = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
+
+
+def _site(folder: Path, more: str) -> Path:
+    """A site of two pages, with `more` on its first."""
+    (folder / "b").mkdir()
+    (folder / "a.svg").write_text(_PICTURE)
+    (folder / "index.html").write_text(f"{_HEAD}{_FIRST}{more}")
+    (folder / "b" / "c.html").write_text(f"{_HEAD}{_SECOND}")
+    return folder
+
+
+def test_a_site_without_faults(tmp_path):
+    assert check_files(_site(tmp_path, "")) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    {
+        "a page": ('<a href="d.html">', "d.html leads nowhere"),
+        "a page outside": ('<a href="../src/a.py">', "../src/a.py leads nowhere"),
+        "an anchor": ('<a href="b/c.html#nowhere">', "b/c.html has no such anchor"),
+        "an own anchor": ('<a href="#nowhere">', "index.html has no such anchor"),
+        "a picture": ('<img src="b.svg" alt="b">', "b.svg leads nowhere"),
+        "a picture's words": ('<img src="a.svg">', "a.svg has no words for who cannot see it"),
+        "a script": ('<script src="https://a.org/a.js"></script>', "https://a.org/a.js is loaded from elsewhere"),
+        "a font": ('<link rel="preconnect" href="//a.org">', "//a.org is loaded from elsewhere"),
+    }.values(),
+)
+def test_each_fault_is_named(tmp_path, more, fault):
+    (found,) = check_files(_site(tmp_path, more))
+    assert found.startswith("index.html: ") and found.endswith(fault)
+
+
+def test_a_folder_without_pages_is_no_site(tmp_path):
+    assert check_files(tmp_path) == [f"{tmp_path} has no pages"]
+
+
+@pytest.mark.skipif(find_browser() is None, reason="needs Chromium")
+def test_what_only_a_browser_sees(tmp_path):
+    script = "<script>console.error('oh no'); new Image().src = 'http://a.invalid/a.png'; nothing()</script>"
+    site = _site(tmp_path, f'{script}<img src="b.svg" alt="b"><div style="width: 900px">wide</div>')
+    faults = "\n".join(look_at_pages(find_browser(), site, ["index.html", "b/c.html"]))
+    assert "c.html" not in faults and "the page is" not in faults.split("index.html, narrow")[0]
+    for fault in (
+        "the console says oh no",
+        "http://a.invalid/a.png is asked for",
+        "nothing is not defined",
+        "b.svg is not shown",
+        "pixels wider than its window",
+    ):
+        assert fault in faults
+
+
+def test_every_public_name_is_in_the_reference():
+    entries = {heading: path for page in _API for path, heading, _ in _ENTRY.findall(page.read_text(encoding="utf-8"))}
+    names = {f"ts.{name}" for name in ts.__all__} - {"ts.init_process_group"}  # which is ts.distributed's
+    for module in ("nn", "nn.functional", "distributed", "utils", "utils.data"):
+        names |= {f"ts.{module}.{name}" for name in import_module(f"tensorshard.{module}").__all__}
+        names.remove(f"ts.{module}")
+    assert names - set(entries) == {"ts.nn.init"}  # a module, whose function is there
+    for heading, path in entries.items():
+        place, name = re.sub(r"^ts\b", "tensorshard", heading).rsplit(".", 1)
+        module, defined = path.rsplit(".", 1)
+        assert getattr(import_module(place), name) is getattr(import_module(module), defined), heading
+
+
+@pytest.mark.skipif(util.find_spec("mkdocs") is None, reason='needs pip install -e ".[docs]"; .ci/run builds it always')
+def test_the_site_builds(tmp_path):
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert built.returncode == 0, built.stderr
+    assert check_files(tmp_path / "site") == []
+    assert shutil.which("chromium") is None or not look_at_pages(find_browser(), tmp_path / "site", ["index.html"])
