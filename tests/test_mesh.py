@@ -113,4 +113,4 @@ def _wrong() -> str:
 
 
 def test_a_mesh_that_does_not_fit_the_world(ranks):
-    assert "multiply to 3, but there are 2 processes" in ranks(2, _wrong)[0]
+    assert "multiply to 3, but the number of processes is 2" in ranks(2, _wrong)[0]

@@ -35,6 +35,7 @@ RANKS = {
     "docs/pipelines.md": 4,
     "docs/planning.md": 1,
     "docs/pretrained.md": 4,
+    "docs/quickstart.md": 4,
     "docs/tensor-parallelism.md": 2,
     "docs/torchshard.md": 2,
     "docs/training.md": 1,
@@ -44,6 +45,8 @@ NOT_RUN = {
     "installs packages; .ci/run runs it": 2,
     "takes hours": 1,
     "train.py is the block above, which runs on 2 ranks": 1,
+    "train.py is the block above, which runs on 4 ranks": 1,
+    "installs packages": 1,
 }
 ELSEWHERE = ("docs/estimate.md", "docs/planning.md")  # they are about a world that is not there
 SHOWN = {"", "text", "mermaid", "diff"}  # what no program runs: tables, pictures, what is printed
@@ -118,7 +121,14 @@ def _check_pretrained(found: dict[str, Any], folder: Path) -> None:
     assert (folder / "finetuned" / "config.json").is_file()
 
 
+def _check_quickstart(found: dict[str, Any], folder: Path) -> None:
+    assert found["steps"] == 2 * 5 and found["loss"] < 4
+    assert (folder / "checkpoints" / "last" / "engine.json").is_file()
+    assert (folder / "finetuned" / "model.safetensors").is_file()
+
+
 CHECKS = {
+    "docs/quickstart.md": _check_quickstart,
     "README.md": _check_readme,
     "docs/your-own-loop.md": _check_own_loop,
     "docs/pretrained.md": _check_pretrained,

@@ -49,9 +49,9 @@ def _sparse() -> nn.Module:
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no plan": (dict(plan={"zero": 3}), TypeError, r"plan is a dict; it must be a tensorshard\.Plan"),
     "no model": (dict(model=[1]), TypeError, "model is a list; it must be an nn.Module or a callable"),
-    "degrees": (dict(plan=ts.Plan(dp_shard=3)), ValueError, r"\(dp_shard 3\) multiply to 3, but there are 1 processes"),
-    "free axis": (dict(plan=ts.Plan(dp_replicate=2)), ValueError, r"dp_shard=-1 cannot be inferred: 1 processes"),
-    "pipeline": (dict(plan=ts.Plan(pp=2)), ValueError, "1 processes do not divide by the other axes .pp 2"),
+    "degrees": (dict(plan=ts.Plan(dp_shard=3)), ValueError, r"multiply to 3, but the number of processes is 1"),
+    "free axis": (dict(plan=ts.Plan(dp_replicate=2)), ValueError, r"dp_shard=-1 cannot be inferred: the number.* 1,"),
+    "pipeline": (dict(plan=ts.Plan(pp=2)), ValueError, "processes, 1, does not divide by the other axes .pp 2"),
     "context": (dict(plan=ts.Plan(cp=2)), ValueError, "cp=2 asks for context parallelism.*not implement"),
     "offload": (
         dict(plan=ts.Plan(zero=1, offload=ts.Offload(optimizer="cpu", parameters="cpu"))),
