@@ -27,6 +27,7 @@ from tensorshard.data import StdlibText, write_token_file
 # Pages with Python code, and on how many ranks it runs.
 RANKS = {
     "README.md": 2,
+    "docs/clusters.md": 2,
     "docs/coupled-losses.md": 2,
     "docs/custom-parallel-layer.md": 2,
     "docs/estimate.md": 1,
@@ -44,6 +45,9 @@ RANKS = {
 NOT_RUN = {
     "installs packages; .ci/run runs it": 2,
     "takes hours": 1,
+    "needs two machines; tests/docs/test_clusters.py runs it on one": 3,
+    "needs Kubernetes; tests/docs/test_clusters.py reads it": 1,
+    "needs Ray; tests/docs/test_clusters.py runs it where Ray is": 1,
     "train.py is the block above, which runs on 2 ranks": 1,
     "train.py is the block above, which runs on 4 ranks": 1,
     "installs packages": 1,
@@ -94,8 +98,9 @@ def _run_page(page: str, folder: Path) -> dict[str, Any]:
             if block.language == "python" and not block.reason:
                 # So that errors show the page's line.
                 exec(compile("\n" * block.line + block.code, str(ROOT / page), "exec"), names)
-        if page == "docs/custom-parallel-layer.md":
-            names["check"]()
+        for name in ("check", "main"):
+            if name in names:
+                names[name]()
     found = {"seen": sorted(names["seen"])} if "seen" in names else {}
     if "engine" in names:
         found["steps"] = names["engine"].step_count
