@@ -28,6 +28,7 @@ from tensorshard.data import StdlibText, write_token_file
 RANKS = {
     "README.md": 2,
     "docs/clusters.md": 2,
+    "docs/coming-from.md": 2,
     "docs/coupled-losses.md": 2,
     "docs/custom-parallel-layer.md": 2,
     "docs/estimate.md": 1,
@@ -45,6 +46,10 @@ RANKS = {
 NOT_RUN = {
     "installs packages; .ci/run runs it": 2,
     "takes hours": 1,
+    "needs accelerate; tests/docs/test_coming_from.py runs it where it is": 1,
+    "needs deepspeed; tests/docs/test_coming_from.py runs it where it is": 1,
+    "needs LiBai and OneFlow": 1,
+    "needs Paddle": 1,
     "needs two machines; tests/docs/test_clusters.py runs it on one": 3,
     "needs Kubernetes; tests/docs/test_clusters.py reads it": 1,
     "needs Ray; tests/docs/test_clusters.py runs it where Ray is": 1,
