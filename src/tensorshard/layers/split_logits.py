@@ -3,12 +3,10 @@
 A loss does not need the classes of other ranks; other code may. So the output layer of a model hands on its own
 shard under the shape of the full tensor, and what is done with it decides: layout changes, casts and scaling are done
 to the shard, a cross entropy takes the shard, and anything else gets the full tensor, for which the shards are gathered
-then. (DTensor gives
-such a view of a sharded tensor too, by a sharding rule for each operation; here what has no rule gets the
-full tensor.)
+then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,16 +16,21 @@ import torch.nn.functional as F
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.layers import layout_rules
+from tensorshard.layers.deferred_tensor import (
+    DETACHES,
+    MOVES,
+    RESHAPES,
+    TYPE_CASTS,
+    DeferredTensor,
+    Rule,
+    type_asked_for,
+)
 from tensorshard.layers.split_cross_entropy import parallel_cross_entropy
-from tensorshard.torch_private.dispatch import make_wrapper_tensor, without_torch_functions_of_tensors
-from tensorshard.torch_private.operators import schema
-from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
+from tensorshard.torch_private.dispatch import make_wrapper_tensor
 from tensorshard.torch_private.tensors import tensor_version
 
-Rule = Callable[..., Any]
 
-
-class SplitLogits(torch.Tensor):
+class SplitLogits(DeferredTensor):
     """This rank's shard of a tensor, under the shape of the full one. Made by :func:`split_logits`.
 
     Operations on it are collectives wherever they need the full tensor: every rank of the group must do the same
@@ -77,46 +80,11 @@ class SplitLogits(torch.Tensor):
             self._aliases.gathered(self, gathered)
         return gathered
 
-    def _rule(self, func: Rule) -> Rule | None:
+    def rule(self, func: Rule) -> Rule | None:
         """How `func` is done to the shard; None where it is to be done to the full tensor."""
         if self._aliases.modified(self) or (func in _OF_VIEWS and self._aliases.full_of(self) is not None):
             return None
         return _OF_VIEWS.get(func) or _OF_VALUES.get(func)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _NEED_NO_VALUES:
-            with without_torch_functions_of_tensors():
-                return func(*args, **kwargs)
-        logits = args[0] if args else None
-        if isinstance(logits, SplitLogits) and (rule := logits._rule(func)) is not None:
-            result = rule(func, logits, *args[1:], **kwargs)
-            if result is not NotImplemented:
-                return result
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SplitLogits)]
-        plain_args, plain_kwargs = tree_map_only(SplitLogits, SplitLogits.full, (tuple(args), kwargs))
-        versions = [tensor_version(leaf.full()) for leaf in given]
-        result = func(*plain_args, **plain_kwargs)
-        for leaf, version in zip(given, versions, strict=True):
-            if torch.is_grad_enabled() and tensor_version(leaf.full()) != version:
-                _Written.apply(leaf, leaf.full())
-        # An operation in place returns what it was given.
-        return logits if isinstance(logits, SplitLogits) and result is plain_args[0] else result
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch calls it on the class
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """What comes by other ways, such as custom autograd functions: they compute on the full tensor, too."""
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        if schema(func).is_mutable:
-            raise RuntimeError(f"{func} would modify logits that are split over ranks; give it a clone of them")
-        plain_args, plain_kwargs = tree_map_only(SplitLogits, SplitLogits.full, (tuple(args), kwargs or {}))
-        return func(*plain_args, **plain_kwargs)
 
 
 def split_logits(
@@ -146,19 +114,6 @@ class _Full(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         shard = collectives.scatter(grads[0], ctx.dim, ctx.group, grad_scale=1.0)
         return set_mark(shard, None).to(ctx.dtype), None, None, None, None, None
-
-
-class _Written(torch.autograd.Function):
-    """Split logits whose full tensor was written to: what others make of them has its gradient by way of that."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: SplitLogits, full: torch.Tensor) -> SplitLogits:
-        ctx.mark_dirty(logits)
-        return logits
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, grads[0]
 
 
 class _Aliases:
@@ -230,13 +185,8 @@ def _contiguous(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> A
 
 
 def _cast(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
-    dtype = _CASTS.get(func)
+    dtype = type_asked_for(func, args, kwargs)
     if dtype is None:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
-        if len(given) != 1 or len(args) + len(kwargs) != 1:
-            return NotImplemented
-        dtype = given[0]
-    elif args or kwargs:
         return NotImplemented
     if dtype == logits._dtype:
         return logits
@@ -269,26 +219,16 @@ def _cross_entropy(func: Rule, logits: SplitLogits, target: Any, *args: Any, **k
 
 
 _T: Any = torch.Tensor
-_GETTERS = ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "is_cuda", "is_meta")
-_NEED_NO_VALUES = {
-    *(getattr(_T, name).__get__ for name in _GETTERS),
-    *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.__len__, _T.is_floating_point, _T.is_complex),
-    *(torch.is_floating_point, torch.is_complex, torch.numel, _T.get_device, _T.element_size, _T.is_contiguous),
-}
-_CASTS = {_T.float: torch.float32, _T.double: torch.float64, _T.half: torch.float16, _T.bfloat16: torch.bfloat16}
 # What is a view of the full tensor once that is there.
 _OF_VIEWS: dict[Any, Rule] = {
-    **dict.fromkeys((_T.view, _T.reshape, _T.flatten, _T.unflatten, _T.squeeze, _T.unsqueeze), _reshape),
-    **dict.fromkeys((torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze), _reshape),
-    **dict.fromkeys((_T.transpose, _T.permute, _T.movedim, _T.swapaxes, _T.swapdims, _T.t), _move),
-    **dict.fromkeys((torch.transpose, torch.permute, torch.movedim, torch.swapaxes, torch.swapdims, torch.t), _move),
-    **dict.fromkeys((_T.T.__get__, _T.mT.__get__), _move),
-    **dict.fromkeys((_T.detach, torch.detach), _detach),
+    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(MOVES, _move),
+    **dict.fromkeys(DETACHES, _detach),
     _T.contiguous: _contiguous,
     _T.__getitem__: _index,
 }
 _OF_VALUES: dict[Any, Rule] = {
-    **dict.fromkeys((*_CASTS, _T.to, _T.type), _cast),
+    **dict.fromkeys(TYPE_CASTS, _cast),
     **dict.fromkeys((_T.mul, _T.div, _T.true_divide, _T.__mul__, _T.__rmul__, _T.__truediv__, _T.neg, _T.tanh), _scale),
     **dict.fromkeys((torch.mul, torch.div, torch.true_divide, torch.neg, torch.tanh, _T.__neg__), _scale),
     **dict.fromkeys((_T.clone, torch.clone), _scale),

@@ -1,0 +1,127 @@
+"""Tensors that look like others which are not there: what is done with them decides whether these have to be.
+
+A subclass has a rule for each operation that it can do without the tensor it stands for. Everything else gets that
+tensor, a plain one, made once. (DTensor gives such a view of a sharded tensor too, by a sharding rule for each
+operation; here what has no rule gets the full tensor.)
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.operators import schema
+from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
+from tensorshard.torch_private.tensors import tensor_base_getter, tensor_version
+
+Rule = Callable[..., Any]
+
+
+class DeferredTensor(torch.Tensor):
+    """What stands for another tensor: it has its shape, type and device, and a place in autograd's graph."""
+
+    def full(self) -> torch.Tensor:
+        """The tensor that this one stands for, a plain one, made once."""
+        raise NotImplementedError
+
+    def rule(self, func: Rule) -> Rule | None:
+        """How `func` is done without the full tensor: ``rule(func, self, *args, **kwargs)``, which may still return
+        NotImplemented; None where it is to be done to the full tensor."""
+        raise NotImplementedError
+
+    def before_full(self, func: Rule) -> None:
+        """Called before `func` is given the full tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NEED_NO_VALUES:
+            with without_torch_functions_of_tensors():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, DeferredTensor) and (rule := first.rule(func)) is not None:
+            result = rule(func, first, *args[1:], **kwargs)
+            if result is not NotImplemented:
+                return result
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)]
+        for leaf in given:
+            leaf.before_full(func)
+        plain_args, plain_kwargs = tree_map_only(DeferredTensor, lambda leaf: leaf.full(), (tuple(args), kwargs))
+        versions = [tensor_version(leaf.full()) for leaf in given]
+        result = func(*plain_args, **plain_kwargs)
+        for leaf, version in zip(given, versions, strict=True):
+            if torch.is_grad_enabled() and tensor_version(leaf.full()) != version:
+                _Written.apply(leaf, leaf.full())
+        # An operation in place returns what it was given.
+        return first if isinstance(first, DeferredTensor) and result is plain_args[0] else result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it on the class
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What comes by other ways, such as custom autograd functions: they compute on the full tensor, too."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if schema(func).is_mutable:
+            raise RuntimeError(f"{func} would modify logits that are not there as a whole; give it a clone of them")
+        for leaf in tree_leaves((tuple(args), kwargs or {})):
+            if isinstance(leaf, DeferredTensor):
+                leaf.before_full(func)
+        plain_args, plain_kwargs = tree_map_only(DeferredTensor, lambda leaf: leaf.full(), (tuple(args), kwargs or {}))
+        return func(*plain_args, **plain_kwargs)
+
+
+class _Written(torch.autograd.Function):
+    """A tensor whose full one was written to: what others make of it has its gradient by way of that."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: DeferredTensor, full: torch.Tensor) -> DeferredTensor:
+        ctx.mark_dirty(deferred)
+        return deferred
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, grads[0]
+
+
+def type_asked_for(func: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The type that a cast is to; None where it is more than a cast."""
+    dtype = CASTS.get(func)
+    if dtype is not None:
+        return None if args or kwargs else dtype
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+    return given[0] if len(given) == 1 and len(args) + len(kwargs) == 1 else None
+
+
+_T: Any = torch.Tensor
+_GETTERS = ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "is_cuda", "is_meta")
+_NEED_NO_VALUES = {
+    *(getattr(_T, name).__get__ for name in _GETTERS),
+    tensor_base_getter(),
+    *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.__len__, _T.is_floating_point, _T.is_complex),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, _T.get_device, _T.element_size, _T.is_contiguous),
+}
+
+CASTS = {_T.float: torch.float32, _T.double: torch.float64, _T.half: torch.float16, _T.bfloat16: torch.bfloat16}
+"""Methods that cast, and to what."""
+
+TYPE_CASTS = (*CASTS, _T.to, _T.type)
+"""What may be a cast: see :func:`type_asked_for`."""
+
+RESHAPES = (
+    *(_T.view, _T.reshape, _T.flatten, _T.unflatten, _T.squeeze, _T.unsqueeze),
+    *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze),
+)
+"""Changes of shape that keep the order of elements."""
+
+MOVES = (
+    *(_T.transpose, _T.permute, _T.movedim, _T.swapaxes, _T.swapdims, _T.t),
+    *(torch.transpose, torch.permute, torch.movedim, torch.swapaxes, torch.swapdims, torch.t),
+    *(_T.T.__get__, _T.mT.__get__),
+)
+"""Permutations of dimensions."""
+
+DETACHES = (_T.detach, torch.detach)
