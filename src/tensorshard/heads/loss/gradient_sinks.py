@@ -54,3 +54,44 @@ class Gradients:
     def put_bias(self, tile: Tile, slope: torch.Tensor) -> None:
         if self.bias is not None:
             self.bias[tile.rows] = slope.sum(0).to(self.bias.dtype)
+
+
+class SummedGradients:
+    """Gradient tensors that are summed over several runs of rows, in the wide type.
+
+    Args:
+        weight, bias: whose gradients are needed, else None.
+        dtype: the wide type.
+    """
+
+    def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self.weight = None if weight is None else weight.new_empty(weight.shape, dtype=dtype)
+        self.bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
+        self._tiles: Tiles | None = None
+        self._first = True
+
+    def begin(self, tiles: Tiles) -> None:
+        """Called before each run with its tiles."""
+        self._first = self._tiles is None
+        self._tiles = tiles
+
+    def put_product(self, tile: Tile, slope: torch.Tensor) -> None:
+        if self.weight is None:
+            return
+        assert self._tiles is not None
+        if self._first:
+            self._tiles.multiply(slope, self._tiles.input, self.weight[tile.rows])
+        else:
+            self._tiles.add_product(self.weight[tile.rows], slope, self._tiles.input)
+
+    def buffer(self, tile: Tile) -> torch.Tensor:
+        assert self._tiles is not None
+        return self._tiles.new_scratch()[: tile.width]
+
+    def put(self, tile: Tile, grad: torch.Tensor) -> None:
+        if self.weight is not None:
+            self.weight[tile.rows] = grad if self._first else self.weight[tile.rows] + grad
+
+    def put_bias(self, tile: Tile, slope: torch.Tensor) -> None:
+        if self.bias is not None:
+            self.bias[tile.rows] += slope.sum(0)

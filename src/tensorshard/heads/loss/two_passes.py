@@ -24,8 +24,9 @@ class OwnLogits(NamedTuple):
     Args:
         own_target: [N] fp64: the target logits before the margin, 0 where they are elsewhere.
         reference: [N]: the largest logit of this rank.
-        kept: exponentials of this rank's logits, tile after tile, or None.
-        references: [tiles, N]: what was subtracted from the logits of each tile in `kept`.
+        kept: exponentials of this rank's logits, tile after tile; or, where there is a softcap, the capped logits
+            themselves; or None.
+        references: [tiles, N]: what was subtracted from the logits of each tile in `kept`, whose exponentials it has.
     """
 
     own_target: torch.Tensor
@@ -35,12 +36,17 @@ class OwnLogits(NamedTuple):
 
 
 def run_forward(
-    tiles: Tiles, columns: Columns, class_weight: torch.Tensor | None, spec: HeadSpec
+    tiles: Tiles,
+    columns: Columns,
+    class_weight: torch.Tensor | None,
+    spec: HeadSpec,
+    room: torch.Tensor | None = None,
 ) -> tuple[Statistics, OwnLogits]:
     """One pass over this rank's classes, and one exchange of a few numbers per sample and rank.
 
     Args:
         class_weight: [V] of this rank, in the wide type, or None.
+        room: at least N * V elements of the type ``spec.keep``, in which that is kept; None for room of its own.
 
     Returns:
         The statistics of the classes of all ranks in fp64, target logits after the margin; and what is this rank's own.
@@ -51,17 +57,22 @@ def run_forward(
     reference = tiles.input.new_full((samples,), -torch.inf, dtype=wide)
     largest = reference.clone() if spec.loss.return_token_accuracy else None
     kept = references = None
+    softcap = spec.loss.softcap
     if spec.keep is not None:
-        kept = tiles.input.new_empty(samples * tiles.columns, dtype=spec.keep)
-        references = tiles.input.new_empty((len(tiles), samples), dtype=wide)
+        size = samples * tiles.columns
+        kept = tiles.input.new_empty(size, dtype=spec.keep) if room is None else room[:size]
+        references = None if softcap is not None else tiles.input.new_empty((len(tiles), samples), dtype=wide)
+    # Exponentials as wide as they are computed are computed where they stay.
+    stays = kept is not None and softcap is None and spec.keep == wide
 
     kernels = choose_kernels(tiles.input)
     for tile in tiles:
         weight = tiles.weight(tile)
         tiles.note_norms(tile, weight)
-        logits = tiles.logits(tile, weight)
-        if spec.loss.softcap is not None:
-            logits = kernels.cap(logits, spec.loss.softcap)
+        own_kept = None if kept is None else kept[samples * tile.begin : samples * tile.end].view(samples, tile.width)
+        logits = tiles.logits(tile, weight, own_kept if stays else None)
+        if softcap is not None:
+            logits = kernels.cap(logits, softcap)
         column, inside = columns.inside(tile)
         if largest is not None:  # before the margin, which no prediction has
             values, first = logits.max(1, keepdim=True)
@@ -75,10 +86,13 @@ def run_forward(
             logits.scatter_(1, column, picked.to(wide))
         if spec.loss.label_smoothing:
             weighted_sum += logits.sum(1) if class_weight is None else logits.mv(class_weight[tile.rows])
+        if own_kept is not None and softcap is not None:
+            own_kept.copy_(logits)
         reference = kernels.online_softmax(logits, reference, total)
-        if kept is not None and references is not None:
-            kept[samples * tile.begin : samples * tile.end].view(logits.shape).copy_(logits)
+        if references is not None:
             references[tile.index] = reference
+            if own_kept is not None and not stays:
+                own_kept.copy_(logits)
 
     changed = own_target
     if spec.margin is not None:
@@ -126,13 +140,16 @@ def run_backward(
         weight = tiles.weight(tile)
         weights = None if class_weight is None else class_weight[tile.rows]
         capped = None if room_of_cap is None else tiles.as_tile(room_of_cap, tile)  # slopes of the cap
-        if own.kept is None or own.references is None:
-            logits = tiles.logits(tile, weight)
+        kept = None
+        if own.kept is not None:
+            kept = own.kept[samples * tile.begin : samples * tile.end].view(samples, tile.width)
+        if kept is None or own.references is None:
+            logits = tiles.logits(tile, weight) if kept is None else tiles.buffer(tile).copy_(kept)
             if softcap is not None and capped is not None:
-                kernels.cap_slope(kernels.cap(logits, softcap), softcap, capped)
+                logits = logits if kept is not None else kernels.cap(logits, softcap)
+                kernels.cap_slope(logits, softcap, capped)
             slope = kernels.softmax_slope(logits, own.reference, of_softmax, smoothing, weights)
         else:
-            kept = own.kept[samples * tile.begin : samples * tile.end].view(samples, tile.width)
             factor = slopes.of_softmax * (own.references[tile.index].double() - lse).exp()
             slope = smooth(torch.mul(kept, factor.to(wide)[:, None], out=tiles.buffer(tile)), smoothing, weights)
         column, inside = columns.inside(tile)

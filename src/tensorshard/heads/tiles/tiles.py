@@ -108,9 +108,9 @@ class Tiles:
         """[N, width]: the room of a tile's logits."""
         return self.as_tile(self._logits, tile)
 
-    def logits(self, tile: Tile, weight: torch.Tensor) -> torch.Tensor:
-        """[N, width], without softcap and margins, in the tiles' one buffer."""
-        logits = self.multiply(self.input, weight.t(), self.buffer(tile))
+    def logits(self, tile: Tile, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, width], without softcap and margins, written to `out`; None: to the tiles' one buffer."""
+        logits = self.multiply(self.input, weight.t(), self.buffer(tile) if out is None else out)
         if self._inverse_norms is not None:
             logits.mul_(self._inverse_norms[tile.rows])
         if self._bias is not None:
@@ -136,12 +136,16 @@ class Tiles:
         """The product of two matrices of the type computed in, summed and written in the wide one."""
         if left.dtype == out.dtype:
             return torch.mm(left, right, out=out)
+        if left.device.type == "cpu":  # which has no such product
+            return out.copy_(torch.mm(left, right))
         return torch.mm(left, right, out_dtype=out.dtype, out=out)  # a GPU's own: narrow in, fp32 out
 
     def add_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float = 1.0) -> None:
         """total = beta * total + left @ right, in place, in the wide type."""
         if left.dtype == total.dtype:
             total.addmm_(left, right, beta=beta)
+        elif left.device.type == "cpu":
+            total.mul_(beta).add_(torch.mm(left, right))
         else:
             total.mul_(beta).add_(torch.mm(left, right, out_dtype=total.dtype))
 

@@ -1,0 +1,170 @@
+"""The logits of a linear layer, as what they follow from, and what can be had of them a tile at a time."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tensorshard.comm import differentiable as collectives
+from tensorshard.heads.loss.class_range import Place
+from tensorshard.heads.loss.gradients_in_forward import loss_with_gradients
+from tensorshard.heads.loss.head_logits import head_tiles
+from tensorshard.heads.loss.head_loss import Extras, head_loss
+from tensorshard.heads.loss.head_spec import HeadSpec, choose_keep
+from tensorshard.heads.loss.topk import largest_logits
+from tensorshard.heads.tiles.precision import Precision
+from tensorshard.layers.arguments import check_indices
+from tensorshard.layers.softmax_cross_entropy import CrossEntropySpec
+from tensorshard.layers.split_linear import parallel_linear
+
+
+@dataclass(frozen=True)
+class LinearLogits:
+    """softcap * tanh((scale * features @ weight.T + bias) / softcap) + shift, without the tanh where there is no cap.
+
+    Args:
+        features: of the shape of the logits, but for the features in the place of the classes.
+        class_dim: where that is, not negative.
+        weight: [V, D]: this rank's rows. bias: [V] or None.
+        place: which classes these are, and who has the others.
+        at_once: whether a loss's gradients are computed with it. They are as large as the weight: not where
+            several forwards come before the first backward.
+    """
+
+    features: torch.Tensor
+    class_dim: int
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    place: Place
+    scale: float = 1.0
+    softcap: float | None = None
+    shift: float = 0.0
+    at_once: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the logits of all ranks."""
+        shape = self.features.shape
+        return (*shape[: self.class_dim], self.place.classes, *shape[self.class_dim + 1 :])
+
+    @property
+    def requires_grad(self) -> bool:
+        tensors = (self.features, self.weight, self.bias)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    @property
+    def token_shape(self) -> torch.Size:
+        """Of the logits without their classes."""
+        return torch.Size([size for dim, size in enumerate(self.features.shape) if dim != self.class_dim])
+
+    # -- what can still be done to them --
+
+    def laid_out(self, features: torch.Tensor, class_dim: int) -> "LinearLogits":
+        """Of other features, or of the same that lie differently."""
+        return replace(self, features=features, class_dim=class_dim)
+
+    def times(self, factor: float) -> "LinearLogits | None":
+        """`factor` times these; None where that is not to be had without computing them."""
+        shift = self.shift * factor
+        if self.softcap is None:
+            bias = None if self.bias is None else self.bias * factor
+            return replace(self, scale=self.scale * factor, bias=bias, shift=shift)
+        if not factor > 0:
+            return None
+        bias = None if self.bias is None else self.bias * factor
+        return replace(self, scale=self.scale * factor, bias=bias, softcap=self.softcap * factor, shift=shift)
+
+    def plus(self, number: float) -> "LinearLogits":
+        """With `number` added to each."""
+        return replace(self, shift=self.shift + number)
+
+    def plus_bias(self, bias: torch.Tensor) -> "LinearLogits | None":
+        """With a number for each class added, of all ranks' classes; None where they were capped."""
+        if self.softcap is not None or bias.dtype != self.weight.dtype:
+            return None
+        own = bias.narrow(0, self.place.start, len(self.weight))
+        return replace(self, bias=own if self.bias is None else self.bias + own)
+
+    def tanh(self) -> "LinearLogits | None":
+        """Their tanh; None where it is not to be had."""
+        return replace(self, softcap=1.0) if self.softcap is None and self.shift == 0 else None
+
+    def detached(self) -> "LinearLogits":
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, features=self.features.detach(), weight=self.weight.detach(), bias=bias)
+
+    def with_tensors(
+        self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> "LinearLogits":
+        return replace(self, features=features, weight=weight, bias=bias)
+
+    # -- what is had of them --
+
+    def compute(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of them, differentiable. A collective of the ranks that have the classes."""
+        features = self.features.movedim(self.class_dim, -1)
+        features = features if self.scale == 1.0 else features * self.scale
+        if self.place.group is None:
+            logits = F.linear(features, self.weight, self.bias)
+        else:
+            part = parallel_linear(features, self.weight, self.bias, 1, self.place.group)
+            logits = collectives.gather(part, -1, self.place.group, size=self.place.classes)
+        logits = logits.to(dtype)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        logits = logits if self.shift == 0 else logits + self.shift
+        return logits.movedim(-1, self.class_dim)
+
+    def loss(self, targets: torch.Tensor, class_weight: torch.Tensor | None, spec: CrossEntropySpec) -> Any:
+        """The cross entropy of `targets`, of the shape of the logits without their classes, and what else is asked for.
+
+        Raises:
+            IndexError: a target outside the classes.
+        """
+        check_indices(targets, spec.classes, "target", "classes", spec.ignore_index)
+        spec = replace(spec, softcap=self.softcap)
+        features, bias, precision = self._flat(), self.bias, self._precision()
+        keep = choose_keep(None, features, self.weight, bias, None, self.softcap)
+        head = HeadSpec(spec, self.place.start, self.place.group, precision, keep=keep)
+        targets = targets.reshape(-1)
+        if class_weight is not None:
+            class_weight = class_weight.to(precision.wide)
+        scalar = spec.reduction != "none" and not spec.return_lse and not spec.return_token_accuracy
+        if scalar and self.at_once and self.requires_grad:
+            features = features if self.scale == 1.0 else features * self.scale
+            return loss_with_gradients(features, self.weight, targets, bias, class_weight, head)
+        head = replace(head, scale=self.scale)
+        loss, lse, accuracy = head_loss(features, self.weight, targets, bias, class_weight, head, Extras())
+        return spec.result(loss, lse, accuracy, self.token_shape)
+
+    def log_sum_exp(self) -> torch.Tensor:
+        """Over the classes, of the shape of the logits without them; differentiable."""
+        ignored = torch.zeros(self.token_shape, dtype=torch.long, device=self.features.device)
+        spec = CrossEntropySpec(self.place.classes, ignore_index=0, reduction="sum", return_lse=True)
+        lse = self.loss(ignored, None, spec).lse
+        return lse + self.shift if self.shift else lse
+
+    def largest(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` largest and their classes, along a last dimension; nothing of it takes a gradient."""
+        features = self._flat().detach()
+        tiles = head_tiles(features, self.weight, self.bias, normalize=False, scale=self.scale)
+        values, classes = largest_logits(tiles, k, self.place.start, self.place.group, self.softcap)
+        values = values + self.shift if self.shift else values
+        return values.view(*self.token_shape, k), classes.view(*self.token_shape, k)
+
+    def pick(self, classes: torch.Tensor) -> torch.Tensor:
+        """The logits of `classes` [..., k], of which this rank has all; differentiable."""
+        flat, columns = self._flat() * self.scale, classes.reshape(-1, classes.size(-1))
+        logits = torch.bmm(self.weight[columns], flat[:, :, None]).squeeze(2)
+        logits = logits if self.bias is None else logits + self.bias[columns]
+        logits = logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        return logits.view(classes.shape)
+
+    def _flat(self) -> torch.Tensor:
+        return self.features.movedim(self.class_dim, -1).reshape(-1, self.features.size(self.class_dim))
+
+    def _precision(self) -> Precision:
+        """Products are of the type of the tensors, as those of a linear layer, everything else is wider."""
+        dtype = self.features.dtype
+        return Precision(dtype, torch.float64 if dtype == torch.float64 else torch.float32)
