@@ -25,6 +25,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 RECOMPUTE_MODES = ("none", "selective", "full")
+LOGITS_MODES = ("auto", "tiled", "whole")
 
 # Axes of the mesh that exist in the data structure and that no transform implements yet.
 _MISSING_AXES = {"cp": "context parallelism"}
@@ -72,6 +73,9 @@ class Plan:
             of parts of blocks, between which it may then cut.
         offload: what is kept in host memory or on disk, an :class:`Offload`. "cpu" and "disk" mean optimizer states
             and gradients; None keeps all on the device.
+        logits: whether ``Engine.step`` and ``evaluate`` hold a model's logits: "whole"; "tiled", where a cross entropy
+            takes them a tile at a time and nothing else needs them; "auto" for tiles where logits are large. See
+            ``docs/logits.md``.
 
     Raises:
         ValueError: a value that no hardware could honour; the message says what would work.
@@ -99,6 +103,7 @@ class Plan:
     tp_check: bool = True
     pp_stages_per_rank: int | None = None
     pp_units: list[str] | None = None
+    logits: str = "auto"
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -113,6 +118,7 @@ class Plan:
         check_int("micro_batches", self.micro_batches, least=1)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("recompute", self.recompute, RECOMPUTE_MODES)
+        check_choice("logits", self.logits, LOGITS_MODES)
         if self.reduce_dtype is not None:
             check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         if self.clip_grad_norm is not None:
@@ -245,6 +251,7 @@ class Plan:
             f"clip_grad_norm {'off' if self.clip_grad_norm is None else self.clip_grad_norm}",
             f"shard_units    {self._describe_units()}",
             f"compile        {'each block' if self.compile else 'off'}",
+            f"logits         {self._describe_logits()}",
         ]
         if self.pp != 1:
             split = "balanced" if self.pp_split is None else "before " + ", ".join(self.pp_split)
@@ -255,6 +262,13 @@ class Plan:
         if self.offloaded is not None:
             lines.append(f"offload        {self.offloaded.describe()}")
         return "\n".join(lines)
+
+    def _describe_logits(self) -> str:
+        return {
+            "auto": "tiled where they are large and the loss takes tiles",
+            "tiled": "tiled where the loss takes tiles",
+            "whole": "whole",
+        }[self.logits]
 
     def _describe_units(self) -> str:
         if self.shard_units is None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import dtensor_like, on_mesh_device
+from tensorshard.logits.output_layers import OutputLogits
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.offload.update_behind import UpdateBehind
@@ -66,6 +67,7 @@ class ShardedModel(ABC):
         self.model = model
         self.split = split
         self._device: torch.device | None = None  # where collectives need tensors; None for where they are
+        self.logits = OutputLogits()
         self._take_gradient: TakeGradient | None = None
         self._finish_gradients: Callable[[], None] | None = None
         self._aliases = parameter_aliases(model)
@@ -124,6 +126,10 @@ class ShardedModel(ABC):
     def aliases(self) -> dict[str, str]:
         """For every name of a parameter, the first one that it has in the original model; tied ones have several."""
         return self._aliases
+
+    def loss_is_over(self) -> None:
+        """Called when the loss of a (micro-)batch is there, before its backward if it has one."""
+        self.logits.settle()
 
     @abstractmethod
     def masters(self) -> dict[str, nn.Parameter]:

@@ -139,9 +139,19 @@ class FullyShardedModel(ShardedModel):
         return {n: OffloadedMaster(self._slots[m], None) for n, m in self._masters.items() if m in self._slots}
 
     def _forward_over(self) -> None:
-        if not torch.is_grad_enabled():  # no backward will come and shard the root's parameters again
-            assert isinstance(self.model, FSDPModule)
-            self.model.reshard()
+        # The loss may still need what logits follow from.
+        if not torch.is_grad_enabled() and not self.logits.is_waiting:
+            self._reshard()
+
+    def loss_is_over(self) -> None:
+        super().loss_is_over()
+        if not torch.is_grad_enabled():
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """No backward will come and shard the root's parameters again."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.reshard()
 
     def held_numel(self) -> int:
         return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in self._masters.values())

@@ -63,8 +63,9 @@ class PipelineStepRunner(StepRunner):
         self._sharded.discard_gradients()
         tally = self._tally = LossTally(self._mesh)
 
-        def loss(index: int, output: Any) -> torch.Tensor:
-            loss_sum, count = self._objective(output, *parts[index])
+        def loss(index: int, output: Callable[[], Any]) -> torch.Tensor:
+            loss_sum, count = self._objective(output(), *parts[index])
+            self._sharded.loss_is_over()
             check_has_gradient(loss_sum)
             tally.add(loss_sum, count, micro_batches=len(parts))
             if tally.parts == len(parts):
@@ -72,7 +73,8 @@ class PipelineStepRunner(StepRunner):
             assert tally.normalizer is not None
             return loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)
 
-        with self._sharded.interleaved(), self._sharded.split.keep_outputs_split():
+        split, logits = self._sharded.split, self._sharded.logits
+        with self._sharded.interleaved(), split.keep_outputs_split(), logits.pending():
             self._runner.step([part for part, _ in parts], loss)
         self._sharded.finish_backward()
         return self._broadcast_loss(tally, len(parts))
@@ -82,10 +84,11 @@ class PipelineStepRunner(StepRunner):
         parts = self._on_device(split_unevenly(inputs, targets, micro_batches or self._plan.micro_batches))
         tally = LossTally(self._mesh)
 
-        def consume(index: int, output: Any) -> None:
-            tally.add(*self._objective(output, *parts[index]), micro_batches=len(parts))
+        def consume(index: int, output: Callable[[], Any]) -> None:
+            tally.add(*self._objective(output(), *parts[index]), micro_batches=len(parts))
+            self._sharded.loss_is_over()
 
-        with self._sharded.split.keep_outputs_split():
+        with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
             self._forward_runner.forward([part for part, _ in parts], consume)
         if self._is_last:
             tally.start_total()
@@ -108,8 +111,8 @@ class PipelineStepRunner(StepRunner):
         """What the model makes of each part, on the rank of the last stage."""
         outputs: dict[int, Any] = {}
 
-        def consume(index: int, output: Any) -> None:
-            outputs[index] = widen_output(output)
+        def consume(index: int, output: Callable[[], Any]) -> None:
+            outputs[index] = widen_output(output())
 
         self._forward_runner.forward([part for part, _ in parts], consume)
         return [outputs[index] for index in sorted(outputs)]

@@ -82,7 +82,7 @@ class WholeModelStepRunner(StepRunner):
         self._same_batch.check("step", inputs, targets)
         parts = split_batch(inputs, targets, self._plan.micro_batches)
         self._sharded.discard_gradients()
-        with self._sharded.split.keep_outputs_split():
+        with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
             return self._train(parts, loss_scale)
 
     def _train(self, parts: list[tuple[Any, Any]], loss_scale: float) -> StepLoss:
@@ -105,7 +105,7 @@ class WholeModelStepRunner(StepRunner):
         self._same_batch.check("evaluate", inputs, targets)
         parts = split_unevenly(inputs, targets, micro_batches or 1)
         tally = LossTally(self._mesh)
-        with self._sharded.split.keep_outputs_split():
+        with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
             for part_inputs, part_targets in parts:
                 tally.add(*self._loss(part_inputs, part_targets), micro_batches=len(parts))
         tally.start_total()
@@ -118,7 +118,9 @@ class WholeModelStepRunner(StepRunner):
 
     def _loss(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = to_device(inputs, self._device), to_device(targets, self._device)
-        return self._objective(self._output(inputs), inputs, targets)
+        loss = self._objective(self._output(inputs), inputs, targets)
+        self._sharded.loss_is_over()  # the output is nobody's by now, but for who keeps it
+        return loss
 
     def _output(self, inputs: Any) -> Any:
         with autocast(self._plan.precision, self._device), explained_forward(self._sharded.model, inputs):

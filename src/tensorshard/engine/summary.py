@@ -26,6 +26,7 @@ class Summary:
     tensor_plan: str | None
     pipeline: str | None
     offload: str | None = None
+    logits: str | None = None
 
     def describe(self) -> str:
         """A few lines for a person."""
@@ -36,6 +37,8 @@ class Summary:
             f"{_name(self.compute_dtype)} computation, {_name(self.reduce_dtype)} gradient sums",
             f"optimizer      {self.optimizer}",
         ]
+        if self.logits is not None:
+            lines.append(self.logits)
         if self.tensor_plan is not None:
             lines.append(self.tensor_plan)
         if self.pipeline is not None:
@@ -67,6 +70,7 @@ def summarize(
         tensor_plan=sharded.split.describe(),
         pipeline=sharded.describe_stages(),
         offload=offload,
+        logits=sharded.logits.describe(),
     )
 
 

@@ -10,6 +10,8 @@ from torch import nn
 
 from tensorshard.comm.decisions import succeed_together
 from tensorshard.data_parallel.batch_norm import synchronize_batch_norm
+from tensorshard.lay_out.output_logits import find_output_logits
+from tensorshard.logits.output_layers import OutputLogits
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import assign_buffers
 from tensorshard.offload.offloaded_parameters import OffloadedParameters
@@ -37,12 +39,14 @@ class Part:
         repeated: the blocks, which are recomputed and compiled one by one.
         units: what is gathered and reduced together.
         computed: the modules in which anything is computed.
+        returns: whether it returns the model's output, and not what goes to another stage.
     """
 
     module: nn.Module
     repeated: list[nn.Module]
     units: list[list[nn.Module]]
     computed: list[nn.Module]
+    returns: bool = True
 
 
 def lay_out(
@@ -68,6 +72,17 @@ def lay_out(
     if plan.precision != "fp32":
         keep_norms_fp32(computed.values())
     split = split_tensors()
+    logits = OutputLogits()
+    if part.returns:
+        logits = find_output_logits(
+            part.module,
+            part.computed,
+            plan,
+            mesh,
+            repeated=part.repeated,
+            gathered=part.units if plan.shards_parameters else [],
+            split_outputs=split.outputs.sizes,
+        )
     apply_recompute(part.repeated, plan.recompute)
     if plan.compile:
         for sentence in compile_blocks(part.repeated, plan.recompute):
@@ -95,12 +110,13 @@ def lay_out(
             reduce_dtype=reduce_dtype,
             offloaded=OffloadedParameters(slots) if slots is not None and offloads else None,
         )
+        sharded.logits = logits
         if offloads:
             succeed_together(sharded.check_offloaded, mesh.world_group, "parallelize")
         return sharded
     from tensorshard.data_parallel.replicated import ReplicatedModel
 
-    return ReplicatedModel(
+    replicated = ReplicatedModel(
         part.module,
         ((name, local_value(name)) for name in names),
         part.units,
@@ -111,6 +127,8 @@ def lay_out(
         reduce_dtype=reduce_dtype,
         slots=None if slots is None or slots.offload.optimizer is None else slots,
     )
+    replicated.logits = logits
+    return replicated
 
 
 def from_first_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:

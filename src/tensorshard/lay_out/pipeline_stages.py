@@ -105,6 +105,7 @@ def _lay_out_stage(
         repeated=blocks,
         units=stage_shard_units(model, stage.module, plan.shard_units, blocks=blocks, units=stage.units),
         computed=list(stage.units.values()),
+        returns=stage.is_last,
     )
 
     def split() -> TensorSplit:

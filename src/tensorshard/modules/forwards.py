@@ -70,6 +70,8 @@ class Role(IntEnum):
     """A block is told how long the sequence is."""
     UNCOMPILED = auto()
     """The roles of tensor parallelism run as they are, between what is compiled."""
+    UNCOMPUTED_LOGITS = auto()
+    """A model's last layer hands on what its logits follow from, and not these."""
     RECOMPUTATION = auto()
     """Activations are computed again in backward."""
     COMPILATION = auto()

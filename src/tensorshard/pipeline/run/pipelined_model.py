@@ -78,6 +78,10 @@ class PipelinedModel(ShardedModel):
         )
         self._complete = True
         self._behind: UpdateBehind | None = None
+        self.logits = parts[-1].logits
+
+    def loss_is_over(self) -> None:
+        self.parts[-1].loss_is_over()
 
     def describe_stages(self) -> str:
         return f"stages of the pipeline:\n{self.cut.describe()}"

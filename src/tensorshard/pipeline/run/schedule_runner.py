@@ -60,17 +60,17 @@ class PipelineRunner:
             for stage in stages
         ]
         self._made: dict[int, Any] = {}
-        self._consume: Callable[[int, Any], torch.Tensor] | None = None
+        self._consume: Callable[[int, Callable[[], Any]], torch.Tensor] | None = None
         self._connected = False
 
-    def step(self, micro_batches: Sequence[Any], loss: Callable[[int, Any], torch.Tensor]) -> None:
+    def step(self, micro_batches: Sequence[Any], loss: Callable[[int, Callable[[], Any]], torch.Tensor]) -> None:
         """Forward and backward of all `micro_batches`. A collective of the pipeline's ranks.
 
         Args:
             micro_batches: the model's inputs, the same on every rank of the pipeline, on its device. Shapes may differ
                 between them.
-            loss: called as ``loss(index, output)`` on the last stage's rank after each micro-batch's forward; what it
-                returns is where the micro-batch's backward starts: a scalar, scaled as its gradients are to be. What
+            loss: called as ``loss(index, output)`` on the last stage's rank after each micro-batch's forward, where
+                ``output()``, called once, is the model's output, which nobody else keeps; what it returns is where the micro-batch's backward starts: a scalar, scaled as its gradients are to be. What
                 else is to be known of the losses (sums, counts), it keeps for itself.
 
         Raises:
@@ -79,18 +79,18 @@ class PipelineRunner:
         self._drive(micro_batches, loss, lambda schedule, target: schedule.step(target=target, return_outputs=False))
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[Any], consume: Callable[[int, Any], None]) -> None:
+    def forward(self, micro_batches: Sequence[Any], consume: Callable[[int, Callable[[], Any]], None]) -> None:
         """Forward alone. A collective of the pipeline's ranks.
 
         Args:
             micro_batches: as for :meth:`step`.
-            consume: called as ``consume(index, output)`` on the last stage's rank.
+            consume: called as ``consume(index, output)`` on the last stage's rank, as `loss` there.
 
         Raises:
             ValueError: as for :meth:`step`.
         """
 
-        def done(index: int, output: Any) -> torch.Tensor:
+        def done(index: int, output: Callable[[], Any]) -> torch.Tensor:
             consume(index, output)
             return torch.zeros((), device=self._device)
 
@@ -99,7 +99,7 @@ class PipelineRunner:
     def _drive(
         self,
         micro_batches: Sequence[Any],
-        consume: Callable[[int, Any], torch.Tensor],
+        consume: Callable[[int, Callable[[], Any]], torch.Tensor],
         run: Callable[[Any, torch.Tensor], Any],
     ) -> None:
         count = len(micro_batches)
@@ -125,10 +125,10 @@ class PipelineRunner:
             self._made[count] = build(self.schedule, self._scheduled, count, self._loss)
         return self._made[count]
 
-    def _loss(self, output: tuple[int, Any], target: torch.Tensor) -> torch.Tensor:
+    def _loss(self, output: tuple[int, list[Any]], target: torch.Tensor) -> torch.Tensor:
         assert self._consume is not None
         try:
-            return self._consume(*output)
+            return self._consume(output[0], output[1].pop)
         except Exception as error:
             error.add_note(f"in the loss of micro-batch {output[0]} (pipeline rank {dist.get_rank(self._group)})")
             raise

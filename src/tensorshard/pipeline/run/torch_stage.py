@@ -114,7 +114,8 @@ class ScheduledStage(ScheduleStage):
         with self._named("forward", fwd_chunk_id), self._context():
             output = self.stage(self._inputs[fwd_chunk_id], held.received)
         if self.is_last:
-            return fwd_chunk_id, output  # the loss function of the schedule takes it from here
+            # The loss function of the schedule takes it from here, out of a list, so that nobody else keeps it.
+            return fwd_chunk_id, [output]
         held.sent = output
         return output
 

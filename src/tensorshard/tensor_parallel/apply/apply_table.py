@@ -30,7 +30,8 @@ from tensorshard.tensor_parallel.apply.shared_heads import check_shared_heads, s
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
 from tensorshard.tensor_parallel.apply.summed import copy_into, forward_summing, gather_into, sum_parts
 from tensorshard.tensor_parallel.table.channelwise import channel_layouts
-from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable, is_transposed
+from tensorshard.modules.linear_layers import is_transposed
+from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, check_can_split
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, COLWISE_GATHER, DIVIDED, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
@@ -305,6 +306,7 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
             wrap_forward(module, Role.GATHERED_OUTPUT, partial(gather_into, layer.outputs, group))
         elif style.kind == "colwise_gather":
             wrap_forward(module, Role.GATHERED_OUTPUT, partial(_output_forward, layer.outputs, group, outputs))
+            outputs.sizes[module] = layer.outputs
     else:
         return  # an embedding's features: each rank looks up its own
     replace_forward(module, Role.SPLIT_LAYER, forward)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.layers.split_logits import split_logits
@@ -19,6 +20,8 @@ class SplitOutputs:
 
     def __init__(self) -> None:
         self._kept = False
+        self.sizes: dict[nn.Module, int] = {}
+        """The output layers, and the features of all ranks of each."""
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
-from tensorshard.modules.forwards import has_users_forward, own_forward, runs_forward_of
+from tensorshard.modules.forwards import own_forward, runs_forward_of
+from tensorshard.modules.linear_layers import is_transposed
 from tensorshard.torch_private.modules import (
     CONVOLUTIONS,
     TRANSPOSED_CONVOLUTIONS,
@@ -104,10 +105,3 @@ def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     parameters = signature_of(module).parameters
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return kwargs | {key: value for key, value in bound.arguments.items() if parameters[key].kind not in variadic}
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether `module` computes as the ``Conv1D`` of transformers: a linear layer whose weight is [inputs, outputs]."""
-    forward = type(module).forward
-    home, name = getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")
-    return name == "Conv1D.forward" and home.startswith("transformers.") and not has_users_forward(module)

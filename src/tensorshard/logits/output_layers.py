@@ -1,0 +1,195 @@
+"""Which layers hand on logits that are not computed, and when.
+
+Every linear layer outside of the model's blocks might be the last one. Which is, shows in what is done with its output:
+a loss that takes tiles, or something that has it computed, after which the layer is left as it was.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.comm.sharding import shard_range
+from tensorshard.heads.loss.class_range import Place
+from tensorshard.layers.arguments import autocast
+from tensorshard.layers.deferred_tensor import DeferredTensor
+from tensorshard.logits.linear_logits import LinearLogits
+from tensorshard.logits.pending_logits import Source, pending_logits
+from tensorshard.modules.forwards import Forward, Role, wrap_forward
+
+FEWEST_CLASSES = 8192
+"""With fewer, "auto" computes logits: they are no larger than other activations."""
+
+SMALLEST_BYTES = 32 << 20
+"""Logits of fewer bytes are computed under "auto"."""
+
+SMALLEST_SHARE = 1 / 16
+"""Logits that take a smaller share of the model's states on this rank are computed under "auto"."""
+
+
+@dataclass
+class OutputLayer:
+    """A linear layer that may be a model's last.
+
+    Args:
+        name: in the model.
+        transposed: whether its weight is [inputs, outputs].
+        classes: of all ranks.
+        group: the tensor-parallel ranks that the classes are split over, or None.
+        refused: why its logits are always computed; None where they need not be.
+    """
+
+    name: str
+    module: nn.Module
+    transposed: bool
+    classes: int
+    group: dist.ProcessGroup | None = None
+    refused: str | None = None
+    # What happened to its outputs so far.
+    tiled_by: set[str] = field(default_factory=set)
+    computed_by: set[str] = field(default_factory=set)
+    size: tuple[int, int] = (0, 0)  # of the last logits: tokens, and bytes in fp32 on this rank
+    is_whole: bool = False  # whether they are computed at once from now on
+
+    def note(self, name: str, computed: bool) -> None:
+        (self.computed_by if computed else self.tiled_by).add(name)
+
+    def linear(self, features: torch.Tensor, at_once: bool) -> LinearLogits | None:
+        """What its logits for `features` follow from; None where they had better be computed."""
+        weight, bias = self.module.weight, self.module.bias
+        assert isinstance(weight, torch.Tensor)
+        given = (features, weight) if bias is None else (features, weight, bias)
+        if any(isinstance(tensor, DeferredTensor | DTensor) for tensor in given) or features.numel() == 0:
+            return None
+        features, weight, bias = autocast(features, weight, bias)  # type: ignore[arg-type, assignment]
+        if self.transposed:
+            weight = weight.t()
+        if features.dtype != weight.dtype or features.size(-1) != weight.size(1):
+            return None
+        start = 0
+        if self.group is not None:
+            start, width = shard_range(self.classes, self.group.size(), self.group.rank())
+            if width != len(weight):
+                return None
+        place = Place(start, self.classes, self.group)
+        return LinearLogits(features, features.ndim - 1, weight, bias, place, at_once=at_once)  # type: ignore[arg-type]
+
+
+class OutputLogits:
+    """Whether the last layers of a model hand on logits that are not computed.
+
+    They do within a step, or an evaluation: elsewhere nobody knows what for a model's output is.
+
+    Args:
+        mode: as in :class:`tensorshard.Plan`.
+        layers: those that may be the last.
+        state_bytes: what weights, gradients and optimizer states take on a rank, the same number on every rank.
+        at_once: as in :class:`LinearLogits`.
+    """
+
+    def __init__(
+        self, mode: str = "whole", layers: Iterable[OutputLayer] = (), state_bytes: int = 0, *, at_once: bool = True
+    ) -> None:
+        self._mode = mode
+        self._layers = list(layers)
+        self._state_bytes = state_bytes
+        self._at_once = at_once
+        self._active = False
+        self._sources: list[Source] = []
+        for layer in self._layers:
+            if layer.refused is None:
+                wrap_forward(layer.module, Role.UNCOMPUTED_LOGITS, partial(self._forward, layer))
+
+    @contextmanager
+    def pending(self) -> Iterator[None]:
+        """Within this, output layers may hand on logits that are not computed."""
+        for layer in self._layers:  # not amid a step: what is recomputed must be as it was
+            seen = layer.computed_by
+            layer.is_whole = bool(seen) and (self._mode == "auto" or not layer.tiled_by)
+        before, self._active = self._active, True
+        try:
+            yield
+        finally:
+            self._active = before
+            self._sources.clear()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are logits that are not computed, of which somebody may still want something."""
+        return any(source.is_reachable() for source in self._sources)
+
+    def settle(self) -> None:
+        """Called when the loss is there, before backward and before weights change: what somebody keeps is computed."""
+        for source in self._sources:
+            if source.is_reachable():
+                source.compute("something that kept them after the loss")
+        self._sources.clear()
+
+    def _forward(self, layer: OutputLayer, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        wanted = self._active and not layer.is_whole and len(args) == 1 and not kwargs
+        if not wanted or not isinstance(args[0], torch.Tensor) or not self._pays(layer, args[0]):
+            return forward(*args, **kwargs)
+        linear = layer.linear(args[0], self._at_once)
+        if linear is None:
+            return forward(*args, **kwargs)
+        logits, source = pending_logits(linear, linear.features.dtype, layer.note)
+        self._sources.append(source)
+        return logits
+
+    def _pays(self, layer: OutputLayer, features: torch.Tensor) -> bool:
+        tokens = features.numel() // max(1, features.size(-1))
+        ranks = 1 if layer.group is None else layer.group.size()
+        layer.size = tokens, 4 * tokens * layer.classes // ranks
+        if self._mode == "tiled":
+            return True
+        bound = max(SMALLEST_BYTES, SMALLEST_SHARE * self._state_bytes)
+        return layer.classes >= FEWEST_CLASSES and layer.size[1] >= bound
+
+    # -- what people are told --
+
+    def describe(self) -> str | None:
+        """What was chosen for each layer that may be the last, and why; None where there is none."""
+        told = [self._told(layer) for layer in self._layers]
+        if self._mode == "whole" or not told:
+            return None
+        return "\n".join(f"logits         {sentence}" for sentence in told)
+
+    def _told(self, layer: OutputLayer) -> str:
+        if layer.refused is not None:
+            return f"{layer.name}: whole: {layer.refused}"
+        tokens, size = layer.size
+        if not tokens:
+            return f"{layer.name}: {self._to_be_decided(layer)}"
+        what = f"{tokens:,} x {layer.classes:,} logits of {size / 1e6:.1f} MB"
+        by = " and ".join(sorted(layer.computed_by))
+        if layer.computed_by and not layer.tiled_by:
+            return f"{layer.name}: whole ({what}): {by} needs them, and no loss that takes tiles does"
+        if layer.computed_by and self._mode == "auto":
+            return f"{layer.name}: whole ({what}): {by} needs them, beside a loss that takes tiles"
+        if layer.tiled_by:
+            beside = f"; computed for {by} all the same" if by else ""
+            return f"{layer.name}: tiled ({what} are not held){beside}"
+        if self._mode == "auto" and not layer.tiled_by:
+            return f"{layer.name}: whole ({what}): {self._bound(layer)}"
+        return f"{layer.name}: tiled ({what}), of which nothing was used"
+
+    def _to_be_decided(self, layer: OutputLayer) -> str:
+        if self._mode == "tiled":
+            return "tiled, where the loss takes tiles"
+        if layer.classes < FEWEST_CLASSES:
+            return f"whole: {layer.classes:,} classes, fewer than {FEWEST_CLASSES:,}"
+        return f"the first batch decides: {self._bound(layer)}"
+
+    def _bound(self, layer: OutputLayer) -> str:
+        if layer.classes < FEWEST_CLASSES:
+            return f"fewer than {FEWEST_CLASSES:,} classes"
+        share = SMALLEST_SHARE * self._state_bytes
+        if share > SMALLEST_BYTES:
+            return f"tiled from {share / 1e6:.0f} MB on, 1/16 of the rank's weights, gradients and optimizer states"
+        return f"tiled from {SMALLEST_BYTES / 1e6:.0f} MB on"
