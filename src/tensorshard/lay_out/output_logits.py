@@ -53,7 +53,7 @@ def find_output_logits(
         if is_split:
             layer.group = mesh.group("tp")
         elif roles:
-            layer.refused = "tensor parallelism splits it in another way than along its outputs, or its input's sequence"
+            layer.refused = "tensor parallelism splits it in another way than along its outputs"
         if module in apart:
             layer.refused = "shard_units has its parameters gathered for its own forward alone"
         elif plan.offloaded is not None and plan.offloaded.parameters is not None:

@@ -94,9 +94,7 @@ class LinearLogits:
         bias = None if self.bias is None else self.bias.detach()
         return replace(self, features=self.features.detach(), weight=self.weight.detach(), bias=bias)
 
-    def with_tensors(
-        self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> "LinearLogits":
+    def with_tensors(self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> "LinearLogits":
         return replace(self, features=features, weight=weight, bias=bias)
 
     # -- what is had of them --

@@ -41,19 +41,25 @@ class Source:
     """
 
     def __init__(self, note: Note) -> None:
-        self.note = note
+        self._note = note
         self.computed = False
+        self.tiled = False
         self._members: list[weakref.ref[PendingLogits]] = []
 
     def add(self, member: "PendingLogits") -> None:
         self._members.append(weakref.ref(member))
+
+    def take_tiles(self, by: str) -> None:
+        """Called where `by` computes what it needs a tile at a time."""
+        self.tiled = True
+        self._note(by, False)
 
     def compute(self, by: str) -> None:
         """Has all that anybody can still reach computed: from now on memory may be written to that they share."""
         if self.computed:
             return
         self.computed = True
-        self.note(by, True)
+        self._note(by, True)
         for reference in self._members:
             member = reference()
             if member is not None:
@@ -107,6 +113,12 @@ class PendingLogits(DeferredTensor):
         return self._full
 
     def before_full(self, func: Rule) -> None:
+        if func is torch.autograd.grad and self.source.tiled and not self.source.computed:
+            raise RuntimeError(
+                "the gradient of logits was asked for, and a loss took these logits a tile at a time, so that nothing "
+                "of it has gone through them. Call logits.retain_grad() before the loss, or use "
+                "Plan(logits='whole')"
+            )
         self.source.compute(_name(func))
 
     def rule(self, func: Rule) -> Rule | None:
@@ -359,7 +371,7 @@ def _loss(
     if weight is not None and list(weight.shape) != [linear.place.classes]:
         return NotImplemented  # torch says what is wrong
     spec = CrossEntropySpec(linear.place.classes, ignore_index, label_smoothing, reduction=reduction)
-    logits.source.note(_name(func), False)
+    logits.source.take_tiles(_name(func))
     return linear.loss(target, weight, spec).to(logits._dtype)
 
 
@@ -382,7 +394,7 @@ def _gather(func: Rule, logits: PendingLogits, dim: Any, index: Any, **kwargs: A
     if kwargs or not logits.normalized or not one or not logits.classes_at(dim) or index.numel() == 0:
         return NotImplemented
     spec = CrossEntropySpec(linear.place.classes, ignore_index=-1, reduction="none")
-    logits.source.note(_name(func), False)
+    logits.source.take_tiles(_name(func))
     losses = linear.loss(index.squeeze(linear.class_dim), None, spec).to(logits._dtype)
     return -losses.unsqueeze(linear.class_dim)
 
@@ -410,7 +422,7 @@ def _our_cross_entropy(func: Rule, logits: PendingLogits, target: Any, *args: An
         given.get("return_lse", False),
         given.get("return_token_accuracy", False),
     )
-    logits.source.note(_name(func), False)
+    logits.source.take_tiles(_name(func))
     return linear.loss(target, weight, spec)
 
 
@@ -419,7 +431,7 @@ def _log_sum_exp(func: Rule, logits: PendingLogits, dim: Any, keepdim: bool = Fa
     alone = len(dims) == 1 and logits.classes_at(dims[0])
     if kwargs or not alone or logits.normalized or logits.linear.token_shape.numel() == 0:
         return NotImplemented
-    logits.source.note(_name(func), False)
+    logits.source.take_tiles(_name(func))
     result = logits.linear.log_sum_exp().to(logits._dtype)
     return result.unsqueeze(logits.linear.class_dim) if keepdim else result
 
@@ -427,7 +439,7 @@ def _log_sum_exp(func: Rule, logits: PendingLogits, dim: Any, keepdim: bool = Fa
 def _argmax(func: Rule, logits: PendingLogits, dim: Any = None, keepdim: bool = False) -> Any:
     if not logits.classes_at(dim) or logits.linear.token_shape.numel() == 0:
         return NotImplemented
-    logits.source.note(_name(func), False)
+    logits.source.take_tiles(_name(func))
     classes = logits.linear.largest(1)[1].movedim(-1, logits.linear.class_dim)
     return classes if keepdim else classes.squeeze(logits.linear.class_dim)
 
@@ -439,7 +451,7 @@ def _topk(func: Rule, logits: PendingLogits, k: Any, dim: Any = -1, largest: boo
         return NotImplemented
     if logits.requires_grad and torch.is_grad_enabled() and linear.place.group is not None:
         return NotImplemented
-    logits.source.note(_name(func), False)
+    logits.source.take_tiles(_name(func))
     values, classes = linear.largest(k)
     if logits.requires_grad and torch.is_grad_enabled():
         values = _Picked.apply(linear.features, linear.weight, linear.bias, linear, values, classes)

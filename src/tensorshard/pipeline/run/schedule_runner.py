@@ -70,8 +70,9 @@ class PipelineRunner:
             micro_batches: the model's inputs, the same on every rank of the pipeline, on its device. Shapes may differ
                 between them.
             loss: called as ``loss(index, output)`` on the last stage's rank after each micro-batch's forward, where
-                ``output()``, called once, is the model's output, which nobody else keeps; what it returns is where the micro-batch's backward starts: a scalar, scaled as its gradients are to be. What
-                else is to be known of the losses (sums, counts), it keeps for itself.
+                ``output()``, called once, is the model's output, which nobody else keeps; what it returns
+                is where the micro-batch's backward starts: a scalar, scaled as its gradients are to be. What else is to
+                be known of the losses (sums, counts), it keeps for itself.
 
         Raises:
             ValueError: the schedule does not work with that many micro-batches.

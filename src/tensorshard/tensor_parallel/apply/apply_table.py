@@ -19,6 +19,7 @@ from tensorshard.layers.split_embedding import parallel_embedding
 from tensorshard.layers.split_linear import parallel_linear
 from tensorshard.modules.blocks import find_blocks
 from tensorshard.modules.forwards import Forward, Role, replace_forward, wrap_forward
+from tensorshard.modules.linear_layers import is_transposed
 from tensorshard.tensor_parallel.apply.called_rows import guard_rows
 from tensorshard.tensor_parallel.apply.convolutions import gather_columns, split_channels, split_columns, split_rows
 from tensorshard.tensor_parallel.apply.divide import check_divides, divide
@@ -30,7 +31,6 @@ from tensorshard.tensor_parallel.apply.shared_heads import check_shared_heads, s
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
 from tensorshard.tensor_parallel.apply.summed import copy_into, forward_summing, gather_into, sum_parts
 from tensorshard.tensor_parallel.table.channelwise import channel_layouts
-from tensorshard.modules.linear_layers import is_transposed
 from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, check_can_split
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, COLWISE_GATHER, DIVIDED, Style

@@ -31,11 +31,11 @@ from tensorshard.modules.forwards import (
     roles_of,
     wrap_forward,
 )
+from tensorshard.modules.linear_layers import is_transposed
 from tensorshard.modules.tensors import map_tensors, tensor_leaves
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
 from tensorshard.tensor_parallel.apply.sequence_shapes import forward_with_full_lengths
 from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
-from tensorshard.modules.linear_layers import is_transposed
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 
