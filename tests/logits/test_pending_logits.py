@@ -14,7 +14,8 @@ from tensorshard.heads.loss import gradients_in_forward
 from tensorshard.heads.loss.class_range import Place
 from tensorshard.heads.tiles import tiles
 from tensorshard.logits.linear_logits import LinearLogits
-from tensorshard.logits.pending_logits import PendingLogits, Source, pending_logits
+from tensorshard.logits.output_layers import pending_logits
+from tensorshard.logits.pending_logits import PendingLogits, Source
 from tensorshard.nn.functional import parallel_cross_entropy
 
 FEATURES, CLASSES = 6, 23
@@ -195,7 +196,7 @@ def _tensors(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
 def _pending(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, **options: Any) -> tuple[Any, Source, list[Any]]:
     uses: list[Any] = []
     linear = LinearLogits(x, x.ndim - 1, w, b, Place(0, CLASSES, None), **options)
-    logits, source = pending_logits(linear, x.dtype, lambda name, computed: uses.append((name, computed)))
+    logits, source = pending_logits(linear, lambda name, computed: uses.append((name, computed)))
     return logits, source, uses
 
 

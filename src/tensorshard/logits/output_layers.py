@@ -20,7 +20,9 @@ from tensorshard.heads.loss.class_range import Place
 from tensorshard.layers.arguments import autocast
 from tensorshard.layers.deferred_tensor import DeferredTensor
 from tensorshard.logits.linear_logits import LinearLogits
-from tensorshard.logits.pending_logits import Source, pending_logits
+from tensorshard.logits.noted_operations import NOTED
+from tensorshard.logits.pending_logits import Note, PendingLogits, Source, make_pending
+from tensorshard.logits.tiled_operations import TILED
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
 
 FEWEST_CLASSES = 8192
@@ -31,6 +33,19 @@ SMALLEST_BYTES = 32 << 20
 
 SMALLEST_SHARE = 1 / 16
 """Logits that take a smaller share of the model's states on this rank are computed under "auto"."""
+
+
+_RULES = {**NOTED, **TILED}
+
+
+def pending_logits(linear: LinearLogits, note: Note) -> tuple[PendingLogits, Source]:
+    """What stands for the logits of `linear`, and what knows of all that is made of it.
+
+    Args:
+        note: told of each use.
+    """
+    source = Source(_RULES, note)
+    return make_pending(linear, linear.features.dtype, False, source), source
 
 
 @dataclass
@@ -138,7 +153,7 @@ class OutputLogits:
         linear = layer.linear(args[0], self._at_once)
         if linear is None:
             return forward(*args, **kwargs)
-        logits, source = pending_logits(linear, linear.features.dtype, layer.note)
+        logits, source = pending_logits(linear, layer.note)
         self._sources.append(source)
         return logits
 

@@ -76,4 +76,4 @@ def tensor_base_getter() -> object:
 
     Public way: none.
     """
-    return torch.Tensor._base.__get__  # type: ignore[attr-defined]
+    return torch.Tensor._base.__get__  # type: ignore[union-attr]
