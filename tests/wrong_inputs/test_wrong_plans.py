@@ -25,6 +25,7 @@ WRONG: dict[str, Case] = {
     "a precision as a dtype": (lambda: ts.Plan(precision=torch.bfloat16), "precision is torch.bfloat16", "'bf16'"),
     "a reduction that does not exist": (lambda: ts.Plan(reduce_dtype="fp8"), "reduce_dtype is 'fp8'", "'bf16'"),
     "recompute as a bool": (lambda: ts.Plan(recompute=True), "recompute is True", "'none', 'selective', 'full'"),
+    "logits misspelt": (lambda: ts.Plan(logits="tile"), "logits is 'tile'", "did you mean 'tiled'?"),
     "clipping at 0": (lambda: ts.Plan(clip_grad_norm=0), "clip_grad_norm is 0", "or None to turn it off"),
     "clipping at nan": (lambda: ts.Plan(clip_grad_norm=float("nan")), "clip_grad_norm is nan", "finite"),
     "clipping as text": (lambda: ts.Plan(clip_grad_norm="1.0"), "clip_grad_norm is '1.0'", "a positive number"),
