@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Workload:
         vocab_size: number of different tokens.
         context_length: tokens of a sequence.
         batch_size: sequences on each rank in each step.
+        family: "gpt", that of tensorshard; or one of transformers, as in :mod:`benchmarks.language_models`.
     """
 
     name: str
@@ -41,10 +43,16 @@ class Workload:
     vocab_size: int
     context_length: int
     batch_size: int
+    family: str = "gpt"
 
-    def model(self) -> GPT:
+    def model(self) -> Any:
         """The model with its initial weights, which are the same on every rank and for every contender."""
         torch.manual_seed(_SEED)
+        if self.family != "gpt":
+            from benchmarks.language_models import FAMILIES
+
+            sizes = self.num_layers, self.num_heads, self.width, self.vocab_size, self.context_length
+            return FAMILIES[self.family](*sizes)
         return GPT(
             vocab_size=self.vocab_size,
             context_length=self.context_length,
@@ -63,3 +71,7 @@ class Workload:
         uniform = torch.rand(self.batch_size, self.context_length + 1, generator=generator)
         tokens = (uniform.pow(4) * self.vocab_size).long()
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+GPT2_SMALL = Workload("GPT-2 small", 12, 12, 768, 50_257, context_length=512, batch_size=4, family="gpt2")
+"""124 million parameters, as transformers has it."""

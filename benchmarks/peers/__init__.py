@@ -10,10 +10,9 @@ batch and returns the loss before it: this rank's, or the mean over ranks.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from tensorshard.models import GPT
-
-ModelFactory = Callable[[], GPT]
+ModelFactory = Callable[[], Any]
 Step = Callable[[Tensor, Tensor], float]

@@ -14,7 +14,7 @@ from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.harness.statistics import check_losses_agree
 from benchmarks.harness.training import TrainingJob, TrainingMeasurement, measure_training
 from benchmarks.registry import Suite, positive_int
-from benchmarks.workload import Workload
+from benchmarks.workload import GPT2_SMALL, Workload
 from tensorshard.launch.launcher import worker_environment
 
 WORLD_SIZE = 2
@@ -25,6 +25,7 @@ RUN_TIMEOUT = 600.0  # seconds; DeepSpeed compiles an operator at its first star
 WORKLOADS = {
     "17M": Workload("17M", num_layers=6, num_heads=6, width=384, vocab_size=8192, context_length=128, batch_size=4),
     "60M": Workload("60M", num_layers=10, num_heads=10, width=640, vocab_size=8192, context_length=128, batch_size=2),
+    "124M": GPT2_SMALL,
 }
 
 QUANTITIES = (
@@ -125,7 +126,7 @@ def measure_group(
             reference.setdefault(contender.name, run.losses)
             check_losses_agree({**reference, contender.name: run.losses}, LOSS_TOLERANCE)
     return Group(
-        title=f"{workload.name} parameters, ZeRO {level}",
+        title=f"{workload.name}{' parameters' * workload.name[0].isdigit()}, ZeRO {level}",
         date=date.today().isoformat(),
         versions=installed_versions(["torch", "deepspeed", "accelerate", "tensorshard"]),
         settings={

@@ -343,7 +343,7 @@ def test_batches_depend_on_step_and_rank_alone():
     assert inputs.min() >= 0 and inputs.max() < workload.vocab_size
 
 
-@pytest.mark.parametrize(("name", "millions"), [("17M", 17), ("60M", 60)])
+@pytest.mark.parametrize(("name", "millions"), [("17M", 17), ("60M", 60), ("124M", 124.4)])
 def test_models_have_the_size_in_their_name(name, millions):
     with torch.device("meta"):
         parameters = sum(p.numel() for p in zero.WORKLOADS[name].model().parameters())

@@ -1,0 +1,153 @@
+"""Language models with real vocabularies, whose logits are as large as all else: held, or taken a tile at a time."""
+
+import argparse
+from dataclasses import asdict
+from datetime import date
+
+from rich.console import Console
+
+from benchmarks.harness.contender import Contender
+from benchmarks.harness.hardware import installed_versions
+from benchmarks.harness.report import make_console, print_group, write_results
+from benchmarks.harness.results import Group, make_rows
+from benchmarks.harness.statistics import check_losses_agree
+from benchmarks.harness.training import TrainingJob, TrainingMeasurement, measure_training
+from benchmarks.registry import Suite, positive_int
+from benchmarks.suites.zero import LOSS_TOLERANCE, NO_GPU, QUANTITIES, RUN_TIMEOUT
+from benchmarks.workload import GPT2_SMALL, Workload
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        GPT2_SMALL,
+        Workload("Llama, 32k", 2, 8, 512, 32_000, context_length=512, batch_size=4, family="llama"),
+        Workload("Llama, 128k", 2, 8, 512, 128_256, context_length=512, batch_size=2, family="llama"),
+    )
+}
+_QUICK = Workload("small Llama", 2, 2, 32, 9_000, context_length=64, batch_size=4, family="llama")
+
+LAYOUTS = ((1, 0), (2, 0), (2, 3))
+"""Ranks and ZeRO levels."""
+
+
+def contenders(ranks: int, level: int) -> list[Contender]:
+    """The peers, then tensorshard with and without tiles."""
+    ddp, fsdp2 = "torch.nn.parallel.distributed", "torch.distributed.fsdp"
+    if ranks == 1:
+        peers = [
+            Contender("plain PyTorch", "logits_plain", "torch"),
+            Contender("cut cross entropy, torch_compile", "logits_plain", "cut_cross_entropy", {"loss": "cut"}),
+            Contender("torch F.linear_cross_entropy, chunked", "logits_plain", "torch", {"loss": "chunked"}),
+        ]
+    elif level == 0:
+        peers = [
+            Contender("DDP", "ddp", ddp),
+            Contender("DDP, bucket views", "ddp", ddp, {"gradient_as_bucket_view": True}),
+        ]
+    else:
+        peers = [Contender("FSDP2", "fsdp2", fsdp2), Contender("Accelerate FSDP2", "accelerate_fsdp2", "accelerate")]
+    ours = [
+        Contender(f"tensorshard, {how}", "ours", "tensorshard.engine", {"zero": level, "logits": mode})
+        for how, mode in (("whole logits", "whole"), ("logits in tiles", "tiled"))
+    ]
+    return [*peers, *ours]
+
+
+def obstacle(contender: Contender) -> str:
+    """Why a contender cannot be measured here; empty if it can."""
+    if not contender.installed:
+        return "not installed"
+    if contender.options.get("loss") == "chunked":
+        from torch import nn
+
+        if not hasattr(nn, "LinearCrossEntropyOptions"):
+            return "not in this version of torch"
+    return ""
+
+
+def measure_group(
+    workload: Workload,
+    ranks: int,
+    level: int,
+    *,
+    rounds: int,
+    warmup_steps: int,
+    measured_steps: int,
+    console: Console,
+) -> Group:
+    """Measures the contenders in turn, `rounds` times over, on one thread a rank.
+
+    Raises:
+        LossMismatchError: a contender did not train as the others did.
+    """
+    lineup = contenders(ranks, level)
+    obstacles = {contender.name: reason for contender in lineup if (reason := obstacle(contender))}
+    measured = [contender for contender in lineup if contender.name not in obstacles]
+    runs: dict[str, list[TrainingMeasurement]] = {contender.name: [] for contender in measured}
+    for round_number in range(1, rounds + 1):
+        for contender in measured:
+            builder = f"benchmarks.peers.{contender.builder}"
+            job = TrainingJob(builder, contender.options, workload, warmup_steps, measured_steps)
+            with console.status(f"{workload.name}, round {round_number} of {rounds}: {contender.name}"):
+                run = measure_training(job, ranks, environment=NO_GPU, timeout=RUN_TIMEOUT)
+            runs[contender.name].append(run)
+            check_losses_agree({name: of[0].losses for name, of in runs.items() if of}, LOSS_TOLERANCE)
+    where = "one process" if ranks == 1 else f"{ranks} ranks, ZeRO {level}"
+    return Group(
+        title=f"{workload.name}, {workload.batch_size} x {workload.context_length} tokens, {where}",
+        date=date.today().isoformat(),
+        versions=installed_versions(["torch", "transformers", "accelerate", "cut-cross-entropy", "tensorshard"]),
+        settings={
+            "ranks": ranks,
+            "rounds": rounds,
+            "warmup_steps": warmup_steps,
+            "measured_steps": measured_steps,
+            **asdict(workload),
+        },
+        rows=make_rows(
+            {q.key: {name: [getattr(run, q.key) for run in of] for name, of in runs.items()} for q in QUANTITIES},
+            ours=[contender.name for contender in lineup if contender.ours],
+            losses={name: of[0].losses[-1] for name, of in runs.items()},
+            notes=obstacles,
+        ),
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    console = make_console()
+    rounds, measured_steps = (1, 2) if arguments.quick else (arguments.rounds, 3)
+    workloads = [_QUICK] if arguments.quick else [WORKLOADS[name] for name in arguments.model or WORKLOADS]
+    for workload in workloads:
+        for ranks, level in LAYOUTS:
+            if ranks not in arguments.ranks:
+                continue
+            group = measure_group(
+                workload,
+                ranks,
+                level,
+                rounds=rounds,
+                warmup_steps=2,
+                measured_steps=measured_steps,
+                console=console,
+            )
+            print_group(console, group, QUANTITIES)
+            if not arguments.quick:  # at once, so that an interrupted run keeps what it has measured
+                write_results(console, "logits", QUANTITIES, [group])
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=list(WORKLOADS), nargs="+", help="these models instead of all")
+    parser.add_argument("--ranks", type=positive_int, nargs="+", default=[1, 2], help="numbers of ranks (default 1 2)")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=3, help="how many turns each contender has (default %(default)s)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a small model and few steps, of which nothing is written")
+
+
+SUITE = Suite(
+    "logits",
+    "language models with real vocabularies on CPU, their logits held or in tiles, against PyTorch's ways",
+    add_arguments,
+    run,
+)
