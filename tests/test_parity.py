@@ -38,6 +38,7 @@ FP32: dict[str, tuple[str, int, dict[str, Any]]] = {
     "resnet-2-zero0-selective": ("resnet", 2, dict(zero=0, recompute="selective")),
     "resnet-2-zero3-micro2": ("resnet", 2, dict(zero=3, micro_batches=2)),
     "llama-2-zero3-full": ("llama", 2, dict(zero=3, recompute="full")),
+    "gpt-2-zero3-micro2-clip-tiled": ("gpt", 2, dict(zero=3, micro_batches=2, clip_grad_norm=CLIP, logits="tiled")),
     "hf_bert-2-zero0": ("hf_bert", 2, dict(zero=0)),
 }
 
@@ -48,6 +49,7 @@ BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-4-zero3-selective": ("gpt", 4, dict(zero=3, recompute="selective")),
     "bert-2-zero3": ("bert", 2, dict(zero=3)),
     "resnet-2-zero1": ("resnet", 2, dict(zero=1)),
+    "gpt-2-zero3-tiled": ("gpt", 2, dict(zero=3, logits="tiled")),
     "llama-2-zero3": ("llama", 2, dict(zero=3)),
 }
 

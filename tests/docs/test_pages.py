@@ -33,6 +33,7 @@ RANKS = {
     "docs/custom-parallel-layer.md": 2,
     "docs/estimate.md": 1,
     "docs/heads.md": 2,
+    "docs/logits.md": 2,
     "docs/offload.md": 1,
     "docs/pipelines.md": 4,
     "docs/planning.md": 1,

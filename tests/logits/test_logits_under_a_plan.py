@@ -79,8 +79,12 @@ def _small_logits_are_computed_and_nothing_is_in_the_way() -> None:
 
     _, engine = _steps(loss)
     assert set(seen) == {torch.Tensor}
-    assert _said(engine, "classify") == "whole (36 x 64 logits of 0.0 MB): fewer than 8,192 classes"
-    assert "logits         classify: whole" in engine.summary().describe()
+    said = "logits         whole: no linear layer outside of the model's blocks has 8,192 outputs or more"
+    assert said in engine.summary().describe().splitlines()
+    with mock.patch.object(output_layers, "FEWEST_CLASSES", LARGE):
+        _, engine = _steps(loss)
+    assert set(seen) == {torch.Tensor}
+    assert _said(engine, "classify") == "whole (36 x 64 logits of 0.0 MB): tiled from 34 MB on"
 
 
 def test_small_logits_are_computed_and_nothing_is_in_the_way(ranks):
@@ -203,7 +207,7 @@ def _a_model_that_is_compiled_as_a_whole_keeps_its_logits() -> None:
     torch.manual_seed(0)
     plan = ts.Plan(compile=True, logits="tiled")
     engine = ts.parallelize(partial(nn.Linear, 6, LARGE), plan, optimizer=ADAMW, loss_fn=F.cross_entropy)
-    assert engine.summary().logits is None
+    assert "whole: no linear layer outside of the model's blocks" in str(engine.summary().logits)
 
 
 def test_a_model_that_is_compiled_as_a_whole_keeps_its_logits(ranks):

@@ -112,7 +112,7 @@ class OutputLogits:
         self, mode: str = "whole", layers: Iterable[OutputLayer] = (), state_bytes: int = 0, *, at_once: bool = True
     ) -> None:
         self._mode = mode
-        self._layers = list(layers)
+        self._layers = [layer for layer in layers if mode != "auto" or layer.classes >= FEWEST_CLASSES]
         self._state_bytes = state_bytes
         self._at_once = at_once
         self._active = False
@@ -164,15 +164,17 @@ class OutputLogits:
         if self._mode == "tiled":
             return True
         bound = max(SMALLEST_BYTES, SMALLEST_SHARE * self._state_bytes)
-        return layer.classes >= FEWEST_CLASSES and layer.size[1] >= bound
+        return layer.size[1] >= bound
 
     # -- what people are told --
 
     def describe(self) -> str | None:
-        """What was chosen for each layer that may be the last, and why; None where there is none."""
-        told = [self._told(layer) for layer in self._layers]
-        if self._mode == "whole" or not told:
+        """What was chosen for each layer that may be the last, and why; None where the plan says "whole"."""
+        if self._mode == "whole":
             return None
+        fewest = f"{FEWEST_CLASSES:,} outputs or more" if self._mode == "auto" else "outputs"
+        told = [self._told(layer) for layer in self._layers]
+        told = told or [f"whole: no linear layer outside of the model's blocks has {fewest}"]
         return "\n".join(f"logits         {sentence}" for sentence in told)
 
     def _told(self, layer: OutputLayer) -> str:
@@ -180,7 +182,7 @@ class OutputLogits:
             return f"{layer.name}: whole: {layer.refused}"
         tokens, size = layer.size
         if not tokens:
-            return f"{layer.name}: {self._to_be_decided(layer)}"
+            return f"{layer.name}: {self._to_be_decided()}"
         what = f"{tokens:,} x {layer.classes:,} logits of {size / 1e6:.1f} MB"
         by = " and ".join(sorted(layer.computed_by))
         if layer.computed_by and not layer.tiled_by:
@@ -190,20 +192,16 @@ class OutputLogits:
         if layer.tiled_by:
             beside = f"; computed for {by} all the same" if by else ""
             return f"{layer.name}: tiled ({what} are not held){beside}"
-        if self._mode == "auto" and not layer.tiled_by:
-            return f"{layer.name}: whole ({what}): {self._bound(layer)}"
+        if self._mode == "auto":
+            return f"{layer.name}: whole ({what}): {self._bound()}"
         return f"{layer.name}: tiled ({what}), of which nothing was used"
 
-    def _to_be_decided(self, layer: OutputLayer) -> str:
+    def _to_be_decided(self) -> str:
         if self._mode == "tiled":
             return "tiled, where the loss takes tiles"
-        if layer.classes < FEWEST_CLASSES:
-            return f"whole: {layer.classes:,} classes, fewer than {FEWEST_CLASSES:,}"
-        return f"the first batch decides: {self._bound(layer)}"
+        return f"the first batch decides: {self._bound()}"
 
-    def _bound(self, layer: OutputLayer) -> str:
-        if layer.classes < FEWEST_CLASSES:
-            return f"fewer than {FEWEST_CLASSES:,} classes"
+    def _bound(self) -> str:
         share = SMALLEST_SHARE * self._state_bytes
         if share > SMALLEST_BYTES:
             return f"tiled from {share / 1e6:.0f} MB on, 1/16 of the rank's weights, gradients and optimizer states"
