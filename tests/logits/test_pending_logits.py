@@ -1,6 +1,7 @@
 """Logits that look whole and are not computed: exact whatever is done with them, tiles where a loss takes these."""
 
 import gc
+import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +150,13 @@ def _masked(x: torch.Tensor) -> torch.Tensor:
     return _loss(x.masked_fill(torch.arange(CLASSES) == 4, -9.0))
 
 
+def _saved(x: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(x.detach(), file)
+    file.seek(0)
+    return _loss(x) * torch.load(file).square().mean() * float(x.detach().numpy().max())
+
+
 def _own_gradient(x: torch.Tensor) -> torch.Tensor:
     x.retain_grad()
     loss = _loss(x)
@@ -169,6 +177,7 @@ COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a view, to a function of its own": lambda x: _SumOfSquares.apply(x.transpose(0, 1) * 2),
     "written, then a function of its own": _halved_and_squared,
     "a hook": _hooked,
+    "saved": _saved,
     "its own gradient": _own_gradient,
     "masked classes": _masked,
     "arithmetic with others": lambda x: (x + torch.arange(5.0).double()[:, None]).logsumexp(-1).mean(),

@@ -1,4 +1,4 @@
-"""One model, or one stage of it, through the transforms, in order: tensor, logits, recompute, compile, precision, shard."""
+"""One model, or one stage of it, through the transforms: tensor, logits, recompute, compile, precision, shard."""
 
 import logging
 from collections.abc import Callable
