@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import asdict
 from datetime import date
+from importlib.util import find_spec
 
 from rich.console import Console
 
@@ -57,6 +58,8 @@ def obstacle(contender: Contender) -> str:
     """Why a contender cannot be measured here; empty if it can."""
     if not contender.installed:
         return "not installed"
+    if contender.options.get("loss") == "cut" and find_spec("triton") is None:
+        return "needs Triton, for its CPU form too"
     if contender.options.get("loss") == "chunked":
         from torch import nn
 

@@ -44,6 +44,25 @@ class _Net(nn.Module):
         return self.classify(x + self.after(self.before(x).relu()))
 
 
+class _Transposed(_Net):
+    """Its last layer is a ``Conv1D`` of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.classify = Conv1D(LARGE, 16)
+
+
+class _FrozenBelow(_Net):
+    """Nothing that its last layer is given takes a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.classify = nn.Linear(16, LARGE)
+
+
 def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(0, LARGE, (4, 9), generator=torch.Generator().manual_seed(step))
     return tokens, tokens.roll(1, 1)
@@ -178,6 +197,22 @@ def test_losses_of_transformers_take_tiles(ranks, kind):
     for losses, said in ranks(2, _train_with_labels, kind, {"logits": "tiled", "zero": 3}):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert said is not None and said.splitlines()[-1].endswith("are not held)")
+
+
+def _the_same_by_another_layer(build: Any, fields: dict[str, Any]) -> None:
+    expected, whole = _steps(_flat_loss, build=build, logits="whole", **fields)
+    found, engine = _steps(_flat_loss, build=build, logits="tiled", **fields)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert "are not held" in _said(engine, "classify")
+    weights, wanted = engine.full_state_dict(), whole.full_state_dict()
+    assert all(torch.allclose(weights[name], value, rtol=1e-5, atol=1e-6) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("build", "fields"), [(_Transposed, {"zero": 3}), (_FrozenBelow, {"zero": 0})], ids=["Conv1D", "frozen below"]
+)
+def test_the_same_by_another_layer(ranks, build, fields):
+    ranks(2, _the_same_by_another_layer, build, fields)
 
 
 def _in_bf16_losses_are_those_of_whole_logits_within_rounding() -> None:

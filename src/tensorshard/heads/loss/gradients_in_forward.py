@@ -19,7 +19,6 @@ from tensorshard.heads.loss.gradient_sinks import SummedGradients
 from tensorshard.heads.loss.head_spec import HeadSpec, without_autocast
 from tensorshard.heads.loss.two_passes import run_backward, run_forward
 from tensorshard.heads.tiles.tiles import Columns, Tiles
-from tensorshard.layers.repetitions import repetitions
 from tensorshard.layers.softmax_cross_entropy import (
     Statistics,
     TargetWeights,
@@ -166,7 +165,8 @@ def _runs(samples: int, classes: int, weight_bytes: int, device: torch.device) -
     step = rows_at_once(classes, weight_bytes, device)
     count = max(1, -(-samples // step))
     step = -(-samples // count)  # of about the same size, so that the last has not a few rows alone
-    yield from repetitions([slice(begin, min(begin + step, samples)) for begin in range(0, samples, step)])
+    for begin in range(0, samples, step):
+        yield slice(begin, min(begin + step, samples))
 
 
 def _is_one(factor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tensorshard.heads.tiles.precision import Precision
+from tensorshard.layers.repetitions import repetitions
 from tensorshard.layers.softmax_cross_entropy import local_columns
 
 # A tile's logits and rows of the weight together take about this many bytes: on the CPU what the caches of two cores
@@ -82,10 +83,10 @@ class Tiles:
         return (self.columns + self._width - 1) // self._width
 
     def __iter__(self) -> Iterator[Tile]:
-        for index in range(len(self)):
-            begin = index * self._width
-            end = min(begin + self._width, self.columns)
-            yield Tile(index, begin, end, slice(begin, end) if self.sample is None else self.sample[begin:end])
+        starts = range(0, self.columns, self._width)
+        for columns in repetitions([slice(begin, min(begin + self._width, self.columns)) for begin in starts]):
+            rows = columns if self.sample is None else self.sample[columns]
+            yield Tile(columns.start // self._width, columns.start, columns.stop, rows)
 
     def new_scratch(self) -> torch.Tensor:
         """Room for a gradient of one tile's rows: [width, D]."""
