@@ -31,7 +31,7 @@ from tensorshard.lay_out.laid_out_mark import check_not_laid_out, mark_laid_out
 from tensorshard.lay_out.model_checks import check_model
 from tensorshard.lay_out.users_modules import UsersModules, is_just_built
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.materialize import TensorSource, from_meta, from_module, record
+from tensorshard.materialize import Recording, TensorSource, from_meta, from_module, record
 from tensorshard.mesh import Mesh
 from tensorshard.modules.generation_cache import GenerationCache
 from tensorshard.plan import Plan
@@ -79,7 +79,7 @@ def lay_out_engine(
             check_model(model, plan, split=split)
             _check_updates(model, find_updates(model), optimizer)
         join_world(device, timeout=patience)
-        source, agreed, updates = _weights_of(model, seed, users)
+        source, agreed, updates = _weights_of(model, seed, users, decisions)
         with explained("parallelize"):
             check_same(_described(plan, seed, source.module), world_group(), "parallelize")
         if isinstance(model, PretrainedModel):
@@ -132,23 +132,38 @@ def lay_out_engine(
 
 
 def _weights_of(
-    model: nn.Module | PretrainedModel | Callable[[], nn.Module], seed: int, users: UsersModules
+    model: nn.Module | PretrainedModel | Callable[[], nn.Module],
+    seed: int,
+    users: UsersModules,
+    decisions: Decisions | None,
 ) -> tuple[TensorSource, bool, list[HeadUpdate]]:
     """Where the initial weights come from, whether they are the same on every rank by construction, and what the
     model's heads were to update by themselves, which is switched off."""
     if not isinstance(model, nn.Module):
+        if decisions is not None and decisions.recorded is not None:
+            again = decisions.recorded[0].again()
+            if again is not None:
+                return again, True, list(decisions.recorded[1])
         updates: list[HeadUpdate] = []
+        users_own = False
 
         def build() -> nn.Module:
+            nonlocal users_own
             built = model.build() if isinstance(model, PretrainedModel) else model()
             if isinstance(built, nn.Module):
                 if not is_just_built(built):
+                    users_own = True
                     users.keep(built)
                     check_not_laid_out(built)
                 updates[:] = take_updates(built)
             return built
 
-        return record(build, seed=seed), True, updates
+        source = record(build, seed=seed)
+        if decisions is not None and isinstance(source, Recording) and not users_own:
+            again = source.again()
+            if again is not None:
+                decisions.recorded = again, list(updates)
+        return source, True, updates
     updates = take_updates(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         return from_meta(model, seed=seed), True, updates

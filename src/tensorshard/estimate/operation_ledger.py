@@ -67,9 +67,9 @@ class Counts:
 
 
 class OperationLedger(TorchDispatchMode):
-    """Counts the kernels and the transfers of what runs within it, while it records.
+    """Counts the kernels and the transfers that it is told of, while it records.
 
-    Of operations on DTensors those on their shards are counted.
+    As a mode it sees them itself: of operations on DTensors, those on their shards.
 
     Attributes:
         recording: whether what runs now counts.
@@ -151,23 +151,31 @@ class OperationLedger(TorchDispatchMode):
                 found.transfers[replace(transfer, axis=axis, overlaps=hidden)] += count
         return found
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether what runs now is counted, or counted apart."""
+        return self.recording or self._apart is not None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.recording and self._apart is None:
-            return func(*args, **(kwargs or {}))
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls the operators on shards, which come here
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
+        if self.is_watching:
+            self.note(func, args, kwargs, output)
+        return output
+
+    def note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Counts a call of the operator `func`."""
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_transfer(func, args, kwargs, output)
-            return output
+            return
         cost = cost_of(func, args, kwargs, output)
         if cost is not None:
             section = self._section()
             self._count_kernel(
                 Kernel(section, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes), section, 1
             )
-        return output
 
     def _count_kernel(self, kernel: Kernel, section: str, count: int) -> None:
         if self._apart is not None:

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import to_local
+from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.source_lines import users_line
 from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.fake_tensors import DEVICE, fake_device
 from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.torch_private.storages import runs_backward, watched_resizes
 from tensorshard.torch_private.tensors import storage_address
@@ -67,6 +70,7 @@ class StorageLedger(TorchDispatchMode):
     Args:
         counts: whether a storage is on the device that is watched; None if all are.
         is_late: whether there are storages already. They are added when an operation first uses them.
+        operations: sees the operations, too; None for nobody.
 
     Attributes:
         allocations: by their numbers.
@@ -76,10 +80,17 @@ class StorageLedger(TorchDispatchMode):
         start: the number of events before the first step.
     """
 
-    def __init__(self, counts: Callable[[torch.UntypedStorage], bool] | None = None, *, is_late: bool = False) -> None:
+    def __init__(
+        self,
+        counts: Callable[[torch.UntypedStorage], bool] | None = None,
+        *,
+        is_late: bool = False,
+        operations: OperationLedger | None = None,
+    ) -> None:
         super().__init__()
         self._counts = counts
         self._is_late = is_late
+        self._operations = operations
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
         self.initializing = True
@@ -198,12 +209,24 @@ class StorageLedger(TorchDispatchMode):
             before += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # most calls are this question, of autograd's
+            known = fake_device(args[0])
+            return func(*args) if known is None else known
         if self._is_late and not self.initializing:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor):
                     self._note_earlier(leaf)
-        output = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(output):
+        kwargs = kwargs or {}
+        operations = self._operations
+        if operations is None or not operations.is_watching:
+            output = func(*args, **kwargs)
+        elif any(issubclass(kind, DTensor) for kind in types):
+            with operations:  # a mode of its own, for what is done to the shards
+                output = func(*args, **kwargs)
+        else:
+            output = func(*args, **kwargs)
+            operations.note(func, args, kwargs, output)
+        for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self.note(leaf, str(func))
         return output

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ def watch_steps(
     """
     # Tables of tp are checked on real tensors, which are the host's.
     counts = None if active_fake_mode() is None else _is_fake
-    with operations or nullcontext(), StorageLedger(counts) as ledger:
+    with StorageLedger(counts, operations=operations) as ledger:
         engine = make_engine()
         with ExitStack() as stack:
             if compose and operations is not None and _can_compose(engine.plan):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 
 if TYPE_CHECKING:
+    from tensorshard.heads.under_plan.head_updates import HeadUpdate
+    from tensorshard.materialize.recording import Recording
     from tensorshard.pipeline.run.crossings import Shapes
 
 
@@ -18,8 +20,11 @@ class Decisions:
 
     Attributes:
         table: of tensor parallelism; None if there is none yet.
+        recorded: the constructor's run, with a module that nobody has laid out, and what its heads were to update;
+            None if there is none yet, or it cannot be used twice.
         shapes: the model's run and its cut into stages, as a rank with this place along ``tp`` sees it; None likewise.
     """
 
     table: VerifiedTable | None = None
+    recorded: "tuple[Recording, list[HeadUpdate]] | None" = None
     shapes: "Shapes | None" = None

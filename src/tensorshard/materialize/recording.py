@@ -5,6 +5,8 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,10 @@ from tensorshard.materialize.log import Log, TensorRef
 from tensorshard.materialize.recorder import OperationRecorder, UnrecordableError
 from tensorshard.materialize.replay import replay
 from tensorshard.materialize.source import TensorSource, from_module, move_to_meta, named_tensors
+from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from tensorshard.torch_private.modules import TABLES
+from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.torch_private.tensors import PARAMETER_FLAG
 
 logger = logging.getLogger("tensorshard")
@@ -47,10 +52,46 @@ class Recording(TensorSource):
             return replay(self._log, origin, seed=self._seed)
         return origin.detach().cpu()
 
+    def again(self) -> "Recording | None":
+        """The same with a copy of the module, for another rank's layout; None where a copy might not be the same.
+
+        That is where code refers to modules (hooks, functions that were made around them) or where a module keeps a
+        fake tensor, which belongs to one run.
+        """
+        if not all(_can_be_copied(module) for module in self.module.modules()):
+            return None
+        memo: dict[int, Any] = {}
+        with unset_fake_temporarily():
+            for _, tensor in named_tensors(self.module):
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = _same_layout(tensor)
+            try:
+                module = deepcopy_module(self.module, memo)
+            except Exception:  # whatever a module's attributes make of being copied
+                return None
+        return Recording(module, self._log, self._origins, self._seed)
+
     def is_written(self, name: str) -> bool:
         """Whether the constructor put values into this tensor, after it made room for them."""
         origin = self._origins[name]
         return not isinstance(origin, TensorRef) or self._log.is_written(origin.storage)
+
+
+def _can_be_copied(module: nn.Module) -> bool:
+    """Whether a copy of `module`, without those inside of it, has nothing to do with the original."""
+    attributes = {key: value for key, value in vars(module).items() if key not in TABLES}
+    hooked = any(value for key, value in attributes.items() if key.endswith("_hooks"))
+    leaves = tree_leaves([value for key, value in attributes.items() if not key.endswith("_hooks")])
+    return not hooked and not any(isinstance(leaf, FakeTensor | FunctionType | MethodType) for leaf in leaves)
+
+
+def _same_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the meta device again, with what its owner noted on it."""
+    same: torch.Tensor = tensor.detach()
+    if isinstance(tensor, nn.Parameter):
+        same = nn.Parameter(same, requires_grad=tensor.requires_grad)
+    same.__dict__.update(vars(tensor))
+    return same
 
 
 def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:

@@ -36,7 +36,11 @@ from torch._subclasses.fake_tensor import (
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise where their values are asked for."""
 
+DEVICE = torch.ops.prim.device.default
+"""The operator that asks a tensor for its device."""
+
 __all__ = [
+    "DEVICE",
     "NEEDS_VALUES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -46,10 +50,25 @@ __all__ = [
     "UnsupportedOperatorException",
     "active_fake_mode",
     "detect_fake_mode",
+    "fake_device",
     "grouped_products_of_any_dtype",
     "unset_fake_temporarily",
     "without_fake_kernel_reports",
 ]
+
+
+def fake_device(tensor: Any) -> torch.device | None:
+    """The device that a fake tensor stands on; None for other tensors, and within a fake kernel.
+
+    Why: autograd asks each tensor for its device again and again, and a mode that watches is asked each time.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``tensor.device``, which asks the mode.
+    """
+    if type(tensor) is not FakeTensor or tensor.fake_mode.in_kernel_invocation:
+        return None
+    return tensor.fake_device
 
 
 @contextmanager
