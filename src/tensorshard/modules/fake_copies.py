@@ -219,7 +219,7 @@ def pooled_values(
     Each begins somewhere else, so that no two are alike. Together they take little more memory than the largest. Unlike
     :func:`compact_values`, each is in one piece.
     """
-    matrices = [parameter for parameter in model.parameters() if _is_large_matrix(parameter)]
+    matrices = [parameter for parameter in model.parameters() if is_large_matrix(parameter)]
     sizes: dict[float, int] = {}
     for parameter in matrices:
         scale = _scale(parameter.shape)
@@ -228,7 +228,7 @@ def pooled_values(
     begins = itertools.count(_POOL_STRIDE, _POOL_STRIDE)
 
     def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, nn.Parameter) or not _is_large_matrix(tensor):
+        if not isinstance(tensor, nn.Parameter) or not is_large_matrix(tensor):
             return values(name, tensor)
         scale, begin = _scale(tensor.shape), next(begins)
         if scale not in pools:
@@ -239,7 +239,8 @@ def pooled_values(
     return value
 
 
-def _is_large_matrix(parameter: torch.Tensor) -> bool:
+def is_large_matrix(parameter: torch.Tensor) -> bool:
+    """Whether it takes as much memory as the matrices that :func:`pooled_values` puts together."""
     return parameter.ndim == 2 and parameter.numel() >= _LARGE_MATRIX and parameter.is_floating_point()
 
 

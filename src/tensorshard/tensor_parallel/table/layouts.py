@@ -49,9 +49,14 @@ def local_shard(full: torch.Tensor, layout: Layout, rank: int, size: int) -> tor
     return pieces[0].clone(memory_format=torch.contiguous_format) if len(pieces) == 1 else torch.cat(pieces, layout.dim)
 
 
-def shard_view(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
-    """What :func:`local_shard` returns, in the memory of `full` where it is in one piece there and as contiguous."""
-    if layout.dim is not None and len(layout.parts) == 1 and (layout.dim == 0 or not full.is_contiguous()):
+def shard_view(full: torch.Tensor, layout: Layout, rank: int, size: int, *, apart: bool = False) -> torch.Tensor:
+    """What :func:`local_shard` returns, in the memory of `full` where it is in one piece there and as contiguous.
+
+    Args:
+        apart: whether it may also be a view of `full` whose rows lie apart.
+    """
+    in_place = apart or layout.dim == 0 or not full.is_contiguous()
+    if layout.dim is not None and len(layout.parts) == 1 and in_place:
         return full.narrow(layout.dim, *layout.ranges(rank, size)[0])
     return local_shard(full, layout, rank, size)
 
