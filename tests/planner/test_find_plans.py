@@ -79,20 +79,21 @@ def plenty() -> ts.PlanSearch:
     return find(top=2)
 
 
-def test_the_best_by_its_estimate_is_found_and_no_bound_is_above_an_estimate():
+def test_the_best_by_its_estimate_is_found_and_predictions_are_near_estimates():
     done = search(fixed={"sequence_parallel": False})
     best = done.found[0]
-    estimated = 0
+    off = []
     for one in done.considered:
-        if one.estimate is None and one.candidate.order % 30 == 5 and not one.refused:
+        was_estimated = one.estimate is not None
+        if not was_estimated and one.candidate.order % 30 == 5 and not one.refused:
             one.estimate = done.question.estimate(one.plan)
             one.seconds = done.question.seconds(one.estimate)
+            off.append(abs(one.predicted.seconds / one.seconds - 1))
         if one.estimate is not None:
-            estimated += 1
-            assert one.bound.seconds <= one.seconds, one.plan
-            assert one.bound.memory <= one.estimate.largest.peak_device, one.plan
+            assert one.predicted.memory <= one.estimate.largest.peak_device, one.plan
             assert best.seconds <= one.seconds, one.plan
-    assert estimated >= 4 and done.exhausted
+    assert len(off) >= 4 and done.exhausted
+    assert sorted(off)[len(off) // 2] < 0.1 and max(off) < 0.3, off
 
 
 def test_a_found_plan_fits_is_found_again_and_has_reasons(plenty):

@@ -1,8 +1,8 @@
 """What one forward on fake tensors tells of a model: its blocks' work and outputs. No world is needed for it."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from tensorshard.modules.batches import call_model
 from tensorshard.modules.blocks import find_blocks
 from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
+from tensorshard.planner.data_collectives import Bucket, find_buckets
+from tensorshard.planner.stage_costs import StageCosts, stage_costs
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
@@ -30,6 +32,8 @@ class ModelFacts:
         kernels: of the blocks.
         block_outputs: bytes that the blocks return, all together.
         largest_block: elements of the trained parameters of the block that has the most.
+        buckets: the trained parameters that travel together along the data axes.
+        stages: where the model can be cut; None if nothing is known of that.
         output: what the model returned, on fake tensors.
     """
 
@@ -39,6 +43,8 @@ class ModelFacts:
     kernels: Counter[Kernel]
     block_outputs: int
     largest_block: int
+    buckets: tuple[Bucket, ...] = ()
+    stages: StageCosts | None = None
     output: Any = None
 
 
@@ -71,11 +77,14 @@ class _BlockKernels(TorchDispatchMode):
         self.outputs += sum(t.nbytes for t in tensor_leaves(output)[:1])  # the others may be caches or masks
 
 
-def model_facts(model: nn.Module | Callable[[], nn.Module], inputs: Any, samples: int) -> ModelFacts | None:
+def model_facts(
+    model: nn.Module | Callable[[], nn.Module], inputs: Any, samples: int, fixed: Mapping[str, Any] | None = None
+) -> ModelFacts | None:
     """What one forward tells; None for a model that cannot be built or run on fake tensors, of which nothing is known.
 
     Args:
         inputs: a batch of `samples`.
+        fixed: fields of a Plan that are given; None where nobody asks for plans.
     """
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
@@ -84,7 +93,10 @@ def model_facts(model: nn.Module | Callable[[], nn.Module], inputs: Any, samples
             else:
                 ours = model.build() if isinstance(model, PretrainedModel) else model()
             batch = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), inputs)
-            return _one_forward(ours, batch, samples)
+            buckets = find_buckets(ours, (fixed or {}).get("shard_units"))
+            facts = _one_forward(ours, batch, samples)
+        stages = None if fixed is None else stage_costs(ours, inputs, samples, fixed)
+        return replace(facts, buckets=tuple(buckets), stages=stages)
     except Exception:  # whatever a model's code does with tensors that have no values
         return None
 
@@ -93,10 +105,11 @@ def _one_forward(model: nn.Module, batch: Any, samples: int) -> ModelFacts:
     counter = _BlockKernels()
     blocks = find_blocks(model)
     sizes = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks.values()]
-    for block in blocks.values():
-        block.register_forward_pre_hook(counter.enter)
-        block.register_forward_hook(counter.leave)
+    hooks = [block.register_forward_pre_hook(counter.enter) for block in blocks.values()]
+    hooks += [block.register_forward_hook(counter.leave) for block in blocks.values()]
     with counter:
         output = call_model(model, batch)
+    for hook in hooks:
+        hook.remove()
     trained = sum(parameter.requires_grad for parameter in model.parameters())
-    return ModelFacts(samples, trained, counter.calls, counter.kernels, counter.outputs, max(sizes, default=0), output)
+    return ModelFacts(samples, trained, counter.calls, counter.kernels, counter.outputs, max(sizes, default=0), output=output)

@@ -1,20 +1,21 @@
-"""Best first: the plan whose bound is the lowest is looked at next, until no bound is below what was found.
+"""Best first: the plan that is predicted to be the best is looked at next, until none is predicted to be better.
 
-Branch and bound (Land and Doig 1960). A bound is first one of the full model alone, then one of a trace under the
-plan's own tp and recomputation, and then the estimate itself. Each step is taken only for a plan that is the most
-promising one.
+A prediction is first one of the full model alone, then one of a trace under the plan's own tp, and then the estimate
+itself. Each step is taken only for a plan that is the most promising one. What an estimate says beyond the prediction
+is learned for plans like it (:mod:`.corrections`). Memory is bounded from below: no plan that may fit is left out for
+that.
 """
 
-import heapq
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from tensorshard.estimate.estimate import Estimate
 from tensorshard.plan import Plan
-from tensorshard.planner.bounds import Bound, Bounds
 from tensorshard.planner.candidates import Candidate, Refusal, candidates
+from tensorshard.planner.corrections import Corrections
 from tensorshard.planner.model_facts import ModelFacts, model_facts
+from tensorshard.planner.predictions import Prediction, Predictions
 from tensorshard.planner.progress import Progress
 from tensorshard.planner.question import SEARCHED, Question
 from tensorshard.planner.traces import BASE, Family, Trace, family_of, run_trace
@@ -22,20 +23,24 @@ from tensorshard.planner.traces import BASE, Family, Trace, family_of, run_trace
 MOST_ESTIMATES = 48
 """How many plans are estimated, at most; a search that ends there says what it cannot exclude."""
 
+# A plan that is predicted to be behind the best by less than this share is estimated, too; a quarter of it where a plan
+# with the same stages was.
+_DOUBT = 0.02
+
 
 @dataclass
 class Considered:
     """A plan, and what is known of it so far.
 
     Args:
-        bound: the least that it takes.
-        estimate: what it takes; None where the bound said enough.
+        predicted: what it takes, about.
+        estimate: what it takes; None where the prediction said enough.
         seconds: of a step, by the estimate.
         refused: why the model does not take it; "" where it does, or nobody asked.
     """
 
     candidate: Candidate
-    bound: Bound
+    predicted: Prediction
     estimate: Estimate | None = None
     seconds: float = 0.0
     refused: str = ""
@@ -47,13 +52,13 @@ class Considered:
 
     @property
     def memory(self) -> int:
-        """Bytes of the fullest rank's device, or a bound of them."""
-        return self.bound.memory if self.estimate is None else self.estimate.largest.peak_device
+        """Bytes of the fullest rank's device, or the least that it can be."""
+        return self.predicted.memory if self.estimate is None else self.estimate.largest.peak_device
 
     @property
-    def least_seconds(self) -> float:
-        """Seconds of a step, or a bound of them."""
-        return self.bound.seconds if self.estimate is None else self.seconds
+    def likely_seconds(self) -> float:
+        """Seconds of a step, as estimated or predicted."""
+        return self.predicted.seconds if self.estimate is None else self.seconds
 
 
 Key = Callable[[int, float], tuple[float, float]]
@@ -90,7 +95,8 @@ class Search:
     exhausted: bool = True
     estimates: int = 0
     _scarce: set[Family] = field(default_factory=set)  # families of plans that did not fit
-    _floors: dict[int, float] = field(default_factory=dict)  # seconds, by the order of candidates
+    _floors: dict[int, float] = field(default_factory=dict)  # least seconds, by the order of candidates
+    _corrections: Corrections = field(default_factory=Corrections)
 
     def run(
         self,
@@ -112,17 +118,15 @@ class Search:
         Raises:
             ValueError: the model cannot be trained by any plan.
         """
-        self._bounds = self._prepare(progress)
-        heap = [(self._rank(one, key), one.candidate.order, one) for one in self.considered]
-        heapq.heapify(heap)
+        self._predictions = self._prepare(progress)
         failed: dict[Family, str] = {}
-        while heap:
-            rank, order, one = heapq.heappop(heap)
-            if len(self.found) >= top and rank >= key(self.found[top - 1].memory, self.found[top - 1].seconds):
+        waiting = {one.candidate.order: one for one in self.considered if not one.refused}
+        while waiting and not (any_will_do and self.found):
+            one = min(waiting.values(), key=lambda each: (self._rank(each, key), each.candidate.order))
+            if self._is_over(one, key, top):
                 break
-            if any_will_do and self.found:
-                break
-            if one.refused or one.memory > self.question.memory or one.least_seconds > longest:
+            if one.refused or one.memory > self.question.memory or one.likely_seconds > longest * (1 + _DOUBT):
+                del waiting[one.candidate.order]
                 continue
             family = self._traced_as(one.plan)
             if family in failed:
@@ -134,20 +138,29 @@ class Search:
                     self.traces[family] = run_trace(self.question, family, self.traces[BASE].samples)
                 except (ValueError, NotImplementedError) as error:
                     one.refused = failed[family] = _first_sentence(error)
-                    continue
-            bound = self._bound(one)
-            if bound != one.bound:  # of an earlier trace
-                one.bound = bound
-                heapq.heappush(heap, (self._rank(one, key), order, one))
+                self._predict(waiting.values())
                 continue
             if self.estimates == most:
                 self.exhausted = False
                 break
+            del waiting[one.candidate.order]
             self._estimate(one, key, progress, longest)
+            self._predict(waiting.values())
         progress.end()
         return self
 
-    def _prepare(self, progress: Progress) -> Bounds:
+    def _is_over(self, one: Considered, key: Key, top: int) -> bool:
+        """Whether enough was found, if `one` is the most promising of what is left."""
+        if len(self.found) < top:
+            return False
+        best, last = self.found[0], self.found[top - 1]
+        if self._rank(one, key) < key(last.memory, last.seconds):
+            return False
+        # By time it is a prediction that has to be behind: what is near the best is estimated.
+        doubt = _DOUBT if self._corrections.of(one.plan) is None else _DOUBT / 4
+        return key is not BY_TIME or one.likely_seconds * (1 - doubt) >= best.seconds
+
+    def _prepare(self, progress: Progress) -> Predictions:
         question = self.question
         listed, self.refused = candidates(question)
         samples = max((one.micro_batch for one in listed), default=question.global_batch)
@@ -155,14 +168,29 @@ class Search:
         if BASE not in self.traces or self.traces[BASE].samples < samples:
             self.traces.clear()
             progress.say("running the model once")
-            self.facts = model_facts(question.model, question.batch(samples)[0], samples)
+            self.facts = model_facts(question.model, question.batch(samples)[0], samples, question.fixed)
             self.traces[BASE] = run_trace(question, BASE, samples)
-        bounds = Bounds(question, self.traces, self.facts)
-        self.considered = [Considered(one, bounds.of(one)) for one in listed]
-        return bounds
+        predictions = Predictions(question, self.traces, self.facts)
+        for candidate in listed:
+            try:
+                self.considered.append(Considered(candidate, predictions.of(candidate)))
+            except ValueError as error:  # it cannot be cut into so many stages
+                nothing = Prediction(0, math.inf, 0.0, 0.0)
+                self.considered.append(Considered(candidate, nothing, refused=_first_sentence(error)))
+        return predictions
 
     def _rank(self, one: Considered, key: Key) -> tuple[float, float]:
-        return key(one.bound.memory, one.bound.seconds)
+        return key(one.predicted.memory, one.predicted.seconds)
+
+    def _predict(self, among: Iterable[Considered]) -> None:
+        """Predicts again, with what was learned since."""
+        for one in among:
+            if one.refused:
+                continue
+            raw = self._predictions.of(one.candidate)
+            seconds = raw.seconds * (self._corrections.of(one.plan) or 1.0)
+            seconds = max(seconds, self._floors.get(one.candidate.order, 0.0))
+            one.predicted = replace(raw, seconds=seconds)
 
     def _estimate(self, one: Considered, key: Key, progress: Progress, longest: float) -> None:
         best = f", best so far {self.found[0].seconds:.3g} s" if self.found else ""
@@ -176,17 +204,13 @@ class Search:
                 other.refused = one.refused
             return
         one.seconds = self.question.seconds(one.estimate)
-        self._raise_bounds(one)
+        self._corrections.note(one.plan, self._predictions.of(one.candidate).seconds, one.seconds)
+        self._raise_floors(one)
         if one.memory <= self.question.memory and one.seconds <= longest:
             self.found.append(one)
             self.found.sort(key=lambda found: (key(found.memory, found.seconds), found.candidate.order))
         elif one.memory > self.question.memory:
             self._scarce.add(family_of(one.plan))
-
-    def _bound(self, one: Considered) -> Bound:
-        """What is known now of the least that a plan takes."""
-        bound = self._bounds.of(one.candidate)
-        return replace(bound, seconds=max(bound.seconds, self._floors.get(one.candidate.order, 0.0)))
 
     def _traced_as(self, plan: Plan) -> Family:
         """The family whose trace is wanted before `plan` is estimated.
@@ -196,7 +220,7 @@ class Search:
         tp, sequence_parallel, _ = family = family_of(plan)
         return family if family in self._scarce else (tp, sequence_parallel, "none")
 
-    def _raise_bounds(self, one: Considered) -> None:
+    def _raise_floors(self, one: Considered) -> None:
         """Plans that do all that `one` does and more take as long at least."""
         for other in self.considered:
             if other is not one and _does_more(other.plan, one.plan):

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensorshard.estimate.operations import SECTIONS, UPDATE, Kernel, Transfer
+from tensorshard.estimate.operations import FORWARD, SECTIONS, UPDATE, Kernel, Transfer
 from tensorshard.estimate.rank_estimate import (
     ACTIVATIONS,
     CATEGORIES,
@@ -46,16 +46,33 @@ class Trace:
     gradients: int
     optimizer: int
     activations: int
-    _times: dict[tuple[str, float, int], float] = field(default_factory=dict)
+    _times: dict[tuple[str, float, float, float], float] = field(default_factory=dict)
 
-    def seconds(self, section: str, question: Question, samples: float, split: int = 1) -> float:
-        """Seconds of a section's kernels for so many samples, if `split` ranks share the work of each kernel."""
-        key = (section, samples, split)
+    def seconds(
+        self, section: str, question: Question, samples: float, split: float = 1, others: float | None = None
+    ) -> float:
+        """Seconds of a section's kernels for so many samples, if `split` ranks share the work of each.
+
+        Args:
+            others: how many share that of kernels without products; None for as many.
+        """
+        others = split if others is None else others
+        key = (section, samples, split, others)
         if key not in self._times:
             share = 1.0 if section == UPDATE else samples / self.samples
             self._times[key] = sum(
-                scaled_kernel_time(kernel, question, share / split) * count for kernel, count in self.kernels[section]
+                scaled_kernel_time(kernel, question, share / (split if kernel.flops else others)) * count
+                for kernel, count in self.kernels[section]
             )
+        return self._times[key]
+
+    def arithmetic_share(self, question: Question) -> float:
+        """The share of products, convolutions and attention in the time of a forward."""
+        key = ("arithmetic", 0.0, 1, 1)
+        if key not in self._times:
+            times = [(k, scaled_kernel_time(k, question, 1.0) * count) for k, count in self.kernels[FORWARD]]
+            every = sum(seconds for _, seconds in times)
+            self._times[key] = sum(seconds for k, seconds in times if k.flops) / every if every else 0.0
         return self._times[key]
 
 

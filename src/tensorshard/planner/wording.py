@@ -73,19 +73,19 @@ def _why_not(search: Search, group: list[Considered], best: Considered, *, by_me
     if not fit:
         return _excess(search, taken)
     if by_memory:
-        nearest = min(fit, key=lambda one: (one.memory, one.least_seconds))
+        nearest = min(fit, key=lambda one: (one.memory, one.likely_seconds))
         least = "" if nearest.estimate else "at least "
         more = nearest.memory - best.memory
         return f"takes {least}{size_text(more)} more" if more > 0 else "takes as much"
-    nearest = min(fit, key=lambda one: (one.least_seconds, one.estimate is None, one.memory))
-    if nearest.estimate is None and nearest.least_seconds < best.seconds:
+    nearest = min(fit, key=lambda one: (one.likely_seconds, one.estimate is None, one.memory))
+    if nearest.estimate is None and nearest.likely_seconds < best.seconds:
         return "was not estimated: what is known of it does not exclude that it is faster"
     return _compared(nearest, best)
 
 
 def _compared(one: Considered, best: Considered) -> str:
-    more = one.least_seconds / best.seconds - 1
-    text = "takes as long" if abs(more) < 0.005 else f"takes {'' if one.estimate else 'at least '}{more:.0%} longer"
+    more = one.likely_seconds / best.seconds - 1
+    text = "takes as long" if abs(more) < 0.005 else f"takes {'' if one.estimate else 'about '}{more:.0%} longer"
     if more < -0.005:
         text = f"takes {-more:.0%} less time"
     if more < _WORTH_SAYING:
@@ -97,13 +97,13 @@ def _compared(one: Considered, best: Considered) -> str:
 
 
 def _lost(one: Considered) -> dict[str, float]:
-    """Which shares of a step are lost to what, by the estimate or by the bound."""
+    """Which shares of a step are lost to what, by the estimate or by the prediction."""
     time = None if one.estimate is None else one.estimate.step_time
     if time is not None:
         return {name: time.by_category[name] / time.seconds for name in _LOSSES}
-    bound = one.bound
-    lost = {BUBBLE: bound.bubble, COMMUNICATION: bound.communication}
-    return {name: seconds / bound.seconds for name, seconds in lost.items()}
+    predicted = one.predicted
+    lost = {BUBBLE: predicted.bubble, COMMUNICATION: predicted.communication}
+    return {name: seconds / predicted.seconds for name, seconds in lost.items()}
 
 
 def _excess(search: Search, group: list[Considered]) -> str:

@@ -1,7 +1,8 @@
-"""The least memory and the least time that a plan can take, from traces that were taken: no run is needed for them.
+"""How long a plan takes, and the least memory that it can take, from traces that were taken: no run is needed.
 
-A bound is below what an estimate would say, so that a plan whose bound is worse than what was found need not be run.
-What is left out is small: padding, buffers, kernels of reductions, uneven stages.
+Seconds are put together from what was measured of parts: the kernels of one data rank, shared out over stages as the
+model is cut; the collectives that the Engine makes of its parameters; the schedule, played through. They are near what
+an estimate says, above it or below. Memory is a bound: what is left out (padding, buffers, uneven stages) comes on top.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Transfer
 from tensorshard.estimate.step_time import transfer_time
 from tensorshard.plan import Plan
 from tensorshard.planner.candidates import Candidate
+from tensorshard.planner.data_collectives import packed_sizes, sends
 from tensorshard.planner.model_facts import ModelFacts
 from tensorshard.planner.question import Question
 from tensorshard.planner.traces import BASE, Family, Trace, family_of, scaled_kernel_time
@@ -24,16 +26,22 @@ _COMPUTED_AGAIN = 0.9  # of a block's forward: its last operations need not be
 # reduction and unpacked (ZeRO 0 to 2), and added to those of earlier micro-batches.
 _PACKING = 4
 _ADDING = 1
+# Passes over all gradients: to add those of a micro-batch; for CPU ranks to sum what they receive; and under ZeRO 3 to
+# unpack weights twice, and pack gradients.
+_ADDED = 3
+_SUMMED = 3
+_COPIED = 6
+_SUMS = 4  # collectives of a block along tp, if its attention and its MLP are split
 _SEGMENT = 2 << 20  # bytes that torch's allocator takes from a device at once, at least
 _PLAYED = 1024  # ranks times micro-batches of a schedule, above which it is not played through
 
 
 @dataclass(frozen=True)
-class Bound:
-    """The least that a plan takes.
+class Prediction:
+    """What is known of a plan without its estimate.
 
     Args:
-        memory: bytes of the fullest rank's device. seconds: of a step.
+        memory: the least bytes of the fullest rank's device. seconds: of a step, about.
         bubble, communication: seconds of these that are lost to them.
     """
 
@@ -44,8 +52,8 @@ class Bound:
 
 
 @dataclass
-class Bounds:
-    """Bounds of plans, from the traces that there are.
+class Predictions:
+    """What is known of plans, from the traces that there are.
 
     Args:
         traces: by family; that of one rank is always there.
@@ -56,14 +64,14 @@ class Bounds:
     traces: Mapping[Family, Trace]
     facts: ModelFacts | None
 
-    def of(self, candidate: Candidate) -> Bound:
-        """The bound of a plan."""
-        return Bound(self._memory(candidate), *self._seconds(candidate))
+    def of(self, candidate: Candidate) -> Prediction:
+        """What is known of a plan."""
+        return Prediction(self._memory(candidate), *self._seconds(candidate))
 
     def _nearest(self, plan: Plan) -> tuple[Trace, Family, int]:
         """The trace that says the most of a plan, whose it is, and over how many tp ranks its work is still split."""
         tp, sequences, _ = family = family_of(plan)
-        for known in (family, (tp, sequences, "none")):
+        for known in (family, (tp, sequences, "none"), (tp, not sequences, "none")):
             if known in self.traces:
                 return self.traces[known], known, 1
         return self.traces[BASE], BASE, tp
@@ -89,7 +97,7 @@ class Bounds:
             if not self.question.on_cpus:  # masters are the host's
                 parameters = 0.0 if zero == 3 and shard > 1 else trace.parameters / split * copies
         activations = 0.0
-        if known[2] == plan.recompute:
+        if known == family_of(plan):
             activations = trace.activations * candidate.micro_batch / trace.samples / split
             if plan.pp > 1:
                 activations *= _UNEVEN * min(plan.micro_batches, plan.pp)
@@ -103,22 +111,36 @@ class Bounds:
         plan, question = candidate.plan, self.question
         trace, known, split = self._nearest(plan)
         size, count = candidate.micro_batch, plan.micro_batches
-        forward = trace.seconds(FORWARD, question, size, split)
-        backward = trace.seconds(BACKWARD, question, size, split)
+        # Between split layers each tp rank computes on all, unless sequences are split, too.
+        others = split if plan.sequence_parallel else 2 * split / (split + 1)
+        forward = trace.seconds(FORWARD, question, size, split, others)
+        backward = trace.seconds(BACKWARD, question, size, split, others)
         if known[2] != plan.recompute:
             backward += self._computed_again(plan, size)
         along_tp = self._along_tp(trace, known, candidate)
-        work = (forward + backward + along_tp) * count / plan.pp
-        bubble = (self._length(plan, forward / (forward + backward)) - 1) * work
-        work += self._launches(plan) / plan.pp
+        each = forward + backward + along_tp  # of a micro-batch
+        shares = self._shares(plan, trace)
+        work = each * count * max(shares)
+        bubble = self._end(candidate, forward / each, each, shares) - work
+        launches = (self._launches(plan) + self._copies(plan)) / plan.pp
+        work += launches
         shard = split * plan.pp * (plan.dp_shard if plan.zero else 1)
         update = trace.seconds(UPDATE, question, trace.samples, shard)
         windows = {FORWARD: forward * count / plan.pp, BACKWARD: backward * count / plan.pp}
         seen, moved = self._along_dp(candidate, windows)
         offload = self._offload(plan, trace, split)
         seconds = work + bubble + seen + update + offload
-        on_cores = question.on_cores(seconds, (work + moved + update + offload) * question.world_size)
+        busy = each * count / plan.pp + launches + moved + update + offload
+        on_cores = question.on_cores(seconds, busy * question.world_size)
         return on_cores, bubble, along_tp * count / plan.pp + seen
+
+    def _shares(self, plan: Plan, trace: Trace) -> tuple[float, ...]:
+        """Of a micro-batch's time, those of each pipeline rank."""
+        if plan.pp == 1:
+            return (1.0,)
+        if self.facts is None or self.facts.stages is None:
+            return (1 / plan.pp,) * plan.pp
+        return self.facts.stages.shares(plan, round(trace.arithmetic_share(self.question), 3))
 
     def _computed_again(self, plan: Plan, samples: int) -> float:
         """Seconds of the blocks' forwards for one micro-batch: of all kernels, or of those without products."""
@@ -147,39 +169,67 @@ class Bounds:
             )
         if self.facts is None or not self.facts.blocks:
             return 0.0
-        # At least the output of each block is summed, and the gradient of its input.
+        # A block has two pairs of split layers. Their outputs are summed, and the gradients of their inputs.
         nbytes = self.facts.block_outputs / self.facts.blocks * candidate.micro_batch / self.facts.samples
         if plan.precision != "fp32":
             nbytes /= 2
-        transfer = Transfer(FORWARD, "tp", "all_reduce", int(nbytes), plan.tp)
-        return (2 * self.facts.blocks - 1) * self._time(transfer, plan)  # the first block's input may need none
+        return _SUMS * self.facts.blocks * self._collective("all_reduce", "tp", nbytes, plan.tp, plan)
 
     def _along_dp(self, candidate: Candidate, windows: Mapping[str, float]) -> tuple[float, float]:
         """Seconds of the data axes' collectives: what is seen of them beside kernels, and all of them."""
         plan = candidate.plan
         if plan.dp_size == 1:
             return 0.0, 0.0
-        trained = self.traces[BASE].gradients / plan.tp / plan.pp
         shard, replicate = plan.dp_shard, plan.dp_replicate
-        forward = backward = 0.0
-        if plan.zero == 0:
-            backward += self._time(Transfer(BACKWARD, "dp_shard", "all_reduce", int(trained), plan.dp_size), plan)
-        else:
-            weights = trained / (1 if plan.precision == "fp32" else 2)
+        backward = forward = 0.0
+        for numel in self._messages(plan):
+            gradients, weights = 4 * numel, numel * (4 if plan.precision == "fp32" else 2)
+            if plan.zero == 0:
+                backward += self._collective("all_reduce", "dp_shard", gradients, plan.dp_size, plan)
+                continue
             times = plan.micro_batches if plan.zero == 3 else 1
-            gather = self._time(Transfer(FORWARD, "dp_shard", "all_gather", int(weights), shard), plan)
-            reduce = self._time(Transfer(BACKWARD, "dp_shard", "reduce_scatter", int(trained), shard), plan)
+            reductions = plan.micro_batches if int(plan.zero) >= 2 else 1
+            gather = self._collective("all_gather", "dp_shard", weights, shard, plan)
             forward += gather * times
-            backward += reduce * times + (gather * times if plan.zero == 3 and plan.pp == 1 else 0.0)
+            backward += self._collective("reduce_scatter", "dp_shard", gradients, shard, plan) * reductions
+            backward += gather * times if plan.zero == 3 and plan.pp == 1 else 0.0
             if replicate > 1:
-                among = Transfer(BACKWARD, "dp_replicate", "all_reduce", int(trained / shard), replicate)
-                backward += self._time(among, plan)
+                backward += self._collective("all_reduce", "dp_replicate", gradients / shard, replicate, plan)
+        forward, backward = forward / plan.pp, backward / plan.pp
         moved = forward + backward
         if not self.question.rates.asynchronous:
             return moved, moved
         part = 1 if plan.zero == 3 else plan.micro_batches
         seen = max(0.0, forward - windows[FORWARD] / part) + max(0.0, backward - windows[BACKWARD] / part)
         return seen, moved
+
+    def _messages(self, plan: Plan) -> list[float]:
+        """Elements of what travels along the data axes, of a model that is not cut."""
+        if self.facts is not None:
+            return list(packed_sizes(self.facts.buckets, plan, 4 if plan.precision == "fp32" else 2))
+        return [self.traces[BASE].gradients / 4 / plan.tp]
+
+    def _copies(self, plan: Plan) -> float:
+        """Seconds of adding up gradients, and of packing and unpacking what travels, of a model that is not cut."""
+        trained = self.traces[BASE].gradients / plan.tp
+        passes = 0.0
+        if plan.zero != 3 or plan.dp_shard == 1:
+            passes += _ADDED * (plan.micro_batches - 1)
+        if plan.dp_size > 1:
+            times = plan.micro_batches if int(plan.zero) >= 2 else 1
+            passes += (_SUMMED if self.question.on_cpus else 0) * times
+            passes += _COPIED * times if plan.zero == 3 else 0
+        rates = self.question.rates
+        low, high = rates.memory_efficiency
+        return passes * trained / (rates.memory_bandwidth * (low * high) ** 0.5)
+
+    def _collective(self, name: str, axis: str, nbytes: float, ranks: int, plan: Plan) -> float:
+        """Seconds of a collective, which CPU ranks make of sends."""
+        world, rates = self.question.world_size, self.question.rates
+        if not self.question.on_cpus:
+            return transfer_time(Transfer(BACKWARD, axis, name, int(nbytes), ranks), plan, world, rates)
+        count, each = sends(name, nbytes, ranks)
+        return count * transfer_time(Transfer(BACKWARD, axis, "send", int(each), ranks), plan, world, rates)
 
     def _offload(self, plan: Plan, trace: Trace, split: int) -> float:
         if plan.offloaded is None or plan.offloaded.optimizer is None:
@@ -190,20 +240,29 @@ class Bounds:
             return states * min(self.question.world_size, rates.devices_per_node) / rates.disk_bandwidth
         return states / rates.host_bandwidth
 
-    def _length(self, plan: Plan, forward: float) -> float:
-        """How long the schedule takes, against a rank's own work, if stages are alike.
+    def _end(self, candidate: Candidate, forward: float, each: float, shares: tuple[float, ...]) -> float:
+        """When the schedule is over, in seconds.
 
         Args:
-            forward: its share of a micro-batch's time.
+            forward: its share of a micro-batch's time. each: that time. shares: of each rank in it.
         """
+        plan = candidate.plan
         if plan.pp == 1:
-            return 1.0
+            return each * plan.micro_batches
         if plan.pp * plan.micro_batches > _PLAYED:  # the schedules' own formulas, with a third for each half backward
             parts = 3 if find_schedule(plan.pp_schedule).splits_backward else 1
-            return 1 + (plan.pp - 1) / (parts * plan.stages_per_rank * plan.micro_batches)
-        share = round(forward, 2)
+            idle = (plan.pp - 1) / (parts * plan.stages_per_rank * plan.micro_batches)
+            return each * plan.micro_batches * max(shares) * (1 + idle)
+        message = 0.0
+        if self.facts is not None and self.facts.stages is not None:
+            nbytes = int(self.facts.stages.sent(plan) * candidate.micro_batch / (1 if plan.precision == "fp32" else 2))
+            message = self._time(Transfer(FORWARD, "pp", "send", nbytes, 2), plan)
         split = may_split_backward(plan)
-        return _played(plan.pp_schedule, plan.pp, plan.stages_per_rank, plan.micro_batches, share, split)
+        played = _played(
+            plan.pp_schedule, plan.stages_per_rank, plan.micro_batches, round(forward, 2), split, shares,
+            float(f"{message / each:.1g}") if each else 0.0,
+        )  # fmt: skip
+        return played * each
 
     def _launches(self, plan: Plan) -> float:
         """Seconds of small kernels for each parameter, of a model that is not cut."""
@@ -220,14 +279,23 @@ class Bounds:
 
 
 @cache
-def _played(schedule: str, ranks: int, stages: int, micro_batches: int, forward: float, split: bool) -> float:
-    """The length of a schedule, in units of what each rank computes."""
+def _played(
+    schedule: str, stages: int, micro_batches: int, forward: float, split: bool, shares: tuple[float, ...],
+    message: float,
+) -> float:  # fmt: skip
+    """The end of a schedule, and how long a message takes, in units of a micro-batch's time on one rank."""
     from tensorshard.pipeline.run.draw_schedule import timeline
 
-    each = stages * micro_batches
-    backward = (1 - forward) / each
-    inputs = backward / 2 if split else backward
-    durations = {"F": forward / each, "B": backward, "I": inputs, "W": backward - inputs}
+    durations = []
+    for share in shares:
+        backward = (1 - forward) * share / stages
+        inputs = backward / 2 if split else backward
+        durations.append({"F": forward * share / stages, "B": backward, "I": inputs, "W": backward - inputs})
     return timeline(
-        schedule, ranks=ranks, stages_per_rank=stages, micro_batches=micro_batches, durations=durations
-    ).length  # fmt: skip
+        schedule,
+        ranks=len(shares),
+        stages_per_rank=stages,
+        micro_batches=micro_batches,
+        durations=durations,
+        message=message,
+    ).length

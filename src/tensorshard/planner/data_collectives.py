@@ -1,0 +1,67 @@
+"""Which collectives of the data axes a step makes, by the rules that the Engine packs gradients and weights by."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from tensorshard.data_parallel.shard_units import shard_units
+from tensorshard.plan import Plan
+
+_ALONE_BYTES = 1 << 16  # of a tensor that travels by itself, as in data_parallel.reduction
+_SMALL_BYTES = 1 << 16  # of a sum that is sent around whole, as in comm.collectives
+_SMALL_BYTES_OF_PAIR = 1 << 21
+
+Bucket = tuple[tuple[int, int], ...]
+"""Rows and elements of the trained parameters that travel together."""
+
+
+def find_buckets(model: nn.Module, requested: int | list[str] | None) -> list[Bucket]:
+    """A bucket for each sharding unit, and for what is before the first and after the last of them.
+
+    Args:
+        requested: as ``Plan(shard_units=...)``.
+    """
+    of_unit: dict[int, int] = {}
+    units = shard_units(model, requested)
+    for index, unit in enumerate(units):
+        for module in unit:
+            for parameter in module.parameters():
+                of_unit.setdefault(id(parameter), index)
+    members: dict[int, list[tuple[int, int]]] = {}
+    begun = False
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            begun = begun or id(parameter) in of_unit
+            rows = parameter.size(0) if parameter.dim() else 1
+            index = of_unit.get(id(parameter), len(units) if begun else -1)
+            members.setdefault(index, []).append((rows, parameter.numel()))
+    return [tuple(members[index]) for index in sorted(members)]
+
+
+def packed_sizes(buckets: Sequence[Bucket], plan: Plan, width: int) -> Iterator[float]:
+    """Elements of each message in which gradients, or weights, travel: large tensors by themselves, others together.
+
+    Args:
+        width: bytes of an element.
+    """
+    for bucket in buckets:
+        if plan.zero == 3:
+            yield sum(numel for _, numel in bucket) / plan.tp
+            continue
+        shards = plan.dp_shard if plan.zero else 1
+        together = 0.0
+        for rows, numel in bucket:
+            if rows % shards == 0 and numel / plan.tp * width >= _ALONE_BYTES:
+                yield numel / plan.tp
+            else:
+                together += numel / plan.tp
+        yield together + len(bucket)
+
+
+def sends(collective: str, nbytes: float, ranks: int) -> tuple[int, float]:
+    """Into how many sends the collective of a CPU rank falls, and the bytes of each."""
+    if collective == "all_reduce":
+        if nbytes <= (_SMALL_BYTES_OF_PAIR if ranks == 2 else _SMALL_BYTES):
+            return ranks - 1, nbytes
+        return 2 * (ranks - 1), nbytes / ranks
+    return ranks - 1, nbytes / ranks
