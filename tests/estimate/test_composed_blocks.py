@@ -83,6 +83,10 @@ CASES: dict[str, _Case] = {
     "ZeRO 3": (*_GPT, 2, dict(zero=3, recompute="full", micro_batches=2)),
     "pipeline": (*_GPT, 2, dict(pp=2, micro_batches=4)),
     "tp": (*_GPT, 2, dict(tp=2)),
+    "tp, sequences in parts": (*_GPT, 2, dict(tp=2, sequence_parallel=True)),
+    "a schedule with backwards in halves, which recomputation leaves whole": (
+        *_GPT, 2, dict(pp=2, pp_schedule="zbv", pp_stages_per_rank=2, micro_batches=4, recompute="full"),
+    ),
     "batch norms": (*_RESNET, 2, dict(zero=1, micro_batches=2)),
     "batch norms, ZeRO 3": (*_RESNET, 2, dict(zero=3)),
     "blocks that differ by a number": (

@@ -85,7 +85,7 @@ def test_the_best_by_its_estimate_is_found_and_predictions_are_near_estimates():
     off = []
     for one in done.considered:
         was_estimated = one.estimate is not None
-        if not was_estimated and one.candidate.order % 30 == 5 and not one.refused:
+        if not was_estimated and one.candidate.order % 20 == 5 and not one.refused:
             one.estimate = done.question.estimate(one.plan)
             one.seconds = done.question.seconds(one.estimate)
             off.append(abs(one.predicted.seconds / one.seconds - 1))

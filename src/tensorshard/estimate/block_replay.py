@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from tensorshard.estimate.block_record import Backward, Given, Owner, Pattern, Place, Record, Step, on_storage
+from tensorshard.estimate.block_record import Backward, Birth, Given, Owner, Pattern, Place, Record, Step, on_storage
 from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.storage_ledger import StorageLedger
 from tensorshard.torch_private.dispatch import without_dispatch_modes
@@ -95,7 +95,13 @@ class Replay:
         if birth is None:
             return None
         self._play_backward(birth.at)
-        return self._tensor(birth.gradient, self._backward.steps[birth.at : birth.at + 1])
+        following = self._backward.steps[birth.at : birth.at + 1]
+        if any(self._shares_storage(other, birth) for other in self._births[number + 1 :]):
+            following = []  # it is not all that is left of the storage
+        return self._tensor(birth.gradient, following)
+
+    def _shares_storage(self, one: Birth, other: Birth) -> bool:
+        return one.gradient[:2] == other.gradient[:2]
 
     def end_backward(self) -> list[torch.Tensor | None]:
         """The inputs' gradients."""

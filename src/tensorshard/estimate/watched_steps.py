@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tensorshard.engine.engine import Engine
+from tensorshard.engine.pipeline_step_runner import may_split_backward
 from tensorshard.estimate.composed_blocks import ComposedBlocks
 from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.rank_estimate import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
@@ -143,11 +144,10 @@ def _is_fake(storage: torch.UntypedStorage) -> bool:
 
 def _can_compose(plan: Plan) -> bool:
     """Whether a plan leaves calls of blocks to this process, as they are, and their backwards in one piece."""
-    splits = plan.pp > 1 and find_schedule(plan.pp_schedule).splits_backward
+    splits = plan.pp > 1 and find_schedule(plan.pp_schedule).splits_backward and may_split_backward(plan)
     # What is kept for backward is moved where it is kept, which is within blocks.
     moves = plan.offloaded is not None and plan.offloaded.activations is not None
-    # Parts of a sequence are put together, and their gradients summed, by what surrounds modules within blocks.
-    return not (plan.compile or splits or moves or plan.sequence_parallel)
+    return not (plan.compile or splits or moves)
 
 
 def _blocks(engine: Engine) -> list[nn.Module]:
