@@ -5,8 +5,9 @@ model is cut; the collectives that the Engine makes of its parameters; the sched
 an estimate says, above it or below. Memory is a bound: what is left out (padding, buffers, uneven stages) comes on top.
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from tensorshard.engine.pipeline_step_runner import may_split_backward
@@ -33,7 +34,7 @@ _SUMMED = 3
 _COPIED = 6
 _SUMS = 4  # collectives of a block along tp, if its attention and its MLP are split
 _SEGMENT = 2 << 20  # bytes that torch's allocator takes from a device at once, at least
-_PLAYED = 1024  # ranks times micro-batches of a schedule, above which it is not played through
+_PLAYED = 256  # ranks times micro-batches of a schedule, above which it is not played through
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Predictions:
     question: Question
     traces: Mapping[Family, Trace]
     facts: ModelFacts | None
+    _sizes: dict[tuple[int, int, int], Counter[float]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Prediction:
         """What is known of a plan."""
@@ -96,15 +98,23 @@ class Predictions:
             gradients, optimizer = 0.0, 0.0
             if not self.question.on_cpus:  # masters are the host's
                 parameters = 0.0 if zero == 3 and shard > 1 else trace.parameters / split * copies
-        activations = 0.0
-        if known == family_of(plan):
-            activations = trace.activations * candidate.micro_batch / trace.samples / split
-            if plan.pp > 1:
-                activations *= _UNEVEN * min(plan.micro_batches, plan.pp)
+        activations = self._activations(plan, trace, known) * candidate.micro_batch / split
+        if plan.pp > 1:
+            activations *= _UNEVEN * min(plan.micro_batches, plan.pp)
         kept = gradients if plan.micro_batches > 1 else 0.0
         held = parameters + optimizer + max(gradients, kept + activations)
         segments = -(-int(held) // _SEGMENT)  # what an allocator reserves
         return max(1, segments) * _SEGMENT + self.question.hardware.context
+
+    def _activations(self, plan: Plan, trace: Trace, known: Family) -> float:
+        """The least bytes of each sample, on the ranks that `trace` is of, which is that of the family `known`."""
+        if known[2] == plan.recompute and (known == BASE or known[1] or not plan.sequence_parallel):
+            return trace.activations / trace.samples
+        if self.facts is None or plan.recompute == "none":
+            return 0.0
+        # Blocks that are computed again keep what they were given.
+        width = 1.0 if plan.precision == "fp32" else 0.5
+        return self.facts.block_outputs * width / self.facts.samples / (plan.tp if known[0] == plan.tp else 1)
 
     def _seconds(self, candidate: Candidate) -> tuple[float, float, float]:
         """Of a step, of its bubble, and of communication that is waited for."""
@@ -182,19 +192,19 @@ class Predictions:
             return 0.0, 0.0
         shard, replicate = plan.dp_shard, plan.dp_replicate
         backward = forward = 0.0
-        for numel in self._messages(plan):
+        for numel, count in self._messages(plan).items():
             gradients, weights = 4 * numel, numel * (4 if plan.precision == "fp32" else 2)
             if plan.zero == 0:
-                backward += self._collective("all_reduce", "dp_shard", gradients, plan.dp_size, plan)
+                backward += self._collective("all_reduce", "dp_shard", gradients, plan.dp_size, plan) * count
                 continue
-            times = plan.micro_batches if plan.zero == 3 else 1
-            reductions = plan.micro_batches if int(plan.zero) >= 2 else 1
+            times = count * (plan.micro_batches if plan.zero == 3 else 1)
+            reductions = count * (plan.micro_batches if int(plan.zero) >= 2 else 1)
             gather = self._collective("all_gather", "dp_shard", weights, shard, plan)
             forward += gather * times
             backward += self._collective("reduce_scatter", "dp_shard", gradients, shard, plan) * reductions
             backward += gather * times if plan.zero == 3 and plan.pp == 1 else 0.0
             if replicate > 1:
-                backward += self._collective("all_reduce", "dp_replicate", gradients / shard, replicate, plan)
+                backward += self._collective("all_reduce", "dp_replicate", gradients / shard, replicate, plan) * count
         forward, backward = forward / plan.pp, backward / plan.pp
         moved = forward + backward
         if not self.question.rates.asynchronous:
@@ -203,11 +213,15 @@ class Predictions:
         seen = max(0.0, forward - windows[FORWARD] / part) + max(0.0, backward - windows[BACKWARD] / part)
         return seen, moved
 
-    def _messages(self, plan: Plan) -> list[float]:
-        """Elements of what travels along the data axes, of a model that is not cut."""
-        if self.facts is not None:
-            return list(packed_sizes(self.facts.buckets, plan, 4 if plan.precision == "fp32" else 2))
-        return [self.traces[BASE].gradients / 4 / plan.tp]
+    def _messages(self, plan: Plan) -> Counter[float]:
+        """Elements of what travels along the data axes, of a model that is not cut, and how often each occurs."""
+        if self.facts is None:
+            return Counter([self.traces[BASE].gradients / 4 / plan.tp])
+        key = (plan.tp, plan.dp_shard, int(plan.zero))
+        if key not in self._sizes:
+            width = 4 if plan.precision == "fp32" else 2
+            self._sizes[key] = Counter(packed_sizes(self.facts.buckets, plan, width))
+        return self._sizes[key]
 
     def _copies(self, plan: Plan) -> float:
         """Seconds of adding up gradients, and of packing and unpacking what travels, of a model that is not cut."""
@@ -259,8 +273,8 @@ class Predictions:
             message = self._time(Transfer(FORWARD, "pp", "send", nbytes, 2), plan)
         split = may_split_backward(plan)
         played = _played(
-            plan.pp_schedule, plan.stages_per_rank, plan.micro_batches, round(forward, 2), split, shares,
-            float(f"{message / each:.1g}") if each else 0.0,
+            plan.pp_schedule, plan.stages_per_rank, plan.micro_batches, _coarse(forward), split, shares,
+            _coarse(message / each),
         )  # fmt: skip
         return played * each
 
@@ -276,6 +290,11 @@ class Predictions:
         if self.question.on_cpus and transfer.collective != "send":
             transfer = replace(transfer, collective="send", nbytes=int(transfer.sent))
         return transfer_time(transfer, plan, self.question.world_size, self.question.rates)
+
+
+def _coarse(share: float) -> float:
+    """In steps of 2%: so that schedules are played seldom."""
+    return round(share * 50) / 50
 
 
 @cache

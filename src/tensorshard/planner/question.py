@@ -1,6 +1,7 @@
 """What a search is asked: the model, the machines, and what the user insists on. Checked before any work is done."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tensorshard.modules.batches import batch_size
 from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
 from tensorshard.plan import Plan
 from tensorshard.planner.machine import hardware_here, on_cores
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 
 OBJECTIVES = ("time", "memory", "cost")
 
@@ -39,6 +41,7 @@ class Question:
         global_batch: samples of a step.
         fixed: fields of a Plan that are given, by name.
         tables: of tensor parallelism that were found, by degree and whether sequences are split. Filled by estimates.
+        shared: what holds for every plan: the constructor's run. Filled by estimates.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -51,7 +54,8 @@ class Question:
     memory: int
     global_batch: int
     fixed: Mapping[str, Any]
-    tables: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    tables: dict[tuple[int, bool], VerifiedTable | None] = field(default_factory=dict)
+    shared: Decisions = field(default_factory=Decisions)
 
     @property
     def rates(self) -> Rates:
@@ -80,18 +84,42 @@ class Question:
         inputs, targets = map_tensors_once(resized, [self.inputs, self.targets])
         return inputs, targets
 
-    def estimate(self, plan: Plan, world_size: int | None = None, samples: int | None = None) -> Estimate:
+    def estimate(
+        self, plan: Plan, world_size: int | None = None, samples: int | None = None, *, borrow: bool = False
+    ) -> Estimate:
         """The estimate of a resolved `plan`.
 
         Args:
             world_size: in place of the question's.
             samples: of one data rank; its part of the global batch by default.
+            borrow: whether a table that was found for another number of tp ranks will do, where it suits: for
+                predictions alone, as the search for its own may find another.
 
         Raises:
             ValueError, NotImplementedError: the plan does not suit the model.
         """
         key = (plan.tp, plan.sequence_parallel)
-        decisions = Decisions(table=self.tables.get(key))
+        decisions = Decisions(table=self.tables.get(key), recorded=self.shared.recorded)
+        if borrow and decisions.table is None and plan.tp > 1:
+            decisions.table = self._other_table(plan)
+            if decisions.table is not None:
+                with suppress(ValueError, NotImplementedError):
+                    return self._estimate(plan, world_size, samples, decisions)
+                decisions.table = None
+        found = self._estimate(plan, world_size, samples, decisions)
+        self.tables[key] = decisions.table
+        return found
+
+    def _other_table(self, plan: Plan) -> VerifiedTable | None:
+        for (_, in_parts), table in self.tables.items():
+            if table is not None and (in_parts or not plan.sequence_parallel):
+                sequence = table.sequence if plan.sequence_parallel else {}
+                return replace(table, size=plan.tp, sequence=sequence)
+        return None
+
+    def _estimate(
+        self, plan: Plan, world_size: int | None, samples: int | None, decisions: Decisions
+    ) -> Estimate:
         inputs, targets = self.batch(self.global_batch // plan.dp_size if samples is None else samples)
         found = estimate(
             self.model,
@@ -105,7 +133,7 @@ class Question:
             device="cpu" if self.on_cpus else "cuda",
             decisions=decisions,
         )
-        self.tables[key] = decisions.table
+        self.shared.recorded = decisions.recorded
         return found
 
     def seconds(self, found: Estimate) -> float:

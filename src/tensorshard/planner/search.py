@@ -33,17 +33,24 @@ class Considered:
     """A plan, and what is known of it so far.
 
     Args:
-        predicted: what it takes, about.
+        first: what was predicted of it from traces alone.
         estimate: what it takes; None where the prediction said enough.
         seconds: of a step, by the estimate.
         refused: why the model does not take it; "" where it does, or nobody asked.
+
+    Attributes:
+        predicted: what it takes, about, by what is known now.
     """
 
     candidate: Candidate
-    predicted: Prediction
+    first: Prediction
     estimate: Estimate | None = None
     seconds: float = 0.0
     refused: str = ""
+    predicted: Prediction = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.predicted = self.first
 
     @property
     def plan(self) -> Plan:
@@ -138,14 +145,16 @@ class Search:
                     self.traces[family] = run_trace(self.question, family, self.traces[BASE].samples)
                 except (ValueError, NotImplementedError) as error:
                     one.refused = failed[family] = _first_sentence(error)
-                self._predict(waiting.values())
+                for other in waiting.values():
+                    other.first = other.first if other.refused else self._predictions.of(other.candidate)
+                self._correct(waiting.values())
                 continue
             if self.estimates == most:
                 self.exhausted = False
                 break
             del waiting[one.candidate.order]
             self._estimate(one, key, progress, longest)
-            self._predict(waiting.values())
+            self._correct(waiting.values())
         progress.end()
         return self
 
@@ -182,15 +191,12 @@ class Search:
     def _rank(self, one: Considered, key: Key) -> tuple[float, float]:
         return key(one.predicted.memory, one.predicted.seconds)
 
-    def _predict(self, among: Iterable[Considered]) -> None:
-        """Predicts again, with what was learned since."""
+    def _correct(self, among: Iterable[Considered]) -> None:
+        """Predicts again, with what estimates said."""
         for one in among:
-            if one.refused:
-                continue
-            raw = self._predictions.of(one.candidate)
-            seconds = raw.seconds * (self._corrections.of(one.plan) or 1.0)
-            seconds = max(seconds, self._floors.get(one.candidate.order, 0.0))
-            one.predicted = replace(raw, seconds=seconds)
+            ratio = self._corrections.of(one.plan) or 1.0
+            seconds = max(one.first.seconds * ratio, self._floors.get(one.candidate.order, 0.0))
+            one.predicted = one.first if seconds == one.first.seconds else replace(one.first, seconds=seconds)
 
     def _estimate(self, one: Considered, key: Key, progress: Progress, longest: float) -> None:
         best = f", best so far {self.found[0].seconds:.3g} s" if self.found else ""
@@ -204,7 +210,7 @@ class Search:
                 other.refused = one.refused
             return
         one.seconds = self.question.seconds(one.estimate)
-        self._corrections.note(one.plan, self._predictions.of(one.candidate).seconds, one.seconds)
+        self._corrections.note(one.plan, one.first.seconds, one.seconds)
         self._raise_floors(one)
         if one.memory <= self.question.memory and one.seconds <= longest:
             self.found.append(one)

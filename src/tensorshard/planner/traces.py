@@ -105,7 +105,7 @@ def run_trace(question: Question, family: Family, samples: int) -> Trace:
     if tp == 1:
         alone["tp_plan"] = None
     plan = Plan(**{**question.fixed, **alone}).resolve(tp)
-    return _trace_of(question.estimate(plan, tp, samples).ranks[0], samples)
+    return _trace_of(question.estimate(plan, tp, samples, borrow=True).ranks[0], samples)
 
 
 def _trace_of(rank: RankEstimate, samples: int) -> Trace:
