@@ -13,7 +13,7 @@ from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.modules.values import Layout, take_apart
 from tensorshard.pipeline.run.crossings import Shapes
 from tensorshard.pipeline.run.stage_run import StageLeft, StageRun
-from tensorshard.pipeline.run.stage_skeleton import skeleton
+from tensorshard.pipeline.run.stage_skeleton import put_placeholders, skeleton
 from tensorshard.torch_private.modules import clear_forward_hooks, clear_hooks, own_parameters
 from tensorshard.torch_private.pytree import tree_map_only
 
@@ -118,13 +118,12 @@ class StageModule:
         self._run = StageRun(cut, self.index, received)
         written = [removed for removed in self._removed if removed.path in cut.graph.written_parameters]
         for removed in written:  # each stage changes its own; the others' are let change a tensor that nobody reads
-            removed.put_placeholder(self._device or torch.device("cpu"), written=True)
+            removed.put_own_placeholder(self._device or torch.device("cpu"))
         try:
             return call_model(self.module, inputs)
         finally:
             self._run = None
-            for removed in written:
-                removed.put_placeholder(self._device or torch.device("cpu"))
+            put_placeholders(written, self._device or torch.device("cpu"))
 
     # -- inside of the model's forward --
 
@@ -146,8 +145,7 @@ class StageModule:
         device = device or next((t.device for t in (*received, *take_apart(inputs)[0])), torch.device("cpu"))
         if device != self._device:
             self._device = device
-            for removed in self._removed:
-                removed.put_placeholder(device)
+            put_placeholders(self._removed, device)
         if not self._attached:
             # Only now, so that these hooks surround those of transforms: what is sent is what they return.
             self._attached = True

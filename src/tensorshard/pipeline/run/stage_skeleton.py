@@ -1,5 +1,6 @@
 """A model's skeleton that holds the parameters and buffers of one stage alone."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +26,19 @@ class Removed:
     shape: torch.Size
     dtype: torch.dtype
 
-    def put_placeholder(self, device: torch.device, *, written: bool = False) -> None:
-        """Puts a tensor of its shape there that is no parameter.
+    def put_own_placeholder(self, device: torch.device) -> None:
+        """Puts a tensor of its shape there that is no parameter, and that code may write into."""
+        vars(self.owner)[self.name] = torch.zeros(self.shape, dtype=self.dtype, device=device)
 
-        Args:
-            written: whether code may write into it; else it has one element in memory.
-        """
-        zeros = torch.zeros(self.shape if written else (), dtype=self.dtype, device=device)
-        vars(self.owner)[self.name] = zeros.expand(self.shape)
+
+def put_placeholders(removed: Iterable[Removed], device: torch.device) -> None:
+    """Puts a tensor of its shape, with one element in memory, where each was. Those that are alike share it."""
+    made: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+    for each in removed:
+        key = (each.shape, each.dtype)
+        if key not in made:
+            made[key] = torch.zeros((), dtype=each.dtype, device=device).expand(each.shape)
+        vars(each.owner)[each.name] = made[key]
 
 
 def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[nn.Module, list[Removed]]:
@@ -57,8 +63,7 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
         if any(path == stub or path.startswith(f"{stub}.") for stub in stubs):
             for name, buffer in own_buffers(module).items():
                 removed.append(_remove(prefix + name, module, name, buffer))
-    for removal in removed:
-        removal.put_placeholder(torch.device("meta"))
+    put_placeholders(removed, torch.device("meta"))
     return copied, removed
 
 
