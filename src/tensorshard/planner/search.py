@@ -172,10 +172,9 @@ class Search:
     def _prepare(self, progress: Progress) -> Predictions:
         question = self.question
         listed, self.refused = candidates(question)
-        samples = max((one.micro_batch for one in listed), default=question.global_batch)
-        samples = max(samples, max((t.samples for t in self.traces.values()), default=0))
-        if BASE not in self.traces or self.traces[BASE].samples < samples:
-            self.traces.clear()
+        if BASE not in self.traces:
+            # As many as a data rank has if all ranks are: what most plans compute at once is near that.
+            samples = min(question.global_batch, max(2, question.global_batch // question.world_size))
             progress.say("running the model once")
             self.facts = model_facts(question.model, question.batch(samples)[0], samples, question.fixed)
             self.traces[BASE] = run_trace(question, BASE, samples)
