@@ -266,7 +266,7 @@ def _first_ranks(plan: Plan) -> Iterator[int]:
 
 @contextmanager
 def _young_garbage() -> Iterator[None]:
-    """Inside, garbage is looked for among what is made there: going through everything else takes longer than a step."""
+    """Inside, garbage is looked for among what is made there: to go through all else takes longer than a step."""
     if gc.get_freeze_count():  # somebody else's, which would be thawed
         yield
         return

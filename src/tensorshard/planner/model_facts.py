@@ -112,4 +112,5 @@ def _one_forward(model: nn.Module, batch: Any, samples: int) -> ModelFacts:
     for hook in hooks:
         hook.remove()
     trained = sum(parameter.requires_grad for parameter in model.parameters())
-    return ModelFacts(samples, trained, counter.calls, counter.kernels, counter.outputs, max(sizes, default=0), output=output)
+    largest = max(sizes, default=0)
+    return ModelFacts(samples, trained, counter.calls, counter.kernels, counter.outputs, largest, output=output)

@@ -117,9 +117,7 @@ class Question:
                 return replace(table, size=plan.tp, sequence=sequence)
         return None
 
-    def _estimate(
-        self, plan: Plan, world_size: int | None, samples: int | None, decisions: Decisions
-    ) -> Estimate:
+    def _estimate(self, plan: Plan, world_size: int | None, samples: int | None, decisions: Decisions) -> Estimate:
         inputs, targets = self.batch(self.global_batch // plan.dp_size if samples is None else samples)
         found = estimate(
             self.model,

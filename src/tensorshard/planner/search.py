@@ -27,6 +27,8 @@ MOST_ESTIMATES = 48
 # with the same stages was.
 _DOUBT = 0.02
 
+_MUCH = 0.5  # of the memory: a plan that takes at least so much may not fit, and recomputation is looked at closely
+
 
 @dataclass
 class Considered:
@@ -135,7 +137,7 @@ class Search:
             if one.refused or one.memory > self.question.memory or one.likely_seconds > longest * (1 + _DOUBT):
                 del waiting[one.candidate.order]
                 continue
-            family = self._traced_as(one.plan)
+            family = self._traced_as(one)
             if family in failed:
                 one.refused = failed[family]
                 continue
@@ -217,13 +219,14 @@ class Search:
         elif one.memory > self.question.memory:
             self._scarce.add(family_of(one.plan))
 
-    def _traced_as(self, plan: Plan) -> Family:
-        """The family whose trace is wanted before `plan` is estimated.
+    def _traced_as(self, one: Considered) -> Family:
+        """The family whose trace is wanted before a plan is estimated.
 
         What recomputation takes is known well enough without one, unless memory is scarce.
         """
-        tp, sequence_parallel, _ = family = family_of(plan)
-        return family if family in self._scarce else (tp, sequence_parallel, "none")
+        tp, sequence_parallel, _ = family = family_of(one.plan)
+        is_scarce = family in self._scarce or one.memory > _MUCH * self.question.memory
+        return family if is_scarce else (tp, sequence_parallel, "none")
 
     def _raise_floors(self, one: Considered) -> None:
         """Plans that do all that `one` does and more take as long at least."""
