@@ -36,9 +36,9 @@ def find_plans(
 
     Every plan that the world and the batch allow is considered: degrees of data parallelism (hybrid sharding between
     nodes included), tp with and without split sequences, pipelines with their schedules, ZeRO levels, micro-batches,
-    recomputation, and offload to disk of CPU ranks. Bounds exclude most of them; the others are estimated
-    (:func:`tensorshard.estimate`), the most promising first. A search is deterministic. Plans that compute something
-    else are not considered: precision, clipping and the like are `fixed`, or at a Plan's defaults.
+    recomputation, and offload to disk of CPU ranks. Predictions put them in order, and those near the best are
+    estimated (:func:`tensorshard.estimate`), the most promising first. A search is deterministic. Plans that compute
+    something else are not considered: precision, clipping and the like are `fixed`, or at a Plan's defaults.
 
     Args:
         model, optimizer, loss_fn: as for :func:`tensorshard.estimate`.

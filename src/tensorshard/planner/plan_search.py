@@ -47,8 +47,8 @@ class PlanSearch:
         rejected: regions of plans that were not chosen, each with its reason.
         hardware, memory, world_size, global_batch: what was searched for. `memory`: bytes that a rank may take.
         considered: how many plans the world and the batch allow.
-        estimated: how many of them were run on fake tensors. The bounds of the others excluded them.
-        proven: whether nothing that was left out can be better than the first plan by its estimate.
+        estimated: how many of them were run on fake tensors. The others are predicted to be slower, or do not fit.
+        proven: whether everything that was predicted to be near the best was estimated.
     """
 
     plans: list[FoundPlan]
@@ -105,7 +105,7 @@ class PlanSearch:
         grade = "from measured rates" if self.hardware.is_measured else "not validated"
         how = f"{self.considered} plans considered, {self.estimated} estimated; times are {grade}."
         if self.proven:
-            return f"{how} No other plan is estimated to be better than the first."
+            return f"{how} The others are predicted to be no better than the first."
         return f"{how} The search ended at its bound of estimates: a plan that was not estimated may be better."
 
 

@@ -116,6 +116,13 @@ class Predictions:
         width = 1.0 if plan.precision == "fp32" else 0.5
         return self.facts.block_outputs * width / self.facts.samples / (plan.tp if known[0] == plan.tp else 1)
 
+    def kept_without_recomputation(self, candidate: Candidate) -> float:
+        """Bytes of activations that a plan would keep if it computed none again, as far as is known."""
+        plan = candidate.plan
+        plain = replace(plan, recompute="none")
+        trace, known, split = self._nearest(plain)
+        return self._activations(plain, trace, known) * candidate.micro_batch / split / plan.pp
+
     def _seconds(self, candidate: Candidate) -> tuple[float, float, float]:
         """Of a step, of its bubble, and of communication that is waited for."""
         plan, question = candidate.plan, self.question

@@ -27,8 +27,6 @@ MOST_ESTIMATES = 48
 # with the same stages was.
 _DOUBT = 0.02
 
-_MUCH = 0.5  # of the memory: a plan that takes at least so much may not fit, and recomputation is looked at closely
-
 
 @dataclass
 class Considered:
@@ -225,7 +223,8 @@ class Search:
         What recomputation takes is known well enough without one, unless memory is scarce.
         """
         tp, sequence_parallel, _ = family = family_of(one.plan)
-        is_scarce = family in self._scarce or one.memory > _MUCH * self.question.memory
+        kept = self._predictions.kept_without_recomputation(one.candidate)
+        is_scarce = family in self._scarce or one.memory + kept > self.question.memory
         return family if is_scarce else (tp, sequence_parallel, "none")
 
     def _raise_floors(self, one: Considered) -> None:
