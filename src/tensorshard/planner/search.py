@@ -7,6 +7,7 @@ that.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -127,13 +128,13 @@ class Search:
         """
         self._predictions = self._prepare(progress)
         failed: dict[Family, str] = {}
-        waiting = {one.candidate.order: one for one in self.considered if not one.refused}
-        while waiting and not (any_will_do and self.found):
-            one = min(waiting.values(), key=lambda each: (self._rank(each, key), each.candidate.order))
+        queue = self._in_order(self.considered, key)
+        while queue and not (any_will_do and self.found):
+            one = queue[0]
             if self._is_over(one, key, top):
                 break
             if one.refused or one.memory > self.question.memory or one.likely_seconds > longest * (1 + _DOUBT):
-                del waiting[one.candidate.order]
+                queue.popleft()
                 continue
             family = self._traced_as(one)
             if family in failed:
@@ -145,18 +146,23 @@ class Search:
                     self.traces[family] = run_trace(self.question, family, self.traces[BASE].samples)
                 except (ValueError, NotImplementedError) as error:
                     one.refused = failed[family] = _first_sentence(error)
-                for other in waiting.values():
+                for other in queue:
                     other.first = other.first if other.refused else self._predictions.of(other.candidate)
-                self._correct(waiting.values())
-                continue
-            if self.estimates == most:
+            elif self.estimates == most:
                 self.exhausted = False
                 break
-            del waiting[one.candidate.order]
-            self._estimate(one, key, progress, longest)
-            self._correct(waiting.values())
+            else:
+                queue.popleft()
+                self._estimate(one, key, progress, longest)
+            self._correct(queue)
+            queue = self._in_order(queue, key)
         progress.end()
         return self
+
+    def _in_order(self, among: Iterable[Considered], key: Key) -> deque[Considered]:
+        """The most promising plans first; those that are refused are left out."""
+        left = [one for one in among if not one.refused]
+        return deque(sorted(left, key=lambda one: (self._rank(one, key), one.candidate.order)))
 
     def _is_over(self, one: Considered, key: Key, top: int) -> bool:
         """Whether enough was found, if `one` is the most promising of what is left."""
