@@ -87,9 +87,10 @@ class Reduction:
             if gradient is not None:
                 p.scatter_into(message[:, offset : offset + p.chunk], gradient)
             offset += p.chunk
+        message[:, chunk:].fill_(1.0)
         for i, p in enumerate(bucket.parameters):
-            if gradients[p] is not None:
-                message[:, chunk + i] = 1.0
+            if gradients[p] is None:
+                message[:, chunk + i] = 0.0
         return message.view(-1)
 
     def _start(self, message: torch.Tensor) -> tuple[Any, torch.Tensor]:
