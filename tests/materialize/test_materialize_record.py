@@ -405,3 +405,36 @@ def test_unknown_name() -> None:
     source = record(lambda: nn.Linear(2, 2), seed=SEED)
     with pytest.raises(KeyError, match=r"no parameter or buffer is called 'wieght'; .* weight, bias"):
         source.tensor("wieght")
+
+
+def test_a_recording_can_be_had_again_with_a_module_of_its_own():
+    def fill(self: Any) -> None:
+        self.layer = nn.Linear(3, 2)
+        self.layer.weight.mark = "kept"
+        self.tied = self.layer.weight
+        self.register_buffer("table", torch.arange(3.0))
+
+    first = recorded(fill)
+    second = first.again()
+    assert second is not None
+    assert not set(first.module.modules()) & set(second.module.modules())
+    assert second.module.tied is second.module.layer.weight is not first.module.tied
+    assert second.module.layer.weight.is_meta and second.module.layer.weight.mark == "kept"
+    values = all_values(first)
+    first.module.layer = nn.Identity()  # laid out
+    assert {name: value.tolist() for name, value in all_values(second).items()} == {
+        name: value.tolist() for name, value in values.items()
+    }
+
+
+def test_a_recording_is_had_once_where_code_refers_to_its_modules():
+    def hooked(self: Any) -> None:
+        self.layer = nn.Linear(3, 2)
+        self.layer.register_forward_hook(lambda *_: self.layer.weight)
+
+    def called(self: Any) -> None:
+        self.layer = nn.Linear(3, 2)
+        self.weight_of = lambda: self.layer.weight
+
+    assert recorded(hooked).again() is None
+    assert recorded(called).again() is None

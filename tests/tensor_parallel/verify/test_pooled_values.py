@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tensorshard.tensor_parallel.table.layouts import shard_view
 from tensorshard.tensor_parallel.table.styles import parse_style
 from tensorshard.tensor_parallel.verify import block_check
 from tensorshard.tensor_parallel.verify.block_calls import as_call
@@ -47,3 +48,31 @@ def test_a_right_table_passes_and_a_wrong_one_does_not(monkeypatch):
     check.check({name: parse_style(style) for name, style in right.items()})
     with pytest.raises(MismatchError):
         check.check({"gate": parse_style("colwise"), "up": parse_style("colwise")})
+
+
+class Flat(Gated):
+    """One whose code takes the last weight in one piece."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.silu(self.gate(x)) * self.up(x)
+        result: torch.Tensor = F.linear(hidden, self.down.weight.view(-1).view(WIDTH, -1))
+        return result
+
+
+def test_ranks_take_columns_from_the_full_matrix_unless_code_needs_them_in_one_piece(monkeypatch):
+    monkeypatch.setattr(block_check, "_LARGE", 1 << 20)
+    right = {"gate": "colwise", "up": "colwise", "down": "slice(1)"}
+    seen: list[bool] = []
+
+    def note(full: torch.Tensor, *args: object, apart: bool) -> torch.Tensor:
+        seen.append(apart)
+        return shard_view(full, *args, apart=apart)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(block_check, "shard_view", note)
+    _check(monkeypatch).check({name: parse_style(style) for name, style in (right | {"down": "rowwise"}).items()})
+    assert all(seen)
+    seen.clear()
+    whole = BlockCheck(Flat().to("meta"), as_call(torch.randn(2, WIDTH)), 2)
+    with pytest.raises(MismatchError):  # nobody adds the parts up
+        whole.check({"gate": parse_style("colwise"), "up": parse_style("colwise"), "down": parse_style("slice(1)")})
+    assert any(seen) and not all(seen)

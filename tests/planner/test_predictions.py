@@ -1,0 +1,78 @@
+"""What predictions are put together from, against what the Engine does."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tensorshard as ts
+from tensorshard.modules.batches import call_model
+from tensorshard.planner.corrections import Corrections
+from tensorshard.planner.data_collectives import find_buckets, packed_sizes, sends
+from tensorshard.planner.stage_costs import stage_costs
+
+
+class Model(nn.Module):
+    """An odd layer that is packed, two blocks, and a layer whose weight travels by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2))
+        self.last = nn.Linear(64, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def _sent(zero: int, ranks: int) -> tuple[int, int]:
+    """Sends of gradients in a step, by an estimate and by the rules."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    plan = ts.Plan(zero=zero).resolve(ranks)
+    inputs, targets = torch.zeros(4, 7), torch.zeros(4, dtype=torch.long)
+    given: Any = {"optimizer": partial(torch.optim.SGD, lr=0.1), "loss_fn": nn.functional.cross_entropy}
+    found = ts.estimate(Model, plan, world_size=ranks, inputs=inputs, targets=targets, device="cpu", **given)
+    transfers = found.ranks[0].operations.transfers
+    gradients = [(t, n) for t, n in transfers.items() if (t.section, t.collective) == ("backward", "send")]
+    kind = "reduce_scatter" if zero else "all_reduce"
+    sizes = packed_sizes(find_buckets(Model(), None), plan, 4)
+    return sum(n for _, n in gradients), sum(sends(kind, 4 * size, ranks)[0] for size in sizes)
+
+
+@pytest.mark.parametrize(("zero", "ranks_of_data"), [(0, 4), (1, 2), (1, 4)])
+def test_gradients_travel_in_as_many_messages_as_predicted(ranks, zero, ranks_of_data):
+    estimated, predicted = ranks(1, _sent, zero, ranks_of_data)[0]
+    assert estimated == predicted > 0
+
+
+def test_stages_share_the_time_as_the_model_is_cut():
+    model = Model()
+    inputs = torch.zeros(4, 7)
+    assert call_model(model, inputs).shape == (4, 512)
+    costs = stage_costs(model, inputs, 4, {})
+    assert costs is not None
+    plan = ts.Plan(pp=2, zero=0, micro_batches=2).resolve(2)
+    shares = costs.shares(plan, 1.0)
+    products = [7 * 64, 64 * 64, 64 * 64, 64 * 512]  # of the layers, in order
+    assert sum(shares) == pytest.approx(1)
+    assert any(shares[0] == pytest.approx(sum(products[:cut]) / sum(products)) for cut in (1, 2, 3))
+    with pytest.raises(ValueError, match="cannot make 8 stages"):
+        costs.cut(ts.Plan(pp=8, zero=0, micro_batches=8).resolve(8))
+
+
+def test_an_estimate_corrects_the_plans_with_the_same_stages():
+    known = Corrections()
+    near, far = (ts.Plan(zero=1, micro_batches=count).resolve(4) for count in (4, 16))
+    assert known.of(near) is None
+    known.note(near, 1.0, 1.1)
+    known.note(far, 1.0, 1.3)
+    assert known.of(ts.Plan(zero=1, micro_batches=8, recompute="full").resolve(4)) == pytest.approx(1.1)
+    assert known.of(ts.Plan(zero=1, micro_batches=32).resolve(4)) == pytest.approx(1.3)
+    assert known.of(ts.Plan(zero=1, pp=2, micro_batches=4).resolve(4)) is None
