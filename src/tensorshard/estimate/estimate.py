@@ -32,6 +32,7 @@ from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.plan import AXES, Plan
 from tensorshard.torch_private.fake_tensors import FakeTensorMode, grouped_products_of_any_dtype
+from tensorshard.torch_private.fsdp import one_chunk_at_a_time
 from tensorshard.torch_private.process_groups import fake_world
 
 logger = logging.getLogger("tensorshard")
@@ -213,6 +214,7 @@ def estimate(
             _ranks_of_a_node(ranks_here),
             fake_world(rank, world_size, _BACKENDS[device]),
             grouped_products_of_any_dtype(),
+            one_chunk_at_a_time(),
             FakeTensorMode(allow_non_fake_inputs=True) as fake,
         ):
 
