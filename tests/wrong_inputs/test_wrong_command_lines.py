@@ -53,7 +53,7 @@ AT_ONCE: dict[str, tuple[Any, ...]] = {
     "steps below 0": ("train mine.py train.steps=-5", "train.steps is -5", "at least 1"),
     "a batch that does not divide": ("train mine.py train.global_batch_size=3", "3 does not divide", "2 or 4"),
     "a level that does not exist": ("train mine.py train.plan.zero=4", "train.plan: zero is 4", "0, 1, 2 and 3"),
-    "degrees that do not fit": ("train mine.py train.plan.tp=3", "train.plan", "2 processes", "multiple of 3"),
+    "degrees that do not fit": ("train mine.py train.plan.tp=3", "train.plan", "processes, 2", "multiple of 3"),
     "broken Python": ("train broken.py", "broken.py, line 2", "SyntaxError"),
     "Python that fails": ("train fails.py", "fails.py, line 2", "ZeroDivisionError"),
     "broken YAML": ("train broken.yaml", "broken.yaml cannot be read as YAML"),
