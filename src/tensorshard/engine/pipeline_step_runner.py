@@ -75,7 +75,7 @@ class PipelineStepRunner(StepRunner):
 
         split, logits = self._sharded.split, self._sharded.logits
         with self._sharded.interleaved(), split.keep_outputs_split(), logits.pending():
-            self._runner.step([part for part, _ in parts], loss)
+            self._runner.step([part for part, _ in parts], loss, hand_over=True)
         self._sharded.finish_backward()
         return self._broadcast_loss(tally, len(parts))
 
@@ -89,7 +89,7 @@ class PipelineStepRunner(StepRunner):
             self._sharded.loss_is_over()
 
         with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
-            self._forward_runner.forward([part for part, _ in parts], consume)
+            self._forward_runner.forward([part for part, _ in parts], consume, hand_over=True)
         if self._is_last:
             tally.start_total()
         return self._broadcast_loss(tally, len(parts)).mean
@@ -114,7 +114,7 @@ class PipelineStepRunner(StepRunner):
         def consume(index: int, output: Callable[[], Any]) -> None:
             outputs[index] = widen_output(output())
 
-        self._forward_runner.forward([part for part, _ in parts], consume)
+        self._forward_runner.forward([part for part, _ in parts], consume, hand_over=True)
         return [outputs[index] for index in sorted(outputs)]
 
     def _on_device(self, parts: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

@@ -53,12 +53,12 @@ def _train(kind: str, schedule: str, per_rank: int, count: int, steps: int, spli
         parts = [part for part, _ in split_batch(inputs, torch.zeros(2 * count), count)]
 
         def loss(index: int, output: Any) -> torch.Tensor:
-            value = example.loss(output())
+            value = example.loss(output)
             losses.append(value.item())
             return value / count
 
         runner.step(parts, loss)
-        runner.forward(parts, lambda index, output: evaluated.append(example.loss(output()).item()))
+        runner.forward(parts, lambda index, output: evaluated.append(example.loss(output).item()))
     for stage in stages:
         mine = [last for index, last in hooks.backwards if index == stage.index]
         assert mine == ([False] * (count - 1) + [True]) * steps, mine
@@ -142,7 +142,7 @@ def _fails() -> str:
     parts = [example.make()[1] for _ in range(3)]
     found = ""
     try:
-        runner.step(parts, lambda index, output: example.loss(output())[None].expand(2))
+        runner.step(parts, lambda index, output: example.loss(output)[None].expand(2))
     except RuntimeError as error:
         found = str(error)
     return found if stages[0].is_last else "sent"
@@ -168,7 +168,7 @@ def _failing_loss() -> list[str]:
     def loss(index: int, output: Any) -> torch.Tensor:
         if index == 1:
             raise ArithmeticError("no loss today")
-        return example.loss(output())
+        return example.loss(output)
 
     try:
         runner.step([example.make()[1] for _ in range(3)], loss)

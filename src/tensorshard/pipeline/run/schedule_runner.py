@@ -63,36 +63,46 @@ class PipelineRunner:
         self._consume: Callable[[int, Callable[[], Any]], torch.Tensor] | None = None
         self._connected = False
 
-    def step(self, micro_batches: Sequence[Any], loss: Callable[[int, Callable[[], Any]], torch.Tensor]) -> None:
+    def step(
+        self, micro_batches: Sequence[Any], loss: Callable[[int, Any], torch.Tensor], *, hand_over: bool = False
+    ) -> None:
         """Forward and backward of all `micro_batches`. A collective of the pipeline's ranks.
 
         Args:
             micro_batches: the model's inputs, the same on every rank of the pipeline, on its device. Shapes may differ
                 between them.
-            loss: called as ``loss(index, output)`` on the last stage's rank after each micro-batch's forward, where
-                ``output()``, called once, is the model's output, which nobody else keeps; what it returns
-                is where the micro-batch's backward starts: a scalar, scaled as its gradients are to be. What else is to
-                be known of the losses (sums, counts), it keeps for itself.
+            loss: called as ``loss(index, output)`` on the last stage's rank after each micro-batch's forward; what it
+                returns is where the micro-batch's backward starts: a scalar, scaled as its gradients are to be. What
+                else is to be known of the losses (sums, counts), it keeps for itself.
+            hand_over: whether `loss` is given a function in place of the output, which returns it once: so nobody
+                else keeps the output then.
 
         Raises:
             ValueError: the schedule does not work with that many micro-batches.
         """
-        self._drive(micro_batches, loss, lambda schedule, target: schedule.step(target=target, return_outputs=False))
+        self._drive(
+            micro_batches,
+            loss if hand_over else lambda index, output: loss(index, output()),
+            lambda schedule, target: schedule.step(target=target, return_outputs=False),
+        )
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[Any], consume: Callable[[int, Callable[[], Any]], None]) -> None:
+    def forward(
+        self, micro_batches: Sequence[Any], consume: Callable[[int, Any], None], *, hand_over: bool = False
+    ) -> None:
         """Forward alone. A collective of the pipeline's ranks.
 
         Args:
             micro_batches: as for :meth:`step`.
-            consume: called as ``consume(index, output)`` on the last stage's rank, as `loss` there.
+            consume: called as ``consume(index, output)`` on the last stage's rank.
+            hand_over: as for :meth:`step`.
 
         Raises:
             ValueError: as for :meth:`step`.
         """
 
         def done(index: int, output: Callable[[], Any]) -> torch.Tensor:
-            consume(index, output)
+            consume(index, output if hand_over else output())
             return torch.zeros((), device=self._device)
 
         self._drive(micro_batches, done, lambda schedule, target: schedule.eval(target=target, return_outputs=False))
