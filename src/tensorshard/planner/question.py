@@ -103,7 +103,7 @@ class Question:
         if borrow and decisions.table is None and plan.tp > 1:
             decisions.table = self._other_table(plan)
             if decisions.table is not None:
-                with suppress(ValueError, NotImplementedError):
+                with suppress(Exception):  # whatever a model raises whose layers do not suit another's table
                     return self._estimate(plan, world_size, samples, decisions)
                 decisions.table = None
         found = self._estimate(plan, world_size, samples, decisions)

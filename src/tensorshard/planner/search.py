@@ -21,6 +21,9 @@ from tensorshard.planner.progress import Progress
 from tensorshard.planner.question import SEARCHED, Question
 from tensorshard.planner.traces import BASE, Family, Trace, family_of, run_trace
 
+REFUSALS = (ValueError, NotImplementedError, RuntimeError)
+"""What says that a model does not suit a plan: a refusal, or what the model's own forward raises under it."""
+
 MOST_ESTIMATES = 48
 """How many plans are estimated, at most; a search that ends there says what it cannot exclude."""
 
@@ -144,7 +147,7 @@ class Search:
                 progress.say(f"running tp={family[0]}{' with sequences split' * family[1]}, recompute={family[2]}")
                 try:
                     self.traces[family] = run_trace(self.question, family, self.traces[BASE].samples)
-                except (ValueError, NotImplementedError) as error:
+                except REFUSALS as error:
                     one.refused = failed[family] = _first_sentence(error)
                 for other in queue:
                     other.first = other.first if other.refused else self._predictions.of(other.candidate)
@@ -209,7 +212,7 @@ class Search:
         self.estimates += 1
         try:
             one.estimate = self.question.estimate(one.plan)
-        except (ValueError, NotImplementedError) as error:
+        except REFUSALS as error:
             one.refused = _first_sentence(error)
             for other in self._alike(one.plan):
                 other.refused = one.refused
