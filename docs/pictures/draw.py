@@ -380,28 +380,28 @@ def draw_planner(models: dict[str, Any]) -> str:
         shapes += [_point(x, y - 4, _MARKS[number], chosen=False), _text(x + 10, y, name, "small")]
 
     own = runs[first]
-    longest, fullest = max(run["busy"] for run in own) * 1.08, max(run["memory"] for run in own) * 1.12
+    spans = [(min(run[key] for run in own) * 0.95, max(run[key] for run in own) * 1.05) for key in ("busy", "memory")]
+    (shortest, longest), (emptiest, fullest) = spans
 
     def at(run: dict[str, Any]) -> tuple[float, float]:
-        return second + run["busy"] / longest * _PANEL, top + _PANEL * (1 - run["memory"] / fullest)
+        across = (run["busy"] - shortest) / (longest - shortest)
+        return second + across * _PANEL, top + _PANEL * (fullest - run["memory"]) / (fullest - emptiest)
 
     shapes += [
         _text(second, 32, f"{first}: memory of the fullest rank against time", "strong"),
         _rectangle(second, top, _PANEL, _PANEL, "room"),
-        _text(second + _PANEL / 2, top + _PANEL + 38, f"measured, up to {longest:.2g} s", "small middle"),
-        _text(second + 8, top + 18, f"memory, up to {fullest / 2**20:.0f} MiB", "small"),
+        _text(second + _PANEL / 2, top + _PANEL + 38, f"measured, {shortest:.2g} to {longest:.2g} s", "small middle"),
+        _text(second + 8, top + 18, f"memory, {emptiest / 2**20:.0f} to {fullest / 2**20:.0f} MiB", "small"),
     ]
     best = [a for a in own if not any(b["busy"] < a["busy"] and b["memory"] < a["memory"] for b in own)]
     steps = sorted((at(run) for run in best), key=lambda place: place[0])
     line = f"M{steps[0][0]:.1f} {steps[0][1]:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in steps[1:])
     shapes.append(f'<path d="{line}" class="dp"/>')
     shapes += [_point(*at(run), _MARKS[0], chosen=run["chosen"]) for run in own]
-    shapes.append(
-        _text(second, top + _PANEL + 66, "The line: no plan takes less of both. Rings: the search's choice.", "small")
-    )
+    shapes.append(_text(second, top + _PANEL + 66, "On the line: the frontier. Rings: the search's choice.", "small"))
     description = (
         f"Left: {sum(map(len, runs.values()))} plans of {len(runs)} models, the measured time of each against the "
-        f"predicted one, near the diagonal. Right: the plans of {first} by time and memory, with the frontier."
+        f"predicted one, mostly a little below the diagonal. Right: the plans of {first} by time and memory, with the frontier."
     )
     title = "Plans on four CPU ranks: predicted against measured, and memory against time"
     return _svg(second + _PANEL + 40, top + _PANEL + 110, title, description, shapes)

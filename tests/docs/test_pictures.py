@@ -46,7 +46,8 @@ def test_what_is_in_memory_and_on_disk():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/sharding.md", "docs/pipelines.md", "docs/estimate.md", "docs/offload.md"]
+    "page",
+    ["README.md", "docs/sharding.md", "docs/pipelines.md", "docs/estimate.md", "docs/offload.md", "docs/planning.md"],
 )
 def test_pictures_that_are_shown_exist_and_have_words(page):
     shown = re.findall(r"!\[(.*?)\]\((.*?)\)", (_ROOT / page).read_text(encoding="utf-8"))
