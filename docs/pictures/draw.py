@@ -401,7 +401,8 @@ def draw_planner(models: dict[str, Any]) -> str:
     shapes.append(_text(second, top + _PANEL + 66, "On the line: the frontier. Rings: the search's choice.", "small"))
     description = (
         f"Left: {sum(map(len, runs.values()))} plans of {len(runs)} models, the measured time of each against the "
-        f"predicted one, mostly a little below the diagonal. Right: the plans of {first} by time and memory, with the frontier."
+        f"predicted one, mostly a little below the diagonal. Right: the plans of {first} by time and memory, with the "
+        "frontier."
     )
     title = "Plans on four CPU ranks: predicted against measured, and memory against time"
     return _svg(second + _PANEL + 40, top + _PANEL + 110, title, description, shapes)
