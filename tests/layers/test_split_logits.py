@@ -15,6 +15,7 @@ from torch import nn
 import parity
 import tensorshard as ts
 import tensorshard.distributed as tsd
+from own_operations import SumOfSquares
 from tensorshard.comm.marks import set_mark
 from tensorshard.layers.split_logits import SplitLogits, split_logits
 from tensorshard.nn.functional import parallel_cross_entropy
@@ -22,17 +23,6 @@ from tensorshard.nn.functional import parallel_cross_entropy
 CLASSES = 11
 TARGETS = torch.randint(0, CLASSES, (3, 5), generator=torch.Generator().manual_seed(0))
 TARGETS[0, 1] = -100
-
-
-class _SumOfSquares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.square().sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return 2 * ctx.saved_tensors[0] * grads[0]
 
 
 def _shifted(x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +57,7 @@ def _halved_in_place(x: torch.Tensor) -> torch.Tensor:
 def _written_and_squared(x: torch.Tensor) -> torch.Tensor:
     x.mul_(0.5)
     x[..., 1] *= 3.0
-    return _SumOfSquares.apply(x) + x.tanh().sum()
+    return SumOfSquares.apply(x) + x.tanh().sum()
 
 
 def _after_a_metric(x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +92,7 @@ LOSSES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {  # an
     "halved in place": (_halved_in_place, True),
     "in place, then a function of its own": (_written_and_squared, True),
     "looked at before": (_after_a_metric, True),
-    "a function of its own": (_SumOfSquares.apply, True),
+    "a function of its own": (SumOfSquares.apply, True),
     "arithmetic with others": (lambda x: (x + torch.ones(CLASSES, dtype=x.dtype)).logsumexp(-1).mean(), True),
     "sum over classes": (lambda x: x.softmax(-1)[..., :4].sum(), True),
 }  # fmt: skip

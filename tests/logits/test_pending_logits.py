@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from own_operations import SumOfSquares
 from tensorshard.heads.loss import gradients_in_forward
 from tensorshard.heads.loss.class_range import Place
 from tensorshard.heads.tiles import tiles
@@ -31,17 +32,6 @@ def several_tiles(monkeypatch):
     """Tiles of 4 classes, and 6 rows at once, so that a few of each make up these logits."""
     monkeypatch.setattr(tiles, "tile_width", lambda *_: 4)
     monkeypatch.setattr(gradients_in_forward, "rows_at_once", lambda *_: 6)
-
-
-class _SumOfSquares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.square().sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return 2 * ctx.saved_tensors[0] * grads[0]
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +124,7 @@ def _written_past_autograd(x: torch.Tensor) -> torch.Tensor:
 def _halved_and_squared(x: torch.Tensor) -> torch.Tensor:
     x.mul_(0.5)
     x[..., 1] *= 3.0
-    return _SumOfSquares.apply(x) + x.tanh().sum()
+    return SumOfSquares.apply(x) + x.tanh().sum()
 
 
 def _hooked(x: torch.Tensor) -> torch.Tensor:
@@ -173,8 +163,8 @@ COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "written through a view": _written_through_a_view,
     "written after the loss": _written_after_the_loss,
     "written past autograd": _written_past_autograd,
-    "a function of its own": _SumOfSquares.apply,
-    "a view, to a function of its own": lambda x: _SumOfSquares.apply(x.transpose(0, 1) * 2),
+    "a function of its own": SumOfSquares.apply,
+    "a view, to a function of its own": lambda x: SumOfSquares.apply(x.transpose(0, 1) * 2),
     "written, then a function of its own": _halved_and_squared,
     "a hook": _hooked,
     "saved": _saved,

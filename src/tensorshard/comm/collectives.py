@@ -39,6 +39,11 @@ _PATIENCE = timedelta(seconds=20)
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
+def is_sent_whole(nbytes: float, ranks: int) -> bool:
+    """Whether an all-reduce of so many bytes sends every rank's tensor to every other."""
+    return nbytes <= (_SMALL_BYTES_OF_PAIR if ranks == 2 else _SMALL_BYTES)
+
+
 class _Pending(dist.distributed_c10d.Work):
     """Point-to-point transfers under way, and what follows once they have arrived.
 
@@ -212,7 +217,7 @@ def all_reduce_(
         what: as for :func:`all_gather_into`.
     """
     rank, size = group.rank(), group.size()
-    small = tensor.numel() * tensor.element_size() <= (_SMALL_BYTES_OF_PAIR if size == 2 else _SMALL_BYTES)
+    small = is_sent_whole(tensor.nbytes, size)
     ours = op in _SUMS or (op == dist.ReduceOp.MAX and small)
     if not ours or not tensor.is_contiguous() or not is_gloo(group, tensor.device):
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)

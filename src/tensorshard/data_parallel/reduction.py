@@ -10,8 +10,8 @@ from tensorshard.comm.collectives import advance, all_reduce_, finish_unasked, r
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 
-# A tensor of at least this many bytes travels by itself, without being copied.
-_ALONE_BYTES = 1 << 16
+ALONE_BYTES = 1 << 16
+"""A tensor of at least this many bytes travels by itself, without being copied."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Bucket:
 
     def __init__(self, parameters: list[ReplicatedParameter]) -> None:
         self.parameters = parameters
-        self.alone = [p for p in parameters if p.even and p.storage.nbytes >= _ALONE_BYTES]
+        self.alone = [p for p in parameters if p.even and p.storage.nbytes >= ALONE_BYTES]
         self.packed = [p for p in parameters if p not in self.alone]
         self.ready: set[ReplicatedParameter] = set()
         self.gathering: list[tuple[dist.Work, Any]] = []

@@ -66,14 +66,11 @@ class LinearLogits:
 
     def times(self, factor: float) -> "LinearLogits | None":
         """`factor` times these; None where that is not to be had without computing them."""
-        shift = self.shift * factor
-        if self.softcap is None:
-            bias = None if self.bias is None else self.bias * factor
-            return replace(self, scale=self.scale * factor, bias=bias, shift=shift)
-        if not factor > 0:
+        if self.softcap is not None and not factor > 0:
             return None
         bias = None if self.bias is None else self.bias * factor
-        return replace(self, scale=self.scale * factor, bias=bias, softcap=self.softcap * factor, shift=shift)
+        softcap = None if self.softcap is None else self.softcap * factor
+        return replace(self, scale=self.scale * factor, bias=bias, softcap=softcap, shift=self.shift * factor)
 
     def plus(self, number: float) -> "LinearLogits":
         """With `number` added to each."""
@@ -108,9 +105,7 @@ class LinearLogits:
         else:
             part = parallel_linear(features, self.weight, self.bias, 1, self.place.group)
             logits = collectives.gather(part, -1, self.place.group, size=self.place.classes)
-        logits = logits.to(dtype)
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
+        logits = self._capped(logits.to(dtype))
         logits = logits if self.shift == 0 else logits + self.shift
         return logits.movedim(-1, self.class_dim)
 
@@ -156,8 +151,10 @@ class LinearLogits:
         flat, columns = self._flat() * self.scale, classes.reshape(-1, classes.size(-1))
         logits = torch.bmm(self.weight[columns], flat[:, :, None]).squeeze(2)
         logits = logits if self.bias is None else logits + self.bias[columns]
-        logits = logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-        return logits.view(classes.shape)
+        return self._capped(logits).view(classes.shape)
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def _flat(self) -> torch.Tensor:
         return self.features.movedim(self.class_dim, -1).reshape(-1, self.features.size(self.class_dim))

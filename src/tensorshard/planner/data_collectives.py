@@ -4,12 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from tensorshard.comm.collectives import is_sent_whole
+from tensorshard.data_parallel.reduction import ALONE_BYTES
 from tensorshard.data_parallel.shard_units import shard_units
 from tensorshard.plan import Plan
-
-_ALONE_BYTES = 1 << 16  # of a tensor that travels by itself, as in data_parallel.reduction
-_SMALL_BYTES = 1 << 16  # of a sum that is sent around whole, as in comm.collectives
-_SMALL_BYTES_OF_PAIR = 1 << 21
 
 Bucket = tuple[tuple[int, int], ...]
 """Rows and elements of the trained parameters that travel together."""
@@ -51,7 +49,7 @@ def packed_sizes(buckets: Sequence[Bucket], plan: Plan, width: int) -> Iterator[
         shards = plan.dp_shard if plan.zero else 1
         together = 0.0
         for rows, numel in bucket:
-            if rows % shards == 0 and numel / plan.tp * width >= _ALONE_BYTES:
+            if rows % shards == 0 and numel / plan.tp * width >= ALONE_BYTES:
                 yield numel / plan.tp
             else:
                 together += numel / plan.tp
@@ -61,7 +59,7 @@ def packed_sizes(buckets: Sequence[Bucket], plan: Plan, width: int) -> Iterator[
 def sends(collective: str, nbytes: float, ranks: int) -> tuple[int, float]:
     """Into how many sends the collective of a CPU rank falls, and the bytes of each."""
     if collective == "all_reduce":
-        if nbytes <= (_SMALL_BYTES_OF_PAIR if ranks == 2 else _SMALL_BYTES):
+        if is_sent_whole(nbytes, ranks):
             return ranks - 1, nbytes
         return 2 * (ranks - 1), nbytes / ranks
     return ranks - 1, nbytes / ranks

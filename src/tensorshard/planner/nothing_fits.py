@@ -9,7 +9,7 @@ from typing import Any
 from tensorshard.estimate.sizes import size_text
 from tensorshard.planner.progress import Progress
 from tensorshard.planner.question import Question
-from tensorshard.planner.search import BY_MEMORY, Considered, Search
+from tensorshard.planner.search import BY_MEMORY, REFUSALS, Considered, Search
 from tensorshard.planner.wording import plan_words, why_nothing_fits
 
 _TRIES = 2  # estimates for each change
@@ -94,7 +94,7 @@ def _nearest(search: Search, taken: list[Considered]) -> Considered:
         nearest = min(taken, key=lambda one: one.memory)
         if nearest.estimate is not None:
             break
-        with suppress(ValueError, NotImplementedError):  # its bound stands then
+        with suppress(*REFUSALS):  # its bound stands then
             nearest.estimate = search.question.estimate(nearest.plan)
     return min(taken, key=lambda one: (one.estimate is None, one.memory))
 
