@@ -21,6 +21,15 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
+def loss_of_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    """The same by way of the probabilities of all classes, as some losses need them."""
+    return -logits.softmax(-1).gather(-1, targets[..., None]).log().mean()
+
+
+LOSSES = {"cross entropy": loss_fn, "softmax": loss_of_probabilities}
+"""By what contenders' options call them."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """A GPT in fp32 and its batches.

@@ -1,9 +1,10 @@
 """Language models with real vocabularies, whose logits are as large as all else: held, or taken a tile at a time."""
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.util import find_spec
+from typing import Any
 
 from rich.console import Console
 
@@ -27,29 +28,58 @@ WORKLOADS = {
 }
 _QUICK = Workload("small Llama", 2, 2, 32, 9_000, context_length=64, batch_size=4, family="llama")
 
-LAYOUTS = ((1, 0), (2, 0), (2, 3))
-"""Ranks and ZeRO levels."""
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model is trained, and how.
+
+    Args:
+        ranks: processes. level: of ZeRO. recompute: what is computed again in backward, as in ``ts.Plan``.
+        recognised: whether the loss is one that takes tiles.
+    """
+
+    ranks: int
+    level: int
+    recompute: str = "none"
+    recognised: bool = True
+
+    def __str__(self) -> str:
+        words = ["one process" if self.ranks == 1 else f"{self.ranks} ranks, ZeRO {self.level}"]
+        words += [f"{self.recompute} recomputation"] if self.recompute != "none" else []
+        words += [] if self.recognised else ["a loss that needs whole logits"]
+        return ", ".join(words)
 
 
-def contenders(ranks: int, level: int) -> list[Contender]:
+LAYOUTS = (Layout(1, 0), Layout(2, 0), Layout(2, 3), Layout(2, 3, "selective"), Layout(1, 0, recognised=False))
+
+
+def contenders(layout: Layout) -> list[Contender]:
     """The peers, then tensorshard with and without tiles."""
     ddp, fsdp2 = "torch.nn.parallel.distributed", "torch.distributed.fsdp"
-    if ranks == 1:
+    modes = {"whole": "whole logits", "tiled": "logits in tiles"}
+    options: dict[str, Any] = {"zero": layout.level, "recompute": layout.recompute}
+    if not layout.recognised:
+        peers = [Contender("plain PyTorch", "logits_plain", "torch", {"loss": "softmax"})]
+        modes = {"whole": "whole logits", "auto": "whatever the loss takes"}
+        options["loss"] = "softmax"
+    elif layout.ranks == 1:
         peers = [
             Contender("plain PyTorch", "logits_plain", "torch"),
             Contender("cut cross entropy, torch_compile", "logits_plain", "cut_cross_entropy", {"loss": "cut"}),
             Contender("torch F.linear_cross_entropy, chunked", "logits_plain", "torch", {"loss": "chunked"}),
         ]
-    elif level == 0:
+    elif layout.level == 0:
         peers = [
             Contender("DDP", "ddp", ddp),
             Contender("DDP, bucket views", "ddp", ddp, {"gradient_as_bucket_view": True}),
         ]
+    elif layout.recompute == "selective":
+        peers = [Contender("FSDP2, selective checkpointing", "fsdp2", fsdp2, {"recompute": layout.recompute})]
     else:
         peers = [Contender("FSDP2", "fsdp2", fsdp2), Contender("Accelerate FSDP2", "accelerate_fsdp2", "accelerate")]
     ours = [
-        Contender(f"tensorshard, {how}", "ours", "tensorshard.engine", {"zero": level, "logits": mode})
-        for how, mode in (("whole logits", "whole"), ("logits in tiles", "tiled"))
+        Contender(f"tensorshard, {how}", "ours", "tensorshard.engine", {**options, "logits": mode})
+        for mode, how in modes.items()
     ]
     return [*peers, *ours]
 
@@ -70,8 +100,7 @@ def obstacle(contender: Contender) -> str:
 
 def measure_group(
     workload: Workload,
-    ranks: int,
-    level: int,
+    layout: Layout,
     *,
     rounds: int,
     warmup_steps: int,
@@ -83,7 +112,7 @@ def measure_group(
     Raises:
         LossMismatchError: a contender did not train as the others did.
     """
-    lineup = contenders(ranks, level)
+    lineup = contenders(layout)
     obstacles = {contender.name: reason for contender in lineup if (reason := obstacle(contender))}
     measured = [contender for contender in lineup if contender.name not in obstacles]
     runs: dict[str, list[TrainingMeasurement]] = {contender.name: [] for contender in measured}
@@ -92,16 +121,15 @@ def measure_group(
             builder = f"benchmarks.peers.{contender.builder}"
             job = TrainingJob(builder, contender.options, workload, warmup_steps, measured_steps)
             with console.status(f"{workload.name}, round {round_number} of {rounds}: {contender.name}"):
-                run = measure_training(job, ranks, environment=NO_GPU, timeout=RUN_TIMEOUT)
+                run = measure_training(job, layout.ranks, environment=NO_GPU, timeout=RUN_TIMEOUT)
             runs[contender.name].append(run)
             check_losses_agree({name: of[0].losses for name, of in runs.items() if of}, LOSS_TOLERANCE)
-    where = "one process" if ranks == 1 else f"{ranks} ranks, ZeRO {level}"
     return Group(
-        title=f"{workload.name}, {workload.batch_size} x {workload.context_length} tokens, {where}",
+        title=f"{workload.name}, {workload.batch_size} x {workload.context_length} tokens, {layout}",
         date=date.today().isoformat(),
         versions=installed_versions(["torch", "transformers", "accelerate", "cut-cross-entropy", "tensorshard"]),
         settings={
-            "ranks": ranks,
+            "ranks": layout.ranks,
             "rounds": rounds,
             "warmup_steps": warmup_steps,
             "measured_steps": measured_steps,
@@ -121,13 +149,12 @@ def run(arguments: argparse.Namespace) -> int:
     rounds, measured_steps = (1, 2) if arguments.quick else (arguments.rounds, 3)
     workloads = [_QUICK] if arguments.quick else [WORKLOADS[name] for name in arguments.model or WORKLOADS]
     for workload in workloads:
-        for ranks, level in LAYOUTS:
-            if ranks not in arguments.ranks:
+        for layout in LAYOUTS:
+            if layout.ranks not in arguments.ranks:
                 continue
             group = measure_group(
                 workload,
-                ranks,
-                level,
+                layout,
                 rounds=rounds,
                 warmup_steps=2,
                 measured_steps=measured_steps,

@@ -77,12 +77,15 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "gpt_dropout": lambda: GPT(61, 16, 2, 2, 30, dropout=0.2),
     "bert": lambda: Bert(61, 16, 2, 2, 30, dropout=0.0),
     "vit": lambda: ViT(16, 4, 5, 2, 2, 30),
+    "vit_317": lambda: ViT(16, 4, 317, 2, 2, 30),
     "resnet": _resnet,
     "resnet_37": partial(_resnet, 37),
     "gpt_101": lambda: GPT(101, 16, 2, 4, 32),
     "gpt2": partial(make, "gpt2"),
     "gpt_neox": partial(make, "gpt_neox"),
     "phi3": partial(make, "phi3"),
+    "qwen3": partial(make, "qwen3"),
+    "gemma2": partial(make, "gemma2"),
     "t5": partial(make, "t5"),
     "bloom": partial(make, "bloom"),
     "gpt_bigcode": partial(make, "gpt_bigcode"),
@@ -103,8 +106,9 @@ _HEAD = "_head"
 
 
 # How many tokens or classes there are, of models that have not 61 or 5.
-_OTHER_SIZES = {"gpt_101": 101, "resnet_37": 37}
-_IMAGES = ("vit", "resnet", "resnet_37")
+_OTHER_SIZES = {"gpt_101": 101, "resnet_37": 37, "vit_317": 317}
+_PLAIN_IMAGES = ("vit", "vit_317")  # whose output is the logits
+_IMAGES = (*_PLAIN_IMAGES, "resnet", "resnet_37")
 
 
 def loss_function(kind: str) -> Callable[[Any, Any], Any]:
@@ -113,7 +117,7 @@ def loss_function(kind: str) -> Callable[[Any, Any], Any]:
     if kind == "unet":
         return nn.functional.cross_entropy
     if kind in _IMAGES:
-        return image_classification_loss if kind == "vit" else _loss_of_logits(image_classification_loss)
+        return image_classification_loss if kind in _PLAIN_IMAGES else _loss_of_logits(image_classification_loss)
     plain = kind in ("gpt", "gpt_tied", "gpt_101", "gpt_dropout", "bert")
     return next_token_loss if plain else _loss_of_logits(next_token_loss)
 
@@ -157,7 +161,7 @@ def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Te
         inputs = {name: inputs, "attention_mask": (~padding).long()}
     elif kind == "t5":
         inputs = {"input_ids": inputs.flip(1), "decoder_input_ids": inputs}
-    elif kind in ("llama", "llama_one", "mixtral", "gpt2", "gpt_bigcode", "gpt_neox", "phi3"):
+    elif kind in ("llama", "llama_one", "mixtral", "gpt2", "gpt_bigcode", "gpt_neox", "phi3", "qwen3", "gemma2"):
         inputs = {"input_ids": inputs}
     return inputs, targets
 

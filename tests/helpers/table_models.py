@@ -113,6 +113,9 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "vit": lambda: ViT(16, 4, 5, 2, 4, 32),
     "llama": _hugging_face("LlamaForCausalLM", num_key_value_heads=2),
     "qwen3": _hugging_face("Qwen3ForCausalLM", num_key_value_heads=2, head_dim=8),
+    "gemma2": _hugging_face(
+        "Gemma2ForCausalLM", num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.5, use_cache=False
+    ),
     "phi3": _hugging_face("Phi3ForCausalLM", num_key_value_heads=2, pad_token_id=0),
     "gpt_neox": _hugging_face("GPTNeoXForCausalLM"),
     "hf_bert": _hugging_face("BertForMaskedLM", **_UNDROPPED, pad_token_id=0),

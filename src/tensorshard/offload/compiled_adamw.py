@@ -1,24 +1,19 @@
 """AdamW in one pass over memory: gradients scaled, weights and states updated, 16-bit weights written.
 
-A few lines of C, compiled in a second by this machine's own C compiler when they are first needed, for its own
-processor. They make the same operations in the same order as torch's fused kernel, and that is checked: where there is
-no compiler, or a bit differs, torch's kernels do it in several passes.
+A few lines of C that are compiled when they are first needed. They make the same operations in the same order as
+torch's fused kernel, and that is checked: where there is no compiler, or a bit differs, torch's kernels do it in
+several passes.
 """
 
 import ctypes
 import math
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from tensorshard.compiled_c import compile_c, in_threads
 from tensorshard.torch_private.operators import fused_adam_
 
 _SOURCE = r"""
@@ -56,8 +51,6 @@ UPDATE(update_scaled, gradient[i] * n.factor, (void)copy)
 UPDATE(update_copied, gradient[i], copy[i] = to_bfloat16(w))
 UPDATE(update_scaled_copied, gradient[i] * n.factor, copy[i] = to_bfloat16(w))
 """
-_OPTIONS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_SECONDS = 60  # that compiling may take
 _VECTOR = 64  # elements: whole vectors of any processor, and whole cache lines
 _LEAST = 1 << 15  # elements that are worth a thread
 
@@ -128,27 +121,14 @@ def update(
         addresses = [tensor.data_ptr() + 4 * start for tensor in tensors]
         kernel(*addresses, None if copy is None else copy.data_ptr() + 2 * start, end - start, ctypes.byref(numbers))
 
-    threads = min(torch.get_num_threads(), count // _LEAST)
-    if threads < 2:
-        run(0, count)
-        return count
-    each = -(-count // threads // _VECTOR) * _VECTOR
-    others = [_pool().submit(run, start, min(start + each, count)) for start in range(each, count, each)]
-    run(0, each)
-    for other in others:
-        other.result()
+    in_threads(count, run, multiple=_VECTOR, least=_LEAST)
     return count
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="tensorshard-adamw")
 
 
 @cache
 def _kernels() -> Mapping[tuple[bool, bool], Update] | None:
     """By whether gradients are scaled and whether weights are copied; None where they cannot be made, or differ."""
-    library = _compiled()
+    library = compile_c(_SOURCE)
     if library is None:
         return None
     kernels: dict[tuple[bool, bool], Update] = {}
@@ -159,21 +139,6 @@ def _kernels() -> Mapping[tuple[bool, bool], Update] | None:
             kernel.restype = None
             kernels[scaled, copied] = kernel
     return kernels if _are_torchs(kernels) else None
-
-
-def _compiled() -> ctypes.CDLL | None:
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
-    if compiler is None:
-        return None
-    with tempfile.TemporaryDirectory(prefix="tensorshard-") as folder:
-        source, library = Path(folder, "adamw.c"), Path(folder, "adamw.so")
-        try:
-            source.write_text(_SOURCE)
-            command = [compiler, *_OPTIONS, str(source), "-o", str(library), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=_SECONDS)
-            return ctypes.CDLL(str(library))  # stays when its file is gone
-        except (OSError, subprocess.SubprocessError):
-            return None
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import torch
 from tensorshard.heads.tiles.kernels import Kernels, choose_kernels
 from tensorshard.heads.tiles.rounding import Noise
 from tensorshard.heads.tiles.tiles import Tile, Tiles
+from tensorshard.heads.update import compiled_sgd
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ class Update:
 
     def _step(self, slot: Slot, rows: slice | torch.Tensor, grad: torch.Tensor, room: list[torch.Tensor]) -> None:
         """Updates weight and momentum of any type, or rows of a sample, by `grad`. Overwrites `grad` and `room`."""
+        if isinstance(rows, slice) and compiled_sgd.does(slot.weight[rows], slot.momentum[rows], grad):
+            self._step_in_one_pass(slot, rows, grad)
+            return
         momentum, spare = room
         if slot.scales is not None:
             self._kernels.dequantize(slot.momentum[rows], slot.scales[rows], momentum)
@@ -112,6 +116,22 @@ class Update:
         self._kernels.quantize(momentum, self._noise.bits(momentum.shape), spare, codes, scales)
         if not isinstance(rows, slice):  # else these are the slot's own memory
             slot.momentum[rows], slot.scales[rows] = codes, scales
+
+    def _step_in_one_pass(self, slot: Slot, rows: slice, grad: torch.Tensor) -> None:
+        assert self._noise is not None
+        rule, none = self._rule, grad.view(torch.int32)  # random bits that are not looked at
+        rounds_weight = rule.complete and slot.weight.dtype == torch.bfloat16
+        compiled_sgd.step(
+            slot.weight[rows],
+            slot.momentum[rows],
+            None if slot.scales is None else slot.scales[rows],
+            grad,
+            keep=rule.keep,
+            weight_decay=rule.weight_decay,
+            lr=rule.lr if rule.complete else None,
+            weight_bits=self._noise.bits(grad.shape) if rounds_weight else none,
+            momentum_bits=self._noise.bits(grad.shape) if slot.momentum.dtype != torch.float32 else none,
+        )
 
     def _write(self, target: torch.Tensor, rows: slice | torch.Tensor, value: torch.Tensor) -> None:
         """Stores rows in the type of `target`. Overwrites `value`."""
