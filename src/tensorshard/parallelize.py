@@ -13,7 +13,6 @@ from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.lay_out_engine import lay_out_engine
 from tensorshard.plan import Plan
-from tensorshard.planner.choose_plan import choose_plan
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 
 AUTO = "auto"
@@ -72,6 +71,8 @@ def parallelize(
     if not isinstance(plan, Plan):
         device = _check_auto(model, plan, optimizer, loss_fn, seed, device, sample_inputs)
         join_world(device, timeout=as_timedelta(timeout))
+        from tensorshard.planner.choose_plan import choose_plan  # which brings all of the estimates
+
         plan = choose_plan(model, optimizer, loss_fn, sample_inputs, sample_targets, fixed)
     elif fixed is not None or sample_targets is not None:
         given = "fixed" if fixed is not None else "sample_targets"

@@ -17,6 +17,7 @@ from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 from tensorshard.pipeline.run.schedule_runner import PipelineRunner
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.run.torch_stage import StageHooks
+from tensorshard.pipeline.split_backward import may_split_backward
 from tensorshard.plan import Plan
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.transforms.precision import autocast, widen_output
@@ -166,16 +167,6 @@ class _GradientHooks(StageHooks):
 
     def after_backward(self, stage: StageModule, micro_batch: int) -> None:
         self._parts[stage.index].finish_micro_batch()
-
-
-def may_split_backward(plan: Plan) -> bool:
-    """Whether gradients of inputs and of parameters may be computed apart.
-
-    Not where that would compute (or send) things twice, recomputed blocks and split layers among them, nor where
-    parameters are there for one of the two alone.
-    """
-    whole_parameters = plan.zero < 3 or plan.dp_shard == 1  # type: ignore[operator]
-    return plan.tp == 1 and whole_parameters and plan.recompute == "none" and not plan.compile
 
 
 def _can_join(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:

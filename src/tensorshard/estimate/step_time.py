@@ -106,8 +106,8 @@ def _at(
 
 def _pipeline_ends(times: Sequence[_RankTime], plan: Plan) -> list[float]:
     """When each rank's last backward is over; what a rank does for one of its stages takes as long as for another."""
-    from tensorshard.engine.pipeline_step_runner import may_split_backward
     from tensorshard.pipeline.run.draw_schedule import timeline
+    from tensorshard.pipeline.split_backward import may_split_backward
 
     each = plan.micro_batches * plan.stages_per_rank
     split = may_split_backward(plan)

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
-
 if TYPE_CHECKING:
     from tensorshard.heads.under_plan.head_updates import HeadUpdate
     from tensorshard.materialize.recording import Recording
     from tensorshard.pipeline.run.crossings import Shapes
+    from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 
 
 @dataclass
@@ -25,6 +24,6 @@ class Decisions:
         shapes: the model's run and its cut into stages, as a rank with this place along ``tp`` sees it; None likewise.
     """
 
-    table: VerifiedTable | None = None
+    table: "VerifiedTable | None" = None
     recorded: "tuple[Recording, list[HeadUpdate]] | None" = None
     shapes: "Shapes | None" = None

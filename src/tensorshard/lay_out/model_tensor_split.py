@@ -1,6 +1,6 @@
 """Tensor parallelism of a whole model: choosing the table, and applying it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -10,12 +10,13 @@ from tensorshard.mesh import Mesh
 from tensorshard.plan import Plan
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
-from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
+if TYPE_CHECKING:
+    from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 
-def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = None) -> VerifiedTable | None:
+
+def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = None) -> "VerifiedTable | None":
     """The table for the source's model under `plan`, found or checked by numbers; None where nothing is to be split.
 
     The first rank works it out and broadcasts it. A collective of the mesh.
@@ -29,7 +30,9 @@ def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: An
     if mesh.degrees["tp"] == 1:
         return None
 
-    def choose() -> VerifiedTable:
+    from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
+
+    def choose() -> "VerifiedTable":
         with source.real_buffers():
             return choose_tensor_plan(
                 source.module,
@@ -44,7 +47,7 @@ def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: An
         return decide_once(choose, mesh.world_group)
 
 
-def split_over_tensor_ranks(model: nn.Module, found: VerifiedTable | None, plan: Plan, mesh: Mesh) -> TensorSplit:
+def split_over_tensor_ranks(model: nn.Module, found: "VerifiedTable | None", plan: Plan, mesh: Mesh) -> TensorSplit:
     """Makes `model` compute this rank's part of what the table `found` splits."""
     if found is None:
         return TensorSplit()

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from tensorshard.engine.pipeline_step_runner import may_split_backward
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Transfer
 from tensorshard.estimate.step_time import transfer_time
+from tensorshard.pipeline.split_backward import may_split_backward
 from tensorshard.plan import Plan
 from tensorshard.planner.candidates import Candidate
 from tensorshard.planner.data_collectives import packed_sizes, sends

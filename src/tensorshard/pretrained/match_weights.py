@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tensorshard.pretrained.stored_weights import StoredWeights, is_of_transformers
-from tensorshard.pretrained.weight_files import WeightFile
+from tensorshard.pretrained.weight_file import WeightFile
 
 
 def find_stored_weights(files: list[WeightFile], module: nn.Module) -> StoredWeights:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tensorshard.pretrained.weight_files import WeightFile
+from tensorshard.pretrained.weight_file import WeightFile
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tensorshard.pretrained.stored_weights import StoredWeights
-from tensorshard.pretrained.weight_files import WeightFile
+from tensorshard.pretrained.weight_file import WeightFile
 
 
 def match(found: StoredWeights, where: Mapping[str, WeightFile], model: Any) -> None:

@@ -6,17 +6,13 @@ Tensors are views of memory-mapped files, so that what is read of them is what i
 import json
 import pickle
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tensorshard.pretrained.safe_reader import SafeReader, read_metadata
-from tensorshard.torch_private.messages import reading_in_one_process
+from tensorshard.pretrained.weight_file import WeightFile
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -25,17 +21,6 @@ _WITHIN = ("state_dict", "model", "model_state_dict")
 """Under which of these a training script's file often has the state dict, beside its optimizer's."""
 _WRAPPERS = ("_orig_mod.", "module.")
 """What torch.compile and DistributedDataParallel put before every name."""
-
-
-class WeightFile(ABC, Mapping[str, torch.Tensor]):
-    """The tensors of one file, by name. Each is read when it is used."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @abstractmethod
-    def layout(self, name: str) -> torch.Tensor:
-        """The tensor `name` on the meta device: its shape and dtype."""
 
 
 class _Safetensors(WeightFile):
@@ -93,42 +78,6 @@ class _Pickled(WeightFile):
         return self._tensors[name].detach().to("meta")
 
 
-class _Checkpoint(WeightFile):
-    """The weights in a checkpoint of tensorshard's: what every rank wrote of each, put together."""
-
-    PREFIXES = ("model.", "buffers.")
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory / ".metadata")
-        self._directory = directory
-        stored = read_metadata(directory).state_dict_metadata
-        self._keys = {
-            key.partition(".")[2]: key
-            for key, entry in stored.items()
-            if key.startswith(self.PREFIXES) and isinstance(entry, TensorStorageMetadata)
-        }
-        self._layouts = {name: _on_meta(stored[key]) for name, key in self._keys.items()}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        room = torch.empty_like(self._layouts[name], device="cpu")
-        with reading_in_one_process():
-            dcp.load({self._keys[name]: room}, storage_reader=SafeReader(self._directory), no_dist=True)
-        return room
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def layout(self, name: str) -> torch.Tensor:
-        return self._layouts[name]
-
-
-def _on_meta(entry: Any) -> torch.Tensor:
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-
-
 def open_weight_files(path: Path) -> list[WeightFile]:
     """The files of weights at `path`.
 
@@ -141,7 +90,9 @@ def open_weight_files(path: Path) -> list[WeightFile]:
         ValueError: a file cannot be read.
     """
     if (path / "engine.json").is_file():
-        return [_Checkpoint(path)]
+        from tensorshard.pretrained.checkpoint_weights import CheckpointWeights  # which brings torch's checkpoints
+
+        return [CheckpointWeights(path)]
     if path.is_dir():
         path = _find_in(path)
     if not path.is_file():
