@@ -34,34 +34,36 @@ class Layout:
     """Where a model is trained, and how.
 
     Args:
-        ranks: processes. level: of ZeRO. recompute: what is computed again in backward, as in ``ts.Plan``.
+        ranks: processes. level: of ZeRO.
         recognised: whether the loss is one that takes tiles.
     """
 
     ranks: int
     level: int
-    recompute: str = "none"
     recognised: bool = True
 
     def __str__(self) -> str:
         words = ["one process" if self.ranks == 1 else f"{self.ranks} ranks, ZeRO {self.level}"]
-        words += [f"{self.recompute} recomputation"] if self.recompute != "none" else []
         words += [] if self.recognised else ["a loss that needs whole logits"]
         return ", ".join(words)
 
 
-LAYOUTS = (Layout(1, 0), Layout(2, 0), Layout(2, 3), Layout(2, 3, "selective"), Layout(1, 0, recognised=False))
+LAYOUTS = (Layout(1, 0), Layout(2, 0), Layout(2, 3), Layout(1, 0, recognised=False))
 
 
 def contenders(layout: Layout) -> list[Contender]:
     """The peers, then tensorshard with and without tiles."""
     ddp, fsdp2 = "torch.nn.parallel.distributed", "torch.distributed.fsdp"
-    modes = {"whole": "whole logits", "tiled": "logits in tiles"}
-    options: dict[str, Any] = {"zero": layout.level, "recompute": layout.recompute}
+    ours: list[tuple[str, dict[str, Any]]] = [
+        ("whole logits", {"logits": "whole"}),
+        ("logits in tiles", {"logits": "tiled"}),
+    ]
     if not layout.recognised:
         peers = [Contender("plain PyTorch", "logits_plain", "torch", {"loss": "softmax"})]
-        modes = {"whole": "whole logits", "auto": "whatever the loss takes"}
-        options["loss"] = "softmax"
+        ours = [
+            ("whole logits", {"logits": "whole", "loss": "softmax"}),
+            ("whatever the loss takes", {"logits": "auto", "loss": "softmax"}),
+        ]
     elif layout.ranks == 1:
         peers = [
             Contender("plain PyTorch", "logits_plain", "torch"),
@@ -73,15 +75,17 @@ def contenders(layout: Layout) -> list[Contender]:
             Contender("DDP", "ddp", ddp),
             Contender("DDP, bucket views", "ddp", ddp, {"gradient_as_bucket_view": True}),
         ]
-    elif layout.recompute == "selective":
-        peers = [Contender("FSDP2, selective checkpointing", "fsdp2", fsdp2, {"recompute": layout.recompute})]
     else:
-        peers = [Contender("FSDP2", "fsdp2", fsdp2), Contender("Accelerate FSDP2", "accelerate_fsdp2", "accelerate")]
-    ours = [
-        Contender(f"tensorshard, {how}", "ours", "tensorshard.engine", {**options, "logits": mode})
-        for mode, how in modes.items()
+        peers = [
+            Contender("FSDP2", "fsdp2", fsdp2),
+            Contender("Accelerate FSDP2", "accelerate_fsdp2", "accelerate"),
+            Contender("FSDP2, selective checkpointing", "fsdp2", fsdp2, {"recompute": "selective"}),
+        ]
+        ours.append(("logits in tiles, selective recomputation", {"logits": "tiled", "recompute": "selective"}))
+    return peers + [
+        Contender(f"tensorshard, {how}", "ours", "tensorshard.engine", {"zero": layout.level, **options})
+        for how, options in ours
     ]
-    return [*peers, *ours]
 
 
 def obstacle(contender: Contender) -> str:

@@ -25,6 +25,7 @@ from tensorshard.heads.under_plan.head_updates import (
     log_updates,
     take_updates,
 )
+from tensorshard.host_allocator import set_for_training
 from tensorshard.lay_out.apply_plan import apply_plan
 from tensorshard.lay_out.decisions import Decisions
 from tensorshard.lay_out.laid_out_mark import check_not_laid_out, mark_laid_out
@@ -36,6 +37,7 @@ from tensorshard.mesh import Mesh
 from tensorshard.modules.generation_cache import GenerationCache
 from tensorshard.plan import Plan
 from tensorshard.pretrained.pretrained_model import PretrainedModel
+from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.transforms.precision import check_supported
 
 logger = logging.getLogger("tensorshard")
@@ -88,6 +90,8 @@ def lay_out_engine(
         if not isinstance(model, nn.Module):
             _check_updates(source.module, updates, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
+        if device.type == "cpu" and active_fake_mode() is None:
+            set_for_training()
         slots = open_tiers(plan, mesh, device, off_device=off_device)
         broadcast = not agreed and mesh.world_size > 1
         cache = GenerationCache(source.module)

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from tensorshard.host_allocator import environment_for_training
 from tensorshard.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
 from tensorshard.launch.local_world import local_environment, register
 from tensorshard.launch.worker import INTERRUPTED, write_call
@@ -219,16 +220,12 @@ def worker_environment(nproc: int) -> dict[str, str]:
     """What the launcher sets for each of `nproc` workers of this machine, where the user has not set it already.
 
     The cores are shared out as threads. On machines without GPUs glibc's allocator is set to keep freed memory for the
-    next step: giving it back to the system and faulting it in again costs more than a hundredth of a step.
+    next step, as :mod:`tensorshard.host_allocator` says.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     settings = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
     if not torch.cuda.is_available():
-        settings |= {
-            "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-            "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
-            "MALLOC_TOP_PAD_": str(32 << 20),
-        }
+        settings |= environment_for_training()
     return {name: value for name, value in settings.items() if name not in os.environ}
 
 
