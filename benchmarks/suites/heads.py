@@ -85,6 +85,7 @@ def _ours() -> list[Contender]:
         ours("update, bf16 logits kept", keep_logits=True),
         ours("update, bf16 states", keep_logits=False, **SMALL),
         ours("update, bf16 and 8 bits", keep_logits=False, **SMALLEST),
+        ours("update, bf16 and 8 bits, bf16 logits kept", keep_logits=True, **SMALLEST),
     ]
 
 
