@@ -1,7 +1,9 @@
-"""Computes what held.svg, recompute.svg and table.svg show: ``python docs/pictures/compute.py`` writes computed.json
-and recompute.json anew. It takes a minute, and runs the library's own estimates and search."""
+"""Computes what held.svg, recompute.svg and table.svg show: ``python docs/pictures/compute.py`` writes held.json,
+recompute.json and table.json anew, ``python docs/pictures/compute.py table`` one of them. It takes some minutes, for it
+runs the library's own estimates and search."""
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,21 +30,20 @@ _HELD: dict[str, dict[str, Any]] = {
 _RECOMPUTE = {"none": "none", "selective": "selective", "full": "full"}
 
 
-def main() -> None:
-    folder = Path(__file__).parent
-    computed = {"held": _held(), "table": table()}
-    (folder / "computed.json").write_text(json.dumps(computed, indent=1) + "\n")
-    (folder / "recompute.json").write_text(json.dumps(_recompute()) + "\n")
+def main(names: list[str]) -> None:
+    for name in names or _COMPUTED:
+        path = Path(__file__).with_name(f"{name}.json")
+        path.write_text(json.dumps(_COMPUTED[name](), indent=None if name == "recompute" else 1) + "\n")
 
 
 def _held() -> dict[str, Any]:
     """What the fullest rank of four holds of a GPT-2 XL, on the device and on its host."""
-    tokens = torch.zeros(2, 512, dtype=torch.long)
+    tokens = torch.zeros(4, 512, dtype=torch.long)
     plans = {}
     for name, fields in _HELD.items():
         found = _estimate(
             partial(GPT, vocab_size=50257, context_length=1024, num_layers=48, num_heads=25, width=1600),
-            ts.Plan(precision="bf16", recompute="full", **fields),
+            ts.Plan(precision="bf16", recompute="full", micro_batches=4, **fields),
             tokens,
             _RANKS,
         ).largest
@@ -108,5 +109,7 @@ def table() -> list[dict[str, Any]]:
     ]
 
 
+_COMPUTED = {"held": _held, "recompute": _recompute, "table": table}
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,5 +1,6 @@
-"""Records the quickstart: ``python docs/pictures/record.py`` runs `tensorshard train` in a terminal of its own and writes
-quickstart.json, which quickstart.svg is drawn from. It takes as long as the command: two minutes on two idle cores."""
+"""Records the quickstart: ``python docs/pictures/record.py`` runs `tensorshard train` in a terminal of its own.
+It writes quickstart.json, which quickstart.svg is drawn from. It takes as long as the command: two minutes on two idle
+cores."""
 
 import fcntl
 import json

@@ -115,5 +115,7 @@ def test_ranks_by_the_scheduler(folder, ranks):
 @pytest.mark.skipif(util.find_spec("ray") is None, reason="needs Ray")
 def test_ray(folder):
     script = (folder / "with_ray.py").read_text()
-    (folder / "quiet.py").write_text(script.replace("ray.init(num_cpus=4)", "ray.init(num_cpus=4, include_dashboard=False)"))
+    (folder / "quiet.py").write_text(
+        script.replace("ray.init(num_cpus=4)", "ray.init(num_cpus=4, include_dashboard=False)")
+    )
     assert "2 ranks: loss" in _together([[sys.executable, "quiet.py"]], folder, [{}])

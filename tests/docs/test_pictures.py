@@ -1,33 +1,59 @@
 """The pictures of README and docs are what their script draws, and are shown with words for who cannot see them."""
 
-import importlib.util
+import ast
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
-_SCRIPT = _ROOT / "docs" / "pictures" / "draw.py"
+from compute import table
+from drawings import DRAWINGS
+from drawings.diagrams import IMPORTS
+from drawings.offload import draw_offload
+from drawings.svg import PICTURES
+from drawings.zero import bytes_held
+from pages import PAGES, ROOT
+from record import Screen
+
+_PACKAGE = ROOT / "src" / "tensorshard"
 
 
-def _script():
-    spec = importlib.util.spec_from_file_location("draw_pictures", _SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-@pytest.mark.parametrize("name", list(_script().PICTURES))
+@pytest.mark.parametrize("name", list(DRAWINGS))
 def test_a_picture_is_what_the_script_draws(name):
-    drawn = _script().PICTURES[name]()
-    assert (_SCRIPT.parent / name).read_text(encoding="utf-8") == drawn, "run: python docs/pictures/draw.py"
+    drawn = DRAWINGS[name]()
+    assert (PICTURES / name).read_text(encoding="utf-8") == drawn, "run: python docs/pictures/draw.py"
     ElementTree.fromstring(drawn)
     assert "prefers-color-scheme: dark" in drawn
 
 
+def test_the_table_that_is_drawn_is_the_one_that_is_found():
+    assert json.loads((PICTURES / "table.json").read_text()) == table()
+
+
+def _imports(name: str) -> set[str]:
+    """What the files of a box of the diagram import."""
+    files = {"parallelize": ["parallelize.py", "lay_out_engine.py"]}.get(name, [name])
+    paths = [path for file in files for path in [*(_PACKAGE / file).rglob("*.py"), _PACKAGE / file] if path.is_file()]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    return {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
+@pytest.mark.parametrize(("source", "target"), IMPORTS)
+def test_each_arrow_of_the_diagram_is_an_import(source, target):
+    module = "tensorshard." + target.rstrip("/").removesuffix(".py")
+    assert any(f"{name}.".startswith(f"{module}.") for name in _imports(source))
+
+
+def test_what_a_terminal_shows():
+    screen = Screen()
+    screen.write("one\r\ntwo 10%\rtwo 99%\r\n\x1b[1mthree\x1b[0m\x1b[1A\r\x1b[2Kdone\n")
+    assert screen.lines == ["one", "done", "three"]
+
+
 def test_what_the_levels_hold():
-    assert [_script().bytes_held(level, ranks=4) for level in range(4)] == [16, 10, 7, 4]
+    assert [bytes_held(level, ranks=4) for level in range(4)] == [16, 10, 7, 4]
 
 
 def test_what_is_in_memory_and_on_disk():
@@ -38,19 +64,23 @@ def test_what_is_in_memory_and_on_disk():
     rows = [row("in memory", None), row("on disk", 6e9)]
     on_disk = {"on disk": {"master weights": 6e9, "optimizer states": 12e9}}
     group = {"title": "a GPT", "rows": rows, "settings": {"memory_bytes": 8e9, "on_disk": on_disk}}
-    drawn = _script().draw_offload(group)
+    drawn = draw_offload(group)
     ElementTree.fromstring(drawn)
     widths = re.findall(r'width="([\d.]+)" height="20" rx="0" class="(\w+)"', drawn)
     assert widths == [("130", "memory"), ("130", "parameters"), ("260", "states")]
     assert "6.0 of 24.0 GB" in drawn and ">killed<" in drawn and "limit: 8 GB" in drawn
 
 
-@pytest.mark.parametrize(
-    "page",
-    ["README.md", "docs/sharding.md", "docs/pipelines.md", "docs/estimate.md", "docs/offload.md", "docs/planning.md"],
-)
+def _shown(page: str) -> list[tuple[str, str]]:
+    return re.findall(r"!\[(.*?)\]\((.*?)\)", (ROOT / page).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _shown(page)])
 def test_pictures_that_are_shown_exist_and_have_words(page):
-    shown = re.findall(r"!\[(.*?)\]\((.*?)\)", (_ROOT / page).read_text(encoding="utf-8"))
-    assert shown
-    for words, path in shown:
-        assert len(words) > 60 and ((_ROOT / page).parent / path).is_file()
+    for words, path in _shown(page):
+        assert len(words) > 60 and ((ROOT / page).parent / path).is_file()
+
+
+def test_every_picture_is_shown():
+    shown = {Path(path).name for page in PAGES for _, path in _shown(page)}
+    assert set(DRAWINGS) <= shown

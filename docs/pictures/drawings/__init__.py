@@ -3,11 +3,16 @@
 from collections.abc import Callable
 from functools import partial
 
+from drawings.bars import bar_groups, draw_bars
+from drawings.diagrams import draw_imports, draw_step
+from drawings.held import draw_held
 from drawings.memory import draw_memory
 from drawings.mesh import draw_mesh
 from drawings.offload import draw_offload, offload_group
 from drawings.planner import draw_planner, planner_models
+from drawings.recording import draw_recording
 from drawings.schedules import draw_schedules
+from drawings.table import draw_table
 from drawings.zero import draw_zero
 
 DRAWINGS: dict[str, Callable[[], str]] = {
@@ -19,8 +24,22 @@ DRAWINGS: dict[str, Callable[[], str]] = {
         "What a step holds on one of two ranks, as it was measured",
         "Memory over one step under five plans, each adding to the one before.",
     ),
+    "recompute.svg": partial(
+        draw_memory,
+        "recompute.json",
+        "What a step holds with and without recomputation, as estimated",
+        "Memory over one step of a GPT of eight layers.",
+        area=230,
+    ),
+    "held.svg": draw_held,
     "schedules.svg": draw_schedules,
+    "table.svg": draw_table,
+    "imports.svg": draw_imports,
+    "step.svg": draw_step,
+    "quickstart.svg": draw_recording,
 }
+if _groups := bar_groups():
+    DRAWINGS["bars.svg"] = partial(draw_bars, _groups)
 if (_group := offload_group()) is not None:
     DRAWINGS["offload.svg"] = partial(draw_offload, _group)
 if _models := planner_models():

@@ -15,9 +15,9 @@ _PLACES: dict[str, tuple[float, float, str]] = {
     "pipeline/": (2, 3, "stages and schedules"),
     "checkpoint/": (3, 3, "any plan to any plan"),
     "layers/": (0, 4, "what split layers compute"),
+    "modules/": (1.25, 4, "facts about any module"),
     "sharded_model.py": (2.5, 4, "what the Engine sees"),
-    "comm/": (0, 5, "collectives, shards, groups"),
-    "modules/": (1.5, 5, "facts about any module"),
+    "comm/": (1.25, 5, "collectives, shards, groups"),
 }
 IMPORTS = (  # from the left one's code to the right one's
     ("trainer/", "parallelize"),
@@ -80,7 +80,7 @@ _CALLS: tuple[tuple[int, int, str, str], ...] = (  # from, to, and two lines of 
     (1, 2, "backward", "pp: in the schedule's order"),
     (2, 3, "a unit's gradients", "their reduction starts"),
     (1, 3, "finish_backward", "waits for the last reduction"),
-    (0, 0, "loss and gradients finite? norm, clipping", ""),
+    (0, 0, "finite? norm, clipping", ""),
     (0, 3, "optimizer.step on the masters", "then all_gather_parameters"),
 )
 _LOOP = (1, 4)  # the calls of each micro-batch, the first and the last
@@ -105,7 +105,7 @@ def draw_step() -> str:
         y = top + number * row + 28
         if source == target:
             shapes += [
-                arrow([(lines[source], y), (lines[source] + 24, y), (lines[source] + 24, y + 14), (lines[source], y + 14)]),
+                arrow([(x := lines[source], y), (x + 24, y), (x + 24, y + 14), (x, y + 14)]),
                 text(lines[source] + 32, y + 4, words, "small"),
             ]
             continue

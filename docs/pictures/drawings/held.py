@@ -11,10 +11,12 @@ _ELSEWHERE = {"host_bytes": "in host memory", "disk_bytes": "on disk"}
 
 def draw_held() -> str:
     """A bar for each plan: what the device holds at the peak, by what it is for, then what the host holds."""
-    held = json.loads((PICTURES / "computed.json").read_text(encoding="utf-8"))["held"]
+    held = json.loads((PICTURES / "held.json").read_text(encoding="utf-8"))
     plans, limit = held["plans"], held["memory"]
     longest = max(plan["device"] + sum(plan[key] for key in _ELSEWHERE) for plan in plans.values())
-    used = [kind for kind in CLASSES if any(plan["by_category"].get(kind, 0) > longest / 400 for plan in plans.values())]
+    used = [
+        kind for kind in CLASSES if any(plan["by_category"].get(kind, 0) > longest / 400 for plan in plans.values())
+    ]
     shapes, x = [text(20, 30, held["title"], "strong")], 20
     for words, kind in [*((kind, CLASSES[kind]) for kind in used), ("in host memory", "peer")]:
         shapes += [rectangle(x, 46, 14, 14, kind, corner=2), text(x + 20, 58, words, "small")]

@@ -4,17 +4,18 @@ import json
 
 from drawings.svg import PICTURES, rectangle, svg, text
 
-_AREA, _APART, _HIGH = 132, 14, 170  # pixels: a plan's width, between plans, the height of the scale
+_APART, _HIGH = 14, 170  # pixels: between plans, the height of the scale
 
 
-def draw_memory(name: str, title: str, description: str) -> str:
+def draw_memory(file: str, title: str, description: str, area: int = 132) -> str:
     """One step under several plans, stacked by what the memory is for.
 
     Args:
-        name: of the numbers, a file beside the pictures such as "memory.json".
+        file: of the numbers, beside the pictures, such as "memory.json".
         description: what the plans are; the peaks are added to it.
+        area: pixels, a plan's width.
     """
-    measured = json.loads((PICTURES / name).read_text(encoding="utf-8"))
+    measured = json.loads((PICTURES / file).read_text(encoding="utf-8"))
     plans, categories = measured["plans"], measured["categories"]
     most = max(plan["peak"] for plan in plans.values())
     for plan in plans.values():  # the fuller one of every two moments: there are more than pixels
@@ -29,17 +30,17 @@ def draw_memory(name: str, title: str, description: str) -> str:
             text(x + 21, y + 12, categories[index]),
         ]
     for number, (name, plan) in enumerate(plans.items()):
-        x0 = left + number * (_AREA + _APART)
-        shapes.append(rectangle(x0, top, _AREA, _HIGH, "room"))
+        x0 = left + number * (area + _APART)
+        shapes.append(rectangle(x0, top, area, _HIGH, "room"))
         below = [0.0] * len(plan["held"])
         for index in used:
             above = [low + held[index] for low, held in zip(below, plan["held"], strict=True)]
-            shapes.append(_area(x0, top, below, above, most, CLASSES[categories[index]]))
+            shapes.append(_area(x0, top, below, above, most, CLASSES[categories[index]], area))
             below = above
-        shapes.append(text(x0 + _AREA / 2, top + _HIGH + 20, name, "strong middle"))
-        shapes.append(text(x0 + _AREA / 2, top + _HIGH + 38, f"{plan['peak'] / 2**20:.0f} MiB", "small middle"))
+        shapes.append(text(x0 + area / 2, top + _HIGH + 20, name, "strong middle"))
+        shapes.append(text(x0 + area / 2, top + _HIGH + 38, f"{plan['peak'] / 2**20:.0f} MiB", "small middle"))
     peaks = ", ".join(f"{name} {plan['peak'] / 2**20:.0f} MiB" for name, plan in plans.items())
-    width = 2 * left + len(plans) * (_AREA + _APART) - _APART
+    width = 2 * left + len(plans) * (area + _APART) - _APART
     return svg(
         width,
         top + _HIGH + 56,
@@ -60,9 +61,9 @@ CLASSES = {
 }
 
 
-def _area(x: float, top: float, below: list[float], above: list[float], most: float, kind: str) -> str:
+def _area(x: float, top: float, below: list[float], above: list[float], most: float, kind: str, wide: int) -> str:
     """What lies between two lines of steps, each as wide as the next."""
-    step = _AREA / len(below)
+    step = wide / len(below)
 
     def line(heights: list[float]) -> list[str]:
         return [

@@ -16,9 +16,9 @@ def draw_recording() -> str:
     pace = _PLAYED / recorded["seconds"]
     widest = max(len(words) for states in lines for _, words in states)
     rules, shapes = [], []
-    for number, states in enumerate(lines):
+    for number, all_states in enumerate(lines):
         y = 34 + number * _HIGH
-        states = _few(states)
+        states = _few(all_states)
         for at, (begins, words) in enumerate(states):
             if not words:
                 continue

@@ -23,8 +23,10 @@ def draw_schedules() -> str:
     shapes, x = [], 20
     for kind, words in _KINDS.values():
         shapes += [rectangle(x, 17, 14, 14, kind, corner=2), text(x + 20, 29, words)]
-        x += 52 + 7 * len(words)
-    shapes.append(text(20, 52, "A box is one micro-batch in one stage. Paler: the rank's second stage.", "small"))
+        x += 48 + 6.7 * len(words)
+    shapes.append(
+        text(20, 52, "A box is one micro-batch in one stage. Faded boxes are the rank's second stage.", "small")
+    )
     y = float(top)
     for one in played:
         shapes += [
@@ -65,5 +67,6 @@ def _row(one: Timeline, rank: int, left: float, y: float) -> list[str]:
         x, wide = left + timed.start * _UNIT, (timed.end - timed.start) * _UNIT
         pale = " pale" if own.index(timed.action.stage) else ""
         shapes.append(rectangle(x, y, wide - 1, _ROW - 3, kind + pale))
-        shapes.append(text(x + wide / 2 - 0.5, y + 12.5, f"{timed.action.micro_batch}", "within middle"))
+        if wide > 14:
+            shapes.append(text(x + wide / 2 - 0.5, y + 12.5, f"{timed.action.micro_batch}", "within middle"))
     return shapes

@@ -86,7 +86,8 @@ def rectangle(x: float, y: float, width: float, height: float, kind: str, corner
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
     """Words at a place; `words` may hold any character."""
-    return f'<text x="{x:g}" y="{y:g}"{f" class={chr(34)}{kind}{chr(34)}" if kind else ""}>{html.escape(words, quote=False)}</text>'
+    look = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:g}" y="{y:g}"{look}>{html.escape(words, quote=False)}</text>'
 
 
 def arrow(points: Iterable[tuple[float, float]], kind: str = "line") -> str:

@@ -12,7 +12,7 @@ _RANKS = ("parameters", "chosen")  # the classes of rank 0's and rank 1's parts
 
 def draw_table() -> str:
     """The block of a small Llama at ``tp=2``, by the table that the search has found."""
-    found = json.loads((PICTURES / "computed.json").read_text(encoding="utf-8"))["table"]
+    found = json.loads((PICTURES / "table.json").read_text(encoding="utf-8"))
     weights = {entry["name"].rsplit(".", 1)[-1]: entry for entry in found}
     shapes = []
     for x, kind, words in ((20, "parameters", "rank 0"), (100, "chosen", "rank 1"), (180, "peer", "on both ranks")):

@@ -26,8 +26,7 @@ def draw_zero() -> str:
         x = left + place * 130
         shapes += [rectangle(x, 17, 14, 14, kind, corner=2), text(x + 21, 29, words)]
     shapes += [
-        text(left + rank * (wide + _GAP) + wide / 2, top - 14, f"rank {rank}", "small middle")
-        for rank in range(_RANKS)
+        text(left + rank * (wide + _GAP) + wide / 2, top - 14, f"rank {rank}", "small middle") for rank in range(_RANKS)
     ]
     shapes.append(text(right, top - 14, "bytes a parameter", "small"))
     for row, (level, words) in enumerate(_LEVELS.items()):
