@@ -58,28 +58,38 @@ def group_sharded_parallel(
     offload: bool = False,
     segment_size: int | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """Shards a model and its optimizer over `group`, in place.
+    """Shards a model and its optimizer over the ranks of `group`, in place, by Paddle's name and levels.
 
     Args:
-        model: a built module; the weights of the group's first rank become everybody's. Parallel layers may be split
+        model: a module. Every rank gets the weights of the group's first rank. Parallel layers may be split
             over other ranks than those of `group`, as with ``group=tensorshard.distributed.get_data_parallel_group()``.
         optimizer: of that model's parameters, before its first step. It keeps its groups and their options, and
             updates sharded parameters from now on.
         level: "os" (optimizer states), "os_g" (and gradients) or "p_g_os" (and parameters): ZeRO 1, 2 and 3.
-        scaler: a ``torch.amp.GradScaler``, or None. Its overflow checks then agree over the group.
-        group: the processes to shard over; the whole world if None.
-        offload: whether optimizer states and gradients are kept in host memory, see ``docs/offload.md``. Training is
-            the same to the last bit.
-        segment_size: bytes of parameters that are gathered and reduced together at least; None for one block of the
-            model at a time.
+        scaler: a ``torch.amp.GradScaler``, or None. All ranks of the group then skip a step together.
+        group: the processes to shard over; None for all of them.
+        offload: whether optimizer states and gradients are kept in host memory, see ``docs/offload.md``.
+        segment_size: at least so many bytes of parameters are gathered and reduced together; None for one block of
+            the model at a time.
 
     Returns:
         The same three objects.
 
     Raises:
         ValueError: an unknown level; a group without this process; an optimizer that has already stepped or holds
-            parameters of another model; a model that cannot be sharded; with `offload`, one that couples parameters.
+            parameters of another model; a model that cannot be sharded; with `offload`, an optimizer that does not
+            update each parameter by itself.
         TypeError: a model or an optimizer of another type.
+
+    Examples:
+        >>> model = torch.nn.Linear(16, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> model, optimizer, _ = ts.group_sharded_parallel(model, optimizer, level="os_g")
+        rank 0 of 1
+        ...
+        >>> model(torch.randn(8, 16)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
     """
     if level not in ZERO_NAMES:
         raise ValueError(f"level is {level!r}; it must be one of {', '.join(map(repr, ZERO_NAMES))}")
@@ -131,14 +141,23 @@ def group_sharded_parallel(
 def save_group_sharded_model(
     model: nn.Module, output: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Writes whole weights to ``output/model.pt`` and, if given, the optimizer's whole state to ``optimizer.pt``.
+    """Writes full weights to ``output/model.pt`` and, if given, the optimizer's full state to ``optimizer.pt``.
 
-    The names are those of the original model, so that it reads them with ``load_state_dict(torch.load(...))``; the
-    optimizer's state is by these names as well. A collective of the group; its first rank writes.
+    The names are those of the original model, so it reads them with ``load_state_dict(torch.load(...))``. The
+    optimizer's state has the same names. Every rank of the group calls this; its first rank writes.
 
     Raises:
         ValueError: the model did not come from :func:`group_sharded_parallel`.
         FileExistsError: a file is there already; nothing is overwritten.
+
+    Examples:
+        >>> model = torch.nn.Linear(16, 4)
+        >>> model, optimizer, _ = ts.group_sharded_parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), "os")
+        rank 0 of 1
+        ...
+        >>> ts.save_group_sharded_model(model, "output", optimizer)
+        >>> sorted(torch.load("output/model.pt"))
+        ['bias', 'weight']
     """
     layout: _Layout | None = getattr(model, _ATTRIBUTE, None)
     if layout is None:

@@ -17,20 +17,26 @@ _GROUPS_SHOWN = 8
 
 
 class Mesh:
-    """A plan's axes laid over the processes of the world.
+    """Which process has which place along each axis of a plan, and the process groups. An Engine has one.
 
     Ranks are numbered with the axes in the order ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, the last one
-    innermost. So ``tp`` neighbours are on one host, and pipeline stages are the furthest apart. The arithmetic of ranks
-    is real under a ``FakeTensorMode`` too.
+    innermost. So the ranks of a ``tp`` group are neighbours on one machine, and pipeline stages are the furthest apart.
 
     Args:
         plan: a resolved plan.
-        device_type: of the tensors that travel, "cpu" or "cuda".
+        device_type: of the tensors that are sent, "cpu" or "cuda".
         group: the processes to use; all of the world if None.
         timeout: how long ranks wait for each other in the groups that are made here; None for torch's own.
 
     Raises:
         ValueError: the plan's degrees do not multiply to the world size.
+
+    Examples:
+        >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+        >>> build = functools.partial(torch.nn.Linear, 16, 4)
+        >>> engine = ts.parallelize(build, ts.Plan(), optimizer=adamw, loss_fn=torch.nn.functional.mse_loss)
+        >>> engine.mesh.rank, engine.mesh.dp_rank, engine.mesh.dp_size
+        (0, 0, 1)
     """
 
     def __init__(

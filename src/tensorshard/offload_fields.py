@@ -15,8 +15,8 @@ _LEAST_BUFFERS = 512 * 1024
 class Offload:
     """What a rank keeps in host memory or on disk, in place of its device's memory.
 
-    Each of the first four is None (on the device), "cpu" (host memory) or "disk" (a scratch file). Training is the same
-    to the last bit. See ``docs/offload.md``.
+    Each of the first four is None (on the device), "cpu" (host memory) or "disk" (a scratch file). On CPU ranks,
+    training is the same to the last bit. See ``docs/offload.md``.
 
     Args:
         optimizer: states of the optimizer, and the fp32 master weights where forward computes with 16-bit ones.
@@ -29,10 +29,15 @@ class Offload:
             does not fit goes to disk. None for no bound.
         buffer_memory: how many bytes a rank may use for buffers between the tiers.
         overlap: whether ``engine.step`` returns while its update goes on. The next forward waits for it, unit by unit,
-            and so does whoever asks the Engine for its model, its optimizer or its state.
+            and so does code that asks the Engine for its model, its optimizer or its state.
 
     Raises:
-        ValueError, TypeError: a value that makes no sense; the message says what would work.
+        ValueError, TypeError: a value that cannot work; the message says what would work.
+
+    Examples:
+        >>> plan = ts.Plan(offload=ts.Offload(optimizer="disk", gradients="disk", host_memory="6GiB"))
+        >>> plan.offload.uses_disk
+        True
     """
 
     optimizer: str | None = None

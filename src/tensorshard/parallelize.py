@@ -33,40 +33,50 @@ def parallelize(
     sample_targets: Any = None,
     fixed: Plan | Mapping[str, Any] | None = None,
 ) -> Engine:
-    """Lays `model` out over the world as `plan` says.
+    """Lays `model` out over the processes as `plan` says, and returns the :class:`Engine` that trains it.
 
-    Under torchrun this joins that world; under plain ``python`` it is a world of one.
+    Under torchrun it joins torchrun's processes. Under plain ``python`` there is one process.
 
     Args:
         model: an ``nn.Module``, one on the meta device, or a callable that returns one. A callable is best: its
-            constructor runs on fake tensors, and each weight is then made alone and cut to this rank's part, so that no
-            rank ever holds the whole model. :func:`tensorshard.from_pretrained` is one whose weights are read from
-            files. A module's own weights are those of rank 0 on every rank.
-        plan: what to do; or "auto" for the best plan for this world (:func:`tensorshard.find_plans`), which rank 0
-            looks for in a process of its own, and prints with its reasons. ``docs/planning.md`` says more.
+            constructor runs on fake tensors, and each weight is then made by itself and cut to this rank's part. So no
+            rank ever holds the whole model. :func:`tensorshard.from_pretrained` returns such a callable, whose weights
+            are read from files. If a module is given, every rank gets the weights that rank 0 has.
+        plan: what to do; or "auto" for the best plan for these processes (:func:`tensorshard.find_plans`). Rank 0
+            searches for it in a separate process, and prints it with the reasons. See ``docs/planning.md``.
         optimizer: ``parameters -> torch.optim.Optimizer``, such as ``functools.partial(torch.optim.AdamW, lr=3e-4)``.
-            It is given a list of parameters (fp32 masters, sharded ones as DTensors, so that ``p.ndim`` and
-            ``p.shape`` are those of the whole), from which it may make several groups; one whose argument is called
-            ``named_parameters`` is given ``(name, parameter)`` pairs. Of Adam and AdamW the fused form is used if the
-            choice was left open. A head built with ``update=`` is in a group of its own (``docs/heads.md``).
-        loss_fn: ``loss_fn(output, targets)`` -> the mean over samples as a scalar, or ``(sum, count)`` where samples or
-            tokens vary. Floating-point outputs reach it as fp32.
-        seed: of the initial weights and of dropout. Weights do not depend on the plan.
-        device: of this rank; the CUDA device of its local rank if there is one, else the CPU.
-        sample_inputs: inputs as for :meth:`Engine.step`, of any values and sizes, on which the model is run on fake
-            tensors to find out where `tp` can split and `pp` cut it. By default they are guessed from its layers. For
-            "auto", the inputs of one rank's batch if all ranks were data ranks: the global batch is as large as those
-            of all, and under the plan each data rank has ``1 / engine.mesh.dp_size`` of it.
-        timeout: how long a rank waits for the others in a collective, before it says which: a timedelta, or seconds.
-            It is that of the process groups that are made here; a world that exists already keeps its own.
-        debug: whether the first step also finds out if the loss couples samples, and says so in the log. A loss that
-            does depends on the number of data ranks and micro-batches. It costs two evaluations of the first batch.
+            It gets a list of parameters, from which it may make several groups: the fp32 master weights. Sharded ones
+            are DTensors, so ``p.ndim`` and ``p.shape`` are those of the full tensor. If its argument is called
+            ``named_parameters``, it gets ``(name, parameter)`` pairs. Adam and AdamW use their fused form, unless you
+            pass ``fused`` or ``foreach``. A head built with ``update=`` is in a separate group (``docs/heads.md``).
+        loss_fn: ``loss_fn(output, targets)`` returns the mean over samples as a scalar, or ``(sum, count)`` where the
+            number of samples or tokens varies. Floating-point outputs reach it as fp32.
+        seed: of the initial weights and of dropout. Initial weights do not depend on the plan.
+        device: where this rank computes; by default the CUDA device of its local rank if there is one, else the CPU.
+        sample_inputs: inputs as for :meth:`Engine.step`, of any values and sizes. The model runs on fake copies of
+            them to find out where `tp` can split it and `pp` can cut it. By default they are guessed from its layers.
+            For "auto", pass the inputs of one rank's batch as if all ranks were data ranks. The global batch is then
+            that of all ranks, and under the plan each data rank gets ``1 / engine.mesh.dp_size`` of it.
+        sample_targets: for "auto": targets of that batch, where the loss takes others than classes or values like the
+            model's output.
+        fixed: for "auto": a dict of the Plan's fields that you insist on, or a Plan.
+        timeout: how long a rank waits for the others in a collective before it raises an error: a timedelta, or
+            seconds. It holds for process groups that are made here. A world that exists already keeps its own.
+        debug: whether the first step also finds out if the loss compares samples with each other, and logs it. Such a
+            loss depends on the number of data ranks and micro-batches. It costs two evaluations of the first batch.
 
-    The module becomes the Engine's when this returns. Whatever is raised instead, it is as it was before: parameters,
-    buffers, attributes, hooks and forwards. Torch's global random state is left alone either way.
+    When this returns, the module belongs to the Engine. If it raises, the module is as it was before: parameters,
+    buffers, attributes, hooks and forwards. Torch's global random state is not changed in either case.
 
     Raises:
         ValueError, TypeError: the plan or an argument cannot be honoured, or the model is laid out already.
+
+    Examples:
+        >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+        >>> build = functools.partial(torch.nn.Linear, 16, 4)
+        >>> engine = ts.parallelize(build, ts.Plan(zero=2), optimizer=adamw, loss_fn=torch.nn.functional.mse_loss)
+        >>> engine.step(torch.randn(8, 16), torch.randn(8, 4)).shape
+        torch.Size([])
     """
     if not isinstance(plan, Plan):
         device = _check_auto(model, plan, optimizer, loss_fn, seed, device, sample_inputs)

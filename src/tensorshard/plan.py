@@ -36,50 +36,59 @@ _FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": 
 @data_with_known_fields
 @dataclass(frozen=True)
 class Plan:
-    """How a model is to be trained, whatever the hardware turns out to be.
+    """How to split the training of a model over processes, what each keeps, and in which precision it computes.
 
-    A Plan holds no tensors, no groups and no reference to ``torch.distributed``. Values that make no sense on any
-    hardware are refused here; what depends on the number of processes is checked by :meth:`resolve`.
+    A Plan is plain data: it holds no tensors and no process groups. It prints, compares, and reads and writes YAML.
+    Values that cannot work on any hardware raise an error here. :meth:`resolve` checks what depends on the number of
+    processes.
 
     Args:
         dp_replicate: how many replicas of the sharded model there are (hybrid sharding when above 1).
         dp_shard: over how many processes parameters, gradients and optimizer states are sharded, as ``zero`` says.
-            -1 takes what the other axes leave of the world. At most one axis may be -1.
+            -1 takes all processes that the other axes leave. At most one axis may be -1.
         tp: degree of tensor parallelism. pp: pipeline stages. cp: degree of context parallelism.
         zero: the ZeRO level along ``dp_shard`` (Rajbhandari et al. 2020): 0 shards nothing, 1 the optimizer states,
             2 gradients as well, 3 parameters as well. Paddle's names "os", "os_g", "p_g_os" mean 1, 2, 3.
         micro_batches: into how many parts ``Engine.step`` cuts its batch; gradients accumulate over them.
         precision: of computation: "fp32", "bf16" or "fp16" (with dynamic loss scaling). Master weights and optimizer
-            states are fp32 whatever it is.
-        recompute: activation checkpointing of the model's blocks: "none"; "full" keeps a block's inputs alone;
+            states are always fp32.
+        recompute: activation checkpointing of the model's blocks: "none"; "full" keeps only a block's inputs;
             "selective" also keeps the results of matrix products and attention.
-        clip_grad_norm: largest L2 norm of the whole model's gradient, or None.
+        clip_grad_norm: largest L2 norm of the whole model's gradient; None for no clipping.
         shard_units: what is gathered and reduced together: None for one unit a block; an int for units of at least
             that many bytes of fp32 parameters; names of modules (globs allowed) for exactly those.
-        compile: compile each repeated block with ``torch.compile``. Under `tp` what lies between split layers is
-            compiled; these and their collectives run as they are.
+        compile: compile each repeated block with ``torch.compile``. Under `tp`, the code between split layers is
+            compiled; the split layers and their collectives are not.
         reduce_dtype: type that gradients are summed in across processes; None for fp32.
         tp_plan: which layers ``tp`` splits and how, as a table of name globs to styles; None to find one. See
             ``docs/tensor-parallelism.md``.
-        tp_check: whether a table given as `tp_plan` is checked by numbers on small tensors before it is used.
-        sequence_parallel: whether blocks compute on parts of a sequence between the layers that ``tp`` splits, so that
-            norms, dropout and residuals are divided over its ranks, too (Korthikanti et al. 2022).
+        tp_check: whether a table given as `tp_plan` is checked numerically on small tensors before it is used.
+        sequence_parallel: whether norms, dropout and residuals, between the layers that ``tp`` splits, are split
+            along the sequence (Korthikanti et al. 2022).
         pp_schedule: how the stages' forwards and backwards are ordered: "gpipe", "1f1b", "interleaved_1f1b",
             "looped_bfs", "interleaved_zero_bubble", "zbv" or "dualpipev". See ``docs/pipelines.md``.
         pp_split: names of the modules that start a stage, the first stage's excepted; None to balance the stages' cost.
-        pp_stages_per_rank: how many stages each pipeline rank has, where the schedule works with several; None for as
-            few as it does.
-        pp_units: names of modules (globs allowed) that a pipeline is not to cut through, beside the model's blocks; or
-            of parts of blocks, between which it may then cut.
+        pp_stages_per_rank: how many stages each pipeline rank has, for schedules that take several; None for the
+            fewest that the schedule takes.
+        pp_units: names of modules (globs allowed) that stay on one stage, besides the model's blocks; or of parts of
+            blocks, to allow cuts between them.
         offload: what is kept in host memory or on disk, an :class:`Offload`. "cpu" and "disk" mean optimizer states
             and gradients; None keeps all on the device.
-        logits: whether ``Engine.step`` and ``evaluate`` hold a model's logits: "whole"; "tiled", where a cross entropy
-            takes them a tile at a time and nothing else needs them; "auto" for tiles where logits are large. See
+        logits: whether ``Engine.step`` and ``evaluate`` hold a model's logits: "whole" for yes; "tiled" for a tile at
+            a time, wherever a cross entropy allows it; "auto" for tiles where logits are large. See
             ``docs/logits.md``.
 
     Raises:
-        ValueError: a value that no hardware could honour; the message says what would work.
+        ValueError: a value that cannot work on any hardware; the message says what would work.
         TypeError: a value of the wrong type.
+
+    Examples:
+        >>> plan = ts.Plan(tp=2, zero=3, precision="bf16")
+        >>> plan.resolve(8).dp_shard  # on eight processes
+        4
+        >>> plan.to_yaml("plan.yaml")
+        >>> ts.Plan.from_yaml("plan.yaml") == plan
+        True
     """
 
     dp_replicate: int = 1

@@ -49,15 +49,19 @@ class _Description:
 def slice(
     tensor: torch.Tensor, num_partitions: int, dim: int | None = None, contiguous: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Cuts `tensor` along `dim` (the last, if None) as parameters are cut over `num_partitions` ranks.
+    """Cuts `tensor` along `dim` (the last, if None) in the way that parameters are cut over `num_partitions` ranks.
 
     Args:
-        num_partitions: how many parts; always that many, though the last may be shorter, or empty.
-        contiguous: whether the parts are to be contiguous; otherwise they are views.
+        num_partitions: how many parts to return. The last ones may be shorter, or empty.
+        contiguous: whether the parts are made contiguous; otherwise they are views.
 
     Raises:
         ValueError: `num_partitions` is below 1.
         IndexError: the tensor has no dimension `dim`.
+
+    Examples:
+        >>> [part.shape[0] for part in ts.slice(torch.randn(5, 4), 2, dim=0)]
+        [3, 2]
     """
     check_tensor(tensor, "slice")
     if num_partitions < 1:
@@ -76,24 +80,33 @@ def collect_state_dict(
     rank0_only: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """The state with every split tensor full, as the model that is not parallel would give it.
+    """The state dict with full tensors, as the model without parallel layers would give it.
 
-    Every rank calls this. Tensors are put together one at a time: no rank holds more than one full tensor
-    besides those it is to return. Of a large model ``rank0_only=True, device="cpu"`` is what fits.
+    Every rank calls this. Tensors are gathered one at a time: no rank holds more than one full tensor
+    besides those that it returns. For a large model, use ``rank0_only=True, device="cpu"``.
 
     Args:
         model: a module, or an optimizer of its parameters. A ``ZeroRedundancyOptimizer`` is consolidated, on the
             first rank of its group if `rank0_only`.
-        state_dict: ``model.state_dict()``, which is taken if None. Where a module's is given, as in TorchShard's
-            scripts, ``optimizer.state_dict()`` of its optimizers is full, too, on the first rank of each group, until
-            their next step.
+        state_dict: what ``model.state_dict()`` returned; None to call it here. If a module's is given, as in
+            TorchShard's scripts, ``optimizer.state_dict()`` of its optimizers is full too, on the first rank of each
+            group, until their next step.
         prefix: put before every name in the result.
-        rank0_only: return the state on the first rank of each model-parallel group alone, and {} on the
-            others, which then never hold more than one full tensor.
-        device: where the result is to be; None: where the tensors are.
+        rank0_only: whether only the first rank of each model-parallel group returns the state. The others return {},
+            and never hold more than one full tensor.
+        device: where the result is stored; None for where the tensors are.
 
     Returns:
-        A dict of the structure of `state_dict`, of plain tensors; tensors that were tied still are.
+        A dict of the structure of `state_dict`, of plain tensors. Tied tensors stay tied.
+
+    Examples:
+        >>> ts.distributed.init_process_group()
+        >>> layer = ts.nn.ParallelLinear(16, 4, dim=1)
+        >>> state = ts.collect_state_dict(layer)
+        >>> state["weight"].shape
+        torch.Size([4, 16])
+        >>> layer.load_state_dict(ts.relocate_state_dict(layer, state))
+        <All keys matched successfully>
     """
     _check_stateful(model, "collect_state_dict")
     keep = not rank0_only or _is_first_rank()
@@ -126,22 +139,29 @@ def collect_state_dict(
 
 @torch.no_grad()
 def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, prefix: str = "") -> dict[str, Any]:
-    """Turns a state of full tensors into what this rank's ``model.load_state_dict`` takes.
+    """Cuts a state dict of full tensors to what this rank's ``model.load_state_dict`` takes.
 
-    Every rank calls this. Either all ranks pass the state, and no tensor travels; or the first rank of each
-    model-parallel group passes it, the others None or {}, and it is sent one tensor at a time.
+    Every rank calls this. Either all ranks pass the state, and nothing is sent. Or the first rank of each
+    model-parallel group passes it, and the others pass None or {}; then it is sent one tensor at a time.
 
     Args:
         model: a module with split parameters, or an optimizer of them.
-        state_dict: what :func:`collect_state_dict` returned, or the state of the model that is not parallel.
+        state_dict: what :func:`collect_state_dict` returned, or the state dict of the model without parallel layers.
         prefix: put before every name in the result.
 
     Returns:
-        A dict of the structure of `state_dict`, in which split tensors are this rank's shards. The input is left as
-        it is.
+        A dict of the structure of `state_dict`, in which split tensors are this rank's shards. The input is not
+        changed.
 
     Raises:
-        ValueError: a tensor is not of the shape that the model has, or no rank passed a state.
+        ValueError: a tensor has another shape than in the model, or no rank passed a state.
+
+    Examples:
+        >>> ts.distributed.init_process_group()
+        >>> layer = ts.nn.ParallelLinear(16, 4, dim=1)
+        >>> state = torch.nn.Linear(16, 4).state_dict()
+        >>> layer.load_state_dict(ts.relocate_state_dict(layer, state))
+        <All keys matched successfully>
     """
     _check_stateful(model, "relocate_state_dict")
     group = groups.get_group() if groups.is_initialized() else groups.world_group()
@@ -179,11 +199,17 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state dict, in which split tensors are DTensors that share the memory of the model's shards.
 
-    It is what ``torch.distributed.checkpoint`` saves, and loads in place, on any number of ranks. The model's
-    ``load_state_dict`` takes it, too.
+    ``torch.distributed.checkpoint`` saves it, and loads it in place, on any number of ranks. The model's
+    ``load_state_dict`` takes it too.
 
     Raises:
         ValueError: a parameter of a parallel layer is a DTensor already, as under FSDP2.
+
+    Examples:
+        >>> ts.distributed.init_process_group()
+        >>> layer = ts.nn.ParallelLinear(16, 4, dim=1)
+        >>> ts.sharded_state_dict(layer)["weight"].shape
+        torch.Size([4, 16])
     """
     state_dict, layouts = model.state_dict(), _layouts(model)
     for path, layout in layouts.items():

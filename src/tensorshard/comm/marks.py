@@ -87,7 +87,7 @@ def set_mark(tensor: torch.Tensor, mark: ParallelMark | None) -> torch.Tensor:
 
 
 def get_parallel_dim(tensor: torch.Tensor) -> int | None:
-    """Along which dimension `tensor` is split, or None if it is whole.
+    """The dimension along which `tensor` is split; None if it is whole.
 
     For a parameter of a parallel layer this is the `dim` of the layer: 1 or -1 for the weight [out_features,
     in_features] of a linear layer that splits its output features, and 0 for weight and bias of one that splits its
@@ -106,14 +106,13 @@ def register_parallel_dim(
     size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Says that `tensor` is a shard, split along `dim`; or, with None, that it is whole.
+    """Marks `tensor` as a shard that is split along `dim`; with None, as whole.
 
     Args:
         tensor: marked in place.
         dim: of an activation or buffer, its own dimension. Of an ``nn.Parameter``, the `dim` of its layer, as
             :func:`register_parallel_attribute` takes it.
-        size: elements of the whole tensor along `dim`. Where it is not given, what needs it asks the other
-            ranks.
+        size: elements of the full tensor along `dim`. Without it, code that needs it asks the other ranks.
         group: the ranks that hold the parts; by default those of the layer or loss that reads the mark.
 
     Returns:
@@ -123,6 +122,11 @@ def register_parallel_dim(
         IndexError: the tensor has no dimension `dim`.
         ValueError: a parameter's `dim` is none of 0, 1 and -1.
         TypeError: a DTensor, whose placements already say how it is split.
+
+    Examples:
+        >>> shard = ts.register_parallel_dim(torch.randn(8, 16), -1)
+        >>> ts.get_parallel_dim(shard)
+        -1
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"register_parallel_dim was given a {type(tensor).__name__}, where a tensor was expected")
@@ -142,7 +146,7 @@ def register_parallel_attribute(
     size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Says that a parameter of a layer of one's own is a shard, by the `dim` of the layer.
+    """Marks a parameter of your own layer as a shard, by the `dim` of the layer.
 
     Args:
         param: marked in place.
@@ -159,6 +163,11 @@ def register_parallel_attribute(
         IndexError: with ``order_type=1``, the tensor has no dimension `value`.
         ValueError: `value` or `order_type` is none of these.
         TypeError: a DTensor.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.randn(2, 16))  # this rank's rows
+        >>> ts.get_parallel_dim(ts.register_parallel_attribute(weight, 1))
+        1
     """
     _refuse_dtensor(param)
     if order_type not in (0, 1):

@@ -17,21 +17,27 @@ _AVERAGED = "_tensorshard_averaged"
 
 
 def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
-    """Has ``DistributedDataParallel`` leave the split parameters of `module` alone. Call it before wrapping.
+    """Makes ``DistributedDataParallel`` leave the split parameters of `module` alone. Call it before wrapping.
 
-    (Wrapping calls it itself where it was forgotten, for parameters split over the model-parallel group.)
+    If you forget it, wrapping calls it, for parameters that are split over the model-parallel group.
 
-    What a parallel layer holds in full on every rank, as the bias of a layer that splits its input features, is
-    averaged like any other parameter. Where model-parallel groups are smaller than the world, other groups hold the
-    same shards and see other samples: then the shards of the first group are copied to them now, and gradients of split
-    parameters are averaged over the groups at the end of every backward.
+    Parameters that every rank holds in full, such as the bias of a layer that splits its input features, are
+    averaged as usual. If model-parallel groups are smaller than the world, other groups hold the same shards and see
+    other samples. Then the first group's shards are copied to them now, and the gradients of split parameters are
+    averaged over the groups at the end of every backward.
 
     Returns:
-        Their names.
+        The names of the split parameters.
 
     Raises:
         ValueError: a parameter is split over a group that is neither the world nor one of the model-parallel
             groups.
+
+    Examples:
+        >>> ts.distributed.init_process_group()
+        >>> model = torch.nn.Sequential(ts.nn.ParallelLinear(16, 4, dim=1), torch.nn.Linear(4, 4))
+        >>> ts.register_ddp_parameters_to_ignore(model)
+        ['0.weight', '0.bias']
     """
     split = {
         (module_name, name): parameter

@@ -15,25 +15,30 @@ def init_process_group(
 ) -> None:
     """Makes the model-parallel groups, and the data-parallel groups across them. Every process calls it.
 
-    A world that does not exist yet is joined first: torchrun's if this process was started by it, else a
-    world of one. As long as the groups exist, torch's ``DistributedDataParallel``, ``GradScaler``, ``clip_grad_norm_``
-    and ``ZeroRedundancyOptimizer`` know of split parameters (``docs/torchshard.md``).
+    If there is no torch process group yet, it makes one first: torchrun's, if torchrun started this process, else one
+    of this process alone. While the groups exist, torch's ``DistributedDataParallel``, ``GradScaler``,
+    ``clip_grad_norm_`` and ``ZeroRedundancyOptimizer`` handle split parameters (``docs/torchshard.md``).
 
     Args:
-        group_size: ranks per model-parallel group; None for all of the world.
-        device_type: where the parameters of parallel layers live: "cuda" or "cpu". By default "cuda" where
-            the world communicates over NCCL.
+        group_size: ranks in each model-parallel group; None for all ranks.
+        device_type: where the parameters of parallel layers are: "cuda" or "cpu". By default "cuda" if the world
+            communicates over NCCL.
         timeout: of the groups made here (a group of all processes is the world, and keeps its own); None for
             the backend's.
-        check_collectives: before each collective of this package over these groups, compare what the ranks
-            are about to call, and raise :class:`CollectiveMismatchError` where it differs or a rank does not
-            come within `timeout`. Slow: for finding mistakes. Torch's own calls are checked by
-            ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+        check_collectives: whether ranks compare what they are about to call before each collective of this package
+            over these groups. If it differs, or a rank does not come within `timeout`, they raise
+            :class:`CollectiveMismatchError`. It is slow, and meant for finding mistakes.
+            ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` checks torch's own calls.
 
     Raises:
-        TypeError: `group_size` is no integer.
-        ValueError: `group_size` does not divide the world.
-        RuntimeError: called before with other arguments. Called twice with the same, it does nothing.
+        TypeError: `group_size` is not an integer.
+        ValueError: `group_size` does not divide the number of ranks.
+        RuntimeError: it was called before with other arguments. A second call with the same does nothing.
+
+    Examples:
+        >>> ts.distributed.init_process_group()
+        >>> ts.distributed.get_rank(), ts.distributed.get_world_size(), ts.distributed.get_group_size()
+        (0, 1, 1)
     """
     groups.init_process_group(
         group_size,

@@ -51,16 +51,25 @@ class Engine(LoopMethods):
     """A model, its optimizer and one call, :meth:`step`, under any plan. Made by :func:`tensorshard.parallelize`.
 
     Attributes:
-        model: callable as before; its parameters are this rank's. A loop of one's own works too, by
+        model: callable as before; it holds this rank's part of the parameters. You can write your own loop with
             ``engine.model(x)``, :meth:`backward`, ``engine.optimizer.step()``, ``engine.optimizer.zero_grad()``
             (``docs/your-own-loop.md``). With a pipeline it holds this rank's stages, and cannot be called.
-        optimizer: updates the masters; learning-rate schedulers are built on it. Its ``step()`` checks and clips the
-            gradients as the plan says.
-        step_count: optimizer steps taken, skipped ones of fp16 included.
-        measure_grad_norm: whether the next steps set :attr:`grad_norm` even where the plan does not need it.
+        optimizer: updates the master weights. Build learning-rate schedulers on it. Its ``step()`` checks and clips
+            the gradients as the plan says.
+        step_count: optimizer steps so far, with those that fp16 has skipped.
+        measure_grad_norm: whether the next steps set :attr:`grad_norm` even if the plan does not clip.
         scaler: the loss scaler of fp16, or None.
         random: where dropout and the like draw from, within the Engine's calls and the model's forward. Torch's global
             generators are the user's.
+
+    Examples:
+        >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+        >>> build = functools.partial(torch.nn.Linear, 16, 4)
+        >>> engine = ts.parallelize(build, ts.Plan(), optimizer=adamw, loss_fn=torch.nn.functional.mse_loss)
+        >>> loss = engine.step(torch.randn(8, 16), torch.randn(8, 4))
+        >>> engine.save("checkpoints/step-1")
+        >>> engine.load("checkpoints/step-1")
+        {}
     """
 
     def __init__(
@@ -137,23 +146,26 @@ class Engine(LoopMethods):
     # -- one step --
 
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
-        """One optimizer step on this data rank's batch, all its micro-batches. Gradients from before are discarded.
+        """One optimizer step on this data rank's batch, with all its micro-batches. Older gradients are discarded.
+
+        Every rank calls it. Ranks that differ only along tp, cp or pp pass the same batch.
 
         Args:
-            inputs: a tensor, or a tuple or dict of them (positional or keyword arguments of the model), samples first.
-            targets: what the loss function takes beside the output, samples first.
+            inputs: a tensor, or a tuple or dict of tensors (positional or keyword arguments of the model). The first
+                dimension of each is the samples.
+            targets: what the loss function takes besides the output. The first dimension is the samples.
 
         Returns:
-            The mean loss over the whole global batch before the update: a scalar, the same on every rank.
+            The mean loss over the global batch before the update: a scalar, the same on every rank.
 
         Raises:
             ValueError: the batch does not split into ``plan.micro_batches``; ranks that differ only along tp, cp or pp
                 pass different batches; the loss does not depend on the model.
-            NonFiniteLossError: the loss or the gradient's norm is NaN or infinite, on whichever rank.
+            NonFiniteLossError: the loss or the gradient's norm is NaN or infinite, on any rank.
 
-        Whatever it raises before the update, on every rank: weights, optimizer, buffers (running statistics among them)
-        and random streams are as before, and the next step is as if this one had not been. If one rank alone raised,
-        the others raise when the timeout of their groups is over, and the process group is of no more use.
+        If every rank raises before the update, then weights, optimizer, buffers (running statistics too) and random
+        streams are as before, and training can go on. If only one rank raises, the others raise after the timeout of
+        their groups, and the process group cannot be used any more.
         """
         before = self._buffers_before()
         self._own_loop.forget()
@@ -329,7 +341,7 @@ class Engine(LoopMethods):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The original model's state dict: full tensors on the CPU, fp32 or wider, on rank 0; {} elsewhere.
 
-        A collective: every rank must call it.
+        Every rank calls it.
         """
         with explained("engine.full_state_dict"):
             meet("engine.full_state_dict", self.mesh.world_group, self.device)
@@ -339,7 +351,7 @@ class Engine(LoopMethods):
     def save(self, path: Any, *, extra: dict[str, Any] | None = None) -> None:
         """Writes a checkpoint to the folder `path`: weights, optimizer, scaler, random state, step count and `extra`.
 
-        It is written under a temporary name and renamed, so that `path` is whole or absent. A collective.
+        It is written under a temporary name and renamed, so `path` is whole or absent. Every rank calls this.
 
         Raises:
             FileExistsError: `path` is there already; nothing is overwritten.
@@ -351,7 +363,7 @@ class Engine(LoopMethods):
             save(self, as_path(path), {} if extra is None else extra)
 
     def load(self, path: Any) -> dict[str, Any]:
-        """Reads a checkpoint, written under any plan on any number of ranks; returns its `extra`. A collective.
+        """Reads a checkpoint, written under any plan on any number of ranks; returns its `extra`. Every rank calls it.
 
         Raises:
             FileNotFoundError: `path` is no checkpoint.

@@ -171,24 +171,34 @@ def estimate(
     device: str = "cuda",
     decisions: Decisions | None = None,
 ) -> Estimate:
-    """The memory of `plan`, without the hardware.
+    """How much memory a plan takes on each rank, and how long a step takes, without the hardware.
 
-    The Engine itself takes two steps on fake tensors, as one rank after the other of a world whose other ranks do not
-    exist. So what is found is what the code does. Nothing is computed, and no weights are allocated. Operations are
-    those of CPU ranks; what a kernel takes for itself is not seen.
+    The Engine itself takes two steps on fake tensors, which have shapes and no memory, as each distinct rank in turn.
+    Nothing is computed, and no weights are allocated. Operations are those of CPU ranks. Memory that a kernel
+    allocates inside itself is not counted.
 
     Args:
         model: as for :func:`tensorshard.parallelize`; a module is copied, and left as it is.
         world_size: the number of ranks.
         inputs, targets: one data rank's batch, as for :meth:`Engine.step`; only shapes and types matter.
         optimizer, loss_fn: as for :func:`tensorshard.parallelize`.
-        hardware: a name such as "a100-80", or a :class:`Hardware`; None for none.
+        hardware: a name such as "a100-80", or a :class:`Hardware`; without it there is no time, and no limit to fit.
         device: what the ranks compute on: "cuda" or "cpu". Collectives of CPU ranks also hold what they receive.
-        decisions: of an earlier estimate that hold here too, and to which those of this one are added; None to decide.
+        decisions: those of an earlier estimate of this model, to save time. Those of this one are added to them.
 
     Raises:
-        ValueError: the plan does not suit the model or the number of ranks; unknown hardware, with the names that are.
-        RuntimeError: this process is in a world of ranks already.
+        ValueError: the plan does not suit the model or the number of ranks; or the hardware is unknown (the error
+            lists the names).
+        RuntimeError: this process is in a process group already.
+
+    Examples:
+        >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+        >>> build = functools.partial(torch.nn.Linear, 1024, 1024)
+        >>> batch = torch.zeros(8, 1024)  # only shapes and types matter
+        >>> found = ts.estimate(build, ts.Plan(zero=3), world_size=4, inputs=batch, targets=batch,
+        ...                     optimizer=adamw, loss_fn=torch.nn.functional.mse_loss, hardware="a100-80")
+        >>> found.fits("1GiB"), found.largest.peak_allocated < 2**25
+        (True, True)
     """
     found = find_hardware(hardware)
     check_choice("device", device, tuple(_BACKENDS))

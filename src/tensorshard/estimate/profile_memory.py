@@ -76,16 +76,21 @@ class MemoryProfile:
 
 @contextmanager
 def profile_memory(engine: Engine) -> Iterator[MemoryProfile]:
-    """Records what the steps inside hold, on this rank. Every rank may do so; steps are slower meanwhile.
+    """Records how much memory the steps inside the ``with`` statement hold on this rank, in bytes by category.
 
-    A storage that exists already is counted from the start if it is of a parameter, a buffer, a gradient or a state of
-    the optimizer. Each further one is counted from the operation that makes it until it is freed. What is on another
-    device, or offloaded to disk, is not counted.
+    Any number of ranks may record. Steps are slower meanwhile. Parameters, buffers, gradients and optimizer states
+    that exist already count from the start. Every other tensor counts from the operation that makes it until it is
+    freed. What is on another device, or offloaded to disk, does not count.
 
-    Example:
-        >>> with ts.profile_memory(engine) as profile:  # doctest: +SKIP
-        ...     engine.step(inputs, targets)
-        >>> profile.to_html("memory.html")  # doctest: +SKIP
+    Examples:
+        >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+        >>> build = functools.partial(torch.nn.Linear, 16, 4)
+        >>> engine = ts.parallelize(build, ts.Plan(), optimizer=adamw, loss_fn=torch.nn.functional.mse_loss)
+        >>> with ts.profile_memory(engine) as profile:
+        ...     loss = engine.step(torch.randn(8, 16), torch.randn(8, 4))
+        >>> sum(profile.rank.by_category.values()) == profile.rank.peak_allocated  # bytes
+        True
+        >>> profile.to_html("memory.html")
     """
     mesh = engine.mesh
     profile = MemoryProfile(engine.plan, mesh.world_size, device=engine.device.type)

@@ -32,13 +32,13 @@ def find_plans(
     top: int = 5,
     step_time: float | None = None,
 ) -> PlanSearch:
-    """The best plans of `world_size` ranks for a model, without the hardware.
+    """The best plans for a model on `world_size` ranks, without the hardware.
 
-    Every plan that the world and the batch allow is considered: degrees of data parallelism (hybrid sharding between
-    nodes included), tp with and without split sequences, pipelines with their schedules, ZeRO levels, micro-batches,
-    recomputation, and offload to disk of CPU ranks. Predictions put them in order, and those near the best are
-    estimated (:func:`tensorshard.estimate`), the most promising first. A search is deterministic. Plans that compute
-    something else are not considered: precision, clipping and the like are `fixed`, or at a Plan's defaults.
+    It considers every plan that the number of ranks and the batch allow: degrees of data parallelism (with hybrid
+    sharding between nodes), `tp` with and without sequence parallelism, pipelines with their schedules, ZeRO levels,
+    micro-batches, recomputation, and, on CPU ranks, offload to disk. It predicts the time of each, and estimates those
+    near the best (:func:`tensorshard.estimate`), the most promising first. The same search gives the same plans.
+    Fields that change results, such as precision and clipping, are as in `fixed`, or at a Plan's defaults.
 
     Args:
         model, optimizer, loss_fn: as for :func:`tensorshard.estimate`.
@@ -59,8 +59,18 @@ def find_plans(
         step_time: seconds, for the objective "cost".
 
     Raises:
-        ValueError, TypeError: an argument makes no sense; or nothing fits, with the smallest changes that would.
-        RuntimeError: this process is in a world of ranks already.
+        ValueError, TypeError: an argument makes no sense; or nothing fits. The error then names the smallest changes
+            that would.
+        RuntimeError: this process is in a process group already.
+
+    Examples:
+        >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+        >>> build = functools.partial(torch.nn.Linear, 64, 64)
+        >>> batch = torch.zeros(8, 64)
+        >>> found = ts.find_plans(build, world_size=2, inputs=batch, targets=batch, optimizer=adamw, top=1,
+        ...                       loss_fn=torch.nn.functional.mse_loss, hardware="h100", fixed={"tp": 1, "pp": 1})
+        >>> found.best.plan.dp_shard * found.best.plan.dp_replicate
+        2
     """
     check_objective(objective, step_time, top)
     question = ask(

@@ -64,25 +64,30 @@ class PretrainedModel:
 def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | None = None) -> PretrainedModel:
     """A model for :func:`tensorshard.parallelize` that starts from weights in files, under any plan.
 
-    Each rank reads what it keeps, a tensor at a time, from memory-mapped files: no process ever holds the model. The
-    same files must be there on every machine.
+    Each rank reads what it keeps, one tensor at a time, from memory-mapped files. No process ever holds the model. The
+    same files must be on every machine.
 
     Args:
-        path: a directory as Hugging Face writes it (``model.safetensors``, or several files and an index), or a file:
-            ``.safetensors``, or a state dict by ``torch.save``, which may stand under ``"state_dict"`` or ``"model"``;
-            or what :meth:`tensorshard.Engine.save` wrote, of which the weights alone are taken. Pickles that could run
-            code are refused.
-        model: the constructor of the model whose weights these are, any ``nn.Module``. By default it is the class that
-            ``config.json`` names, of transformers.
+        path: a directory as Hugging Face writes it (``model.safetensors``, or several files and an index); or a file:
+            ``.safetensors``, or a state dict by ``torch.save``, which may be the entry ``"state_dict"`` or ``"model"``
+            of a dict; or a checkpoint of :meth:`tensorshard.Engine.save`, of which only the weights are taken.
+            Pickles that could run code raise an error.
+        model: builds the ``nn.Module`` that the weights are for. By default, the class of transformers that
+            ``config.json`` names.
 
-    Weights are cast to the dtype of the model's parameters. Tensors of the model that the files do not have, such as a
-    new classifier, start as its constructor makes them; tensors of the files that the model does not have are left out.
-    Both are said in the log.
+    Weights are cast to the dtype of the model's parameters. Tensors that the files lack, such as a new classifier,
+    are initialised by the model's constructor. Tensors that the model lacks are left out. The log names both.
 
     Raises:
         FileNotFoundError: no weights, or no ``config.json`` and no `model`.
-        ValueError: files that cannot be read; an architecture that transformers does not have. By ``parallelize``:
-            shapes that differ from the model's, or no name in common.
+        ValueError: files that cannot be read; an architecture that transformers does not have. ``parallelize`` raises
+            it for shapes that differ from the model's, or if no name is in common.
+
+    Examples:
+        >>> torch.save(torch.nn.Linear(16, 4).state_dict(), "weights.pt")
+        >>> model = ts.from_pretrained("weights.pt", functools.partial(torch.nn.Linear, 16, 4))
+        >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-5)
+        >>> engine = ts.parallelize(model, ts.Plan(), optimizer=adamw, loss_fn=torch.nn.functional.mse_loss)
     """
     place = as_path(path, "a directory or a file of weights").expanduser()
     if not place.exists():
