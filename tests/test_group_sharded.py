@@ -262,7 +262,7 @@ def _twice_and_outside() -> list[str]:
 
 def test_a_model_is_sharded_once_and_by_members_of_the_group(ranks):
     outside = ranks(2, _twice_and_outside)[1]
-    assert "it can be sharded once" in outside[0]
+    assert "a model can be laid out only once" in outside[0]
     assert "this process is not in the group" in outside[1]
 
 

@@ -38,12 +38,12 @@ def main(names: list[str]) -> None:
 
 def _held() -> dict[str, Any]:
     """What the fullest rank of four holds of a GPT-2 XL, on the device and on its host."""
-    tokens = torch.zeros(4, 512, dtype=torch.long)
+    tokens = torch.zeros(2, 512, dtype=torch.long)
     plans = {}
     for name, fields in _HELD.items():
         found = _estimate(
             partial(GPT, vocab_size=50257, context_length=1024, num_layers=48, num_heads=25, width=1600),
-            ts.Plan(precision="bf16", recompute="full", micro_batches=4, **fields),
+            ts.Plan(precision="bf16", recompute="full", **fields),
             tokens,
             _RANKS,
         ).largest

@@ -29,7 +29,7 @@ def check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: A
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a callable (output, targets) -> loss")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise TypeError(
-            f"loss_fn is the class {loss_fn.__name__}, which makes a loss and is none; give one, {loss_fn.__name__}()"
+            f"loss_fn is the class {loss_fn.__name__} itself; it must be an object of it: pass {loss_fn.__name__}()"
         )
     _check_takes_two(loss_fn)
     check_loss_function(loss_fn)
@@ -75,7 +75,7 @@ def _check_model(model: Any) -> None:
     if missing is not None:
         raise TypeError(
             f"{getattr(model, '__name__', type(model).__name__)} was given as the model, and is called as model() "
-            f"({missing}); give its arguments by functools.partial(...), or a lambda"
+            f"({missing}); pass its arguments with functools.partial(...) or a lambda"
         )
 
 
@@ -84,8 +84,8 @@ def _check_takes_two(loss_fn: Any) -> None:
     refused = _refused_call(called, None, None)
     if refused is not None:
         raise TypeError(
-            f"loss_fn takes {inspect.signature(called)}, and is called as loss_fn(output, targets) ({refused}); where "
-            f"the model computes its loss, give lambda output, targets: output"
+            f"loss_fn takes {inspect.signature(called)}, and is called as loss_fn(output, targets) ({refused}); if "
+            f"the model computes its own loss, pass lambda output, targets: output"
         )
 
 

@@ -38,7 +38,7 @@ def data_with_known_fields(cls: type[_Class]) -> type[_Class]:
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         raise FrozenInstanceError(
-            f"{name} of {_article(cls.__name__)} cannot be changed, as a run may stand on it; make another one: "
+            f"{name} of {_article(cls.__name__)} cannot be changed; make a new one: "
             f"dataclasses.replace({cls.__name__.lower()}, {name}={value!r})"
         )
 

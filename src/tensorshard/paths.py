@@ -29,6 +29,6 @@ def read_utf8(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is no text in UTF-8: its byte {error.start} is {error.object[error.start]:#04x}; text in "
+            f"{path} is not UTF-8 text: its byte {error.start} is {error.object[error.start]:#04x}; text in "
             f"another encoding has to be converted, such as by `iconv -f latin1 -t utf-8`"
         ) from error

@@ -86,7 +86,7 @@ def test_another_models_checkpoint_is_refused(ranks, tmp_path):
     path = str(tmp_path / "gpt")
     ranks(2, _save, "gpt", path)
     assert "another model" in ranks(2, _load_into, "vit", path)[0]
-    assert "no checkpoint" in ranks(1, _load_into, "vit", str(tmp_path / "nowhere"))[0]
+    assert "not a checkpoint" in ranks(1, _load_into, "vit", str(tmp_path / "nowhere"))[0]
 
 
 class _Evil:

@@ -51,7 +51,7 @@ def test_bad_calls_are_sentences_and_write_nothing(ranks, tmp_path, capsys):
     (tmp_path / "there" / "file").touch()
     for words, said in {
         ("saved",): "export takes a checkpoint and a directory to write, and was given",
-        ("there", "new"): "is no checkpoint of tensorshard: it has no file engine.json",
+        ("there", "new"): "is not a checkpoint of tensorshard: it has no file engine.json",
         ("saved", "there"): "is there already and is not overwritten",
         ("saved", "new", "--max-shard-size", "some"): "max_shard_size='some' was given; it must be a number of bytes",
     }.items():

@@ -51,7 +51,7 @@ def test_state_dicts_by_hand(ranks):
     found = ranks(2, _loaded_by_hand, [*_SPLIT, *_FULL])[0]
     for fields, (refused, loaded, expected, wrong) in zip([*_SPLIT, *_FULL], found, strict=True):
         if fields in _SPLIT:
-            assert "would hold this rank's parts of the weights alone" in refused
+            assert "would hold only this rank's parts of the weights" in refused
             assert "engine.full_state_dict()" in refused
         else:
             assert refused == "set()"
@@ -75,7 +75,7 @@ def _weights_swapped(fields: dict[str, Any]) -> tuple[list[float], list[dict[str
         state = engine.full_state_dict()
     losses.append(engine.evaluate(*batch).item())
     with (
-        pytest.raises(ValueError, match="'nothing', which is no parameter of the model"),
+        pytest.raises(ValueError, match="'nothing', which is not a parameter of the model"),
         engine.using_weights({"nothing": batch[0]}),
     ):
         pass
@@ -146,7 +146,7 @@ def test_other_optimizers_are_told(ranks):
     expected = [
         "RuntimeError: this SGD was built on the parameters that the model had before tensorshard.parallelize",
         "RuntimeError: this Adam was built on the parameters of a laid-out model, which engine.optimizer updates",
-        "TypeError: an Engine is no list of parameters",
+        "TypeError: an Engine is not a list of parameters",
         "AttributeError: an Engine has no 'parameters'; use engine.model.parameters()",
         "AttributeError: an Engine has no attribute 'nothing'",
         "RuntimeError: load_state_dict(assign=True) would take",

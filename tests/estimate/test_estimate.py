@@ -194,7 +194,7 @@ def _refusal(plan: dict[str, Any], **changed: Any) -> str:
         ({}, dict(world_size=3), "3"),
         ({}, dict(hardware="a100"), "did you mean 'a100-80' or 'a100-40'?"),
         ({}, dict(device="tpu"), "device is 'tpu'"),
-        ({}, dict(joined=True), "in a world of ranks already"),
+        ({}, dict(joined=True), "in a process group already"),
     ],
 )
 def test_refusals(ranks, plan, changed, said):

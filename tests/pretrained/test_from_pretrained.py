@@ -167,7 +167,7 @@ def test_bad_inputs_are_sentences(ranks, tmp_path):
     with pytest.raises(ValueError, match="holds more than tensors, numbers and containers, and is not opened"):
         ts.from_pretrained(tmp_path / "module.pt", _Plain)
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    with pytest.raises(ValueError, match="is no file of safetensors, or is cut off"):
+    with pytest.raises(ValueError, match="is not a safetensors file, or is cut off"):
         ts.from_pretrained(tmp_path / "cut.safetensors", _Plain)
     torch.save(_Plain(width=16).state_dict(), tmp_path / "wide.pt")
     with pytest.raises(ValueError, match=r"layers.0.weight has shape \(16, 4\) in the files and \(8, 4\) in the model"):

@@ -59,7 +59,7 @@ def test_what_cannot_be_asked_is_told(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no tokenizer .*; give a tokenizer.json, its directory, or"):
         find_codec(str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is no tokenizer.json"):
+    with pytest.raises(ValueError, match=r"is not a tokenizer.json"):
         find_codec(str(tmp_path / "bad.json"))
     with pytest.raises(ConfigError, match="there is no key 'promt'; did you mean"):
         TextSettings.from_config({"promt": "a"})

@@ -71,7 +71,7 @@ WRONG_FILES: dict[str, tuple[Any, ...]] = {
     "a list": ("- zero\n- 3\n", "holds a list", "a mapping of field names to values"),
     "an unknown field": ("zero: 3\ndp_shrad: 2\n", "no field 'dp_shrad'", "did you mean 'dp_shard'?"),
     "broken YAML": ("zero: [3\n", "plan.yaml", "cannot be read as YAML", "line"),
-    "YAML that is not UTF-8": ("# caf\u00e9\n", "plan.yaml is no text in UTF-8", "iconv"),
+    "YAML that is not UTF-8": ("# caf\u00e9\n", "plan.yaml is not UTF-8 text", "iconv"),
     "no file": (None, "plan.yaml", "there is no file"),
 }
 

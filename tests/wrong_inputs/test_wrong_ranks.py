@@ -68,7 +68,7 @@ AT_ONCE: dict[str, Case] = {
     "different lengths along tp": (
         lambda r: _engine(tp=2).step(TOKENS[:, : 4 - r.number], TOKENS[:, : 4 - r.number]), "[4, 4] and [4, 3]"
     ),
-    "a folder that one rank cannot read": (lambda r: _engine().load(r.fails(r.folder)), "no checkpoint"),
+    "a folder that one rank cannot read": (lambda r: _engine().load(r.fails(r.folder)), "not a checkpoint"),
     "prompts of different lengths along tp": (
         lambda r: _engine(tp=2).generate(TOKENS[:, : 2 + r.number], max_new_tokens=2), "different batches"
     ),

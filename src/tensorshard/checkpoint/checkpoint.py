@@ -151,11 +151,11 @@ def _read_description(engine: TrainingState, source: Path) -> tuple[dict[str, An
     """What ``engine.json`` and the metadata of `source` say, and that they fit `engine`.
 
     Raises:
-        FileNotFoundError: `source` is no checkpoint.
+        FileNotFoundError: `source` is not a checkpoint.
         ValueError: it is of another model, or of another optimizer.
     """
     if not (source / "engine.json").is_file():
-        raise FileNotFoundError(f"{source} is no checkpoint of tensorshard: it has no file engine.json")
+        raise FileNotFoundError(f"{source} is not a checkpoint of tensorshard: it has no file engine.json")
     try:
         document = json.loads(read_utf8(source / "engine.json"))
     except ValueError as error:
@@ -327,8 +327,8 @@ def _stored_generators(engine: TrainingState, metadata: Metadata, document: dict
         return rooms
     if engine.mesh.rank == 0:
         logger.warning(
-            "the checkpoint's random state is not restored, as the ranks are laid out otherwise (%s); dropout and the "
-            "like go on with numbers made of the seed and the step",
+            "the checkpoint's random state is not restored, because the layout has changed (%s); dropout goes on with "
+            "random numbers from the seed and the step",
             ", ".join(changed) or "on other devices",
         )
     return {}

@@ -37,7 +37,7 @@ def export_checkpoint(
     if to not in ("hf", "torch"):
         raise ValueError(f"to={to!r} was given; it must be 'hf' or 'torch'")
     if not (checkpoint / "engine.json").is_file():
-        raise FileNotFoundError(f"{checkpoint} is no checkpoint of tensorshard: it has no file engine.json")
+        raise FileNotFoundError(f"{checkpoint} is not a checkpoint of tensorshard: it has no file engine.json")
     (weights,) = open_weight_files(checkpoint)
     layouts = {name: weights.layout(name) for name in weights}
     tensors = ((name, weights[name]) for name in weights)

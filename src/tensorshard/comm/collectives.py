@@ -119,8 +119,8 @@ class _Call:
         return CollectiveMismatchError(
             f"rank {ranks[self.group.rank()]} could not finish the {self._description} over the ranks {ranks}, as "
             f"another rank has failed, has made another call, or took a branch without this one. Every rank of a group "
-            f"must make the same calls in the same order: nothing that computes on split or sharded tensors may stand "
-            f"under an `if rank == 0`, nor depend on a rank's own data. Its transfer ended with: {cause}"
+            f"must make the same calls in the same order: do not compute on split or sharded tensors under an "
+            f"`if rank == 0`, or depending on a rank's own data. Its transfer ended with: {cause}"
         )
 
 

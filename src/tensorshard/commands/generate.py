@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"generate takes a model and a prompt, and was given {' '.join(args.words) or 'nothing'}")
     source, prompt = args.words
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes that the shell hands on undecoded
-        raise ConfigError("the prompt is no text in UTF-8; set the terminal's encoding to UTF-8")
+        raise ConfigError("the prompt is not UTF-8 text; set the terminal's encoding to UTF-8")
     world = World(nproc=args.nproc)
     names = [field.name for field in fields(TextSettings) if field.name != "prompt"]
     settings = TextSettings(prompt, **{name: getattr(args, name) for name in names})

@@ -37,5 +37,5 @@ def run(args: argparse.Namespace) -> int:
 
     begin = time.monotonic()
     launch(run_plans, (), World(nproc=(visible_gpus() or 2) if args.nproc is None else args.nproc))
-    print(f"all of them are what one process computes ({time.monotonic() - begin:.0f} s)")
+    print(f"all plans compute what one process computes ({time.monotonic() - begin:.0f} s)")
     return 0

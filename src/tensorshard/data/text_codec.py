@@ -70,4 +70,4 @@ def find_codec(name: str) -> TextCodec:
     except ImportError as error:
         raise ImportError("reading a tokenizer.json needs the package tokenizers: pip install tokenizers") from error
     except Exception as error:  # what the package raises for a file that is none
-        raise ValueError(f"{file} is no tokenizer.json: {error}") from error
+        raise ValueError(f"{file} is not a tokenizer.json: {error}") from error

@@ -366,7 +366,7 @@ class Engine(LoopMethods):
         """Reads a checkpoint, written under any plan on any number of ranks; returns its `extra`. Every rank calls it.
 
         Raises:
-            FileNotFoundError: `path` is no checkpoint.
+            FileNotFoundError: `path` is not a checkpoint.
             ValueError: its tensors are not those of this model or optimizer; names the first that differ.
         """
         from tensorshard.checkpoint import load

@@ -125,7 +125,7 @@ def _check(dataset: Any, batch_size: Any, options: dict[str, Any]) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f": {', '.join(known)}"
-            raise TypeError(f"engine.loader was given {name!r}, which is no option of torch's DataLoader{hint}")
+            raise TypeError(f"engine.loader was given {name!r}, which is not an option of torch's DataLoader{hint}")
     workers = options.get("num_workers", 0)
     if not isinstance(workers, int) or workers < 0:
         raise ValueError(f"num_workers is {workers!r}; it must be a number of processes, 0 to load in this one")

@@ -181,6 +181,6 @@ class LoopMethods(WaitingForUpdates):
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise TypeError(
-            "an Engine is no list of parameters: engine.optimizer trains its model; give another optimizer to "
+            "an Engine is not a list of parameters: engine.optimizer trains its model; give another optimizer to "
             "parallelize(optimizer=functools.partial(...))"
         )

@@ -44,7 +44,7 @@ class Objective:
         samples = batch_size(inputs)
         if samples == 0:
             raise ValueError(
-                "the batch of this rank has no samples, and their mean loss is none; give at least one on every rank, "
+                "the batch of this rank has no samples, so it has no mean loss; give at least one on every rank, "
                 "or a loss_fn that returns (sum, count)"
             )
         return total * samples, torch.tensor(float(samples), device=self.device)
@@ -147,8 +147,8 @@ def check_has_gradient(loss: torch.Tensor) -> None:
     """
     if not loss.requires_grad:
         raise ValueError(
-            "the loss has no gradient: nothing that is trained is behind what loss_fn returned, or engine.backward was "
-            "given. It must be computed from the model's output, without .detach(), .item(), torch.tensor(...) or "
+            "the loss has no gradient: what loss_fn returned, or engine.backward was given, does not depend on any "
+            "trained parameter. Compute it from the model's output, without .detach(), .item(), torch.tensor(...) or "
             "torch.no_grad()"
         )
 

@@ -57,7 +57,7 @@ def open_tiers(plan: Plan, mesh: Mesh, device: torch.device, *, off_device: bool
     slots = succeed_together(open_slots, mesh.world_group, "parallelize")
     held = (offload.optimizer, offload.gradients, offload.parameters, offload.activations)
     if mesh.rank == 0 and "cpu" in held and not off_device:
-        logger.warning("offload to host memory saves nothing on CPU ranks, whose own memory that is; 'disk' does")
+        logger.warning("offload to host memory saves nothing on CPU ranks, which compute in host memory; 'disk' does")
     return slots
 
 

@@ -25,8 +25,8 @@ def using_weights(
     for name, value in weights.items():
         if name not in parameters:
             raise ValueError(
-                f"weights hold {name!r}, which is no parameter of the model on this rank; take names and tensors from "
-                f"engine.model.named_parameters()"
+                f"weights hold {name!r}, which is not a parameter of the model on this rank; take names and tensors "
+                f"from engine.model.named_parameters()"
             )
         if to_local(value).shape != to_local(parameters[name]).shape:
             raise ValueError(

@@ -319,7 +319,7 @@ class OwnLoop:
             raise RuntimeError(
                 f"{call} was called after {self._done} of the plan's micro_batches={self._plan.micro_batches}: call "
                 f"engine.backward(loss) for each of them first, or put each one's forward, backward, step and "
-                f"zero_grad under `with engine.accumulate():`, which waits for the last; zero_grad drops a rest"
+                f"zero_grad under `with engine.accumulate():`, which waits for the last; zero_grad drops what is left"
             )
 
     def _check_alike(self) -> None:

@@ -1,6 +1,6 @@
 """``state_dict`` and ``load_state_dict`` of a laid-out model: right, or refused, but never a part for the whole.
 
-Where a rank holds parts of the parameters, what it would write is no checkpoint of the model; so the model's own
+Where a rank holds parts of the parameters, what it would write is not a checkpoint of the model; so the model's own
 ``state_dict`` is refused, and with it ``save_pretrained`` and the like, which call it. Full state dicts can be loaded:
 each rank takes its parts of them.
 """
@@ -59,8 +59,8 @@ class GuardedStateDicts:
 
     def _refuse_copy(self, _: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
-            f"a deep copy of the laid-out model (as AveragedModel makes one) would hold this rank's parts of the "
-            f"weights alone, which nobody would put together, under {self._described()}. For an average of the "
+            f"a deep copy of the laid-out model (as AveragedModel makes one) would hold only this rank's parts "
+            f"of the weights, under {self._described()}. For an average of the "
             f"weights, keep copies of engine.model.named_parameters(), and compute with them under "
             f"`with engine.using_weights(average):` (docs/your-own-loop.md)"
         )
@@ -83,7 +83,7 @@ class GuardedStateDicts:
             return
         raise RuntimeError(
             f"state_dict() of the laid-out model (as by torch.save(model.state_dict()) or save_pretrained) would hold "
-            f"this rank's parts of the weights alone, under {self._described()}. Call engine.full_state_dict() on "
+            f"only this rank's parts of the weights, under {self._described()}. Call engine.full_state_dict() on "
             f"every rank: it returns the full state dict on rank 0 (save_pretrained takes it as state_dict=); or "
             f"engine.save(path) for a checkpoint of weights and optimizer"
         )

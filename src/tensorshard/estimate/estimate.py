@@ -205,8 +205,8 @@ def estimate(
     resolved = plan.resolve(world_size)
     if dist.is_initialized():
         raise RuntimeError(
-            "estimate was called in a process that is in a world of ranks already; call it before parallelize, or in "
-            "a process of its own"
+            "estimate was called in a process that is in a process group already; call it before parallelize, or in "
+            "a separate process"
         )
     ranks_here = world_size
     if found is not None and found.rates is not None:

@@ -29,8 +29,7 @@ def check_not_laid_out(model: nn.Module) -> None:
         if by is not None:
             what = f"module {name!r} of the model" if name else "the model"
             raise ValueError(
-                f"{what} is laid out already, by {by}, and it can be sharded once: its forwards and parameters are of "
-                f"that. Build the model anew, or give parallelize the callable that builds it; to go on with its "
-                f"weights, engine.save() them and load() them under the other plan, or load the old engine's "
-                f"full_state_dict() into the new model"
+                f"{what} is laid out already, by {by}, and a model can be laid out only once. Build a new model, or "
+                f"give parallelize the callable that builds it. To go on with these weights, engine.save() them and "
+                f"load() them under the other plan, or load the old engine's full_state_dict() into the new model"
             )

@@ -66,7 +66,7 @@ class DeferredTensor(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         if schema(func).is_mutable:
-            raise RuntimeError(f"{func} would modify logits that are not there as a whole; give it a clone of them")
+            raise RuntimeError(f"{func} would modify logits that are not held as a whole; pass it a clone of them")
         for leaf in tree_leaves((tuple(args), kwargs or {})):
             if isinstance(leaf, DeferredTensor):
                 leaf.before_full(func)

@@ -170,7 +170,7 @@ def ask(
 
     Raises:
         ValueError, TypeError: one of them makes no sense, in a sentence.
-        RuntimeError: this process is in a world of ranks already.
+        RuntimeError: this process is in a process group already.
     """
     check_int("world_size", world_size, least=1)
     given = fixed_fields(fixed)
@@ -191,8 +191,8 @@ def ask(
         )
     if dist.is_initialized():
         raise RuntimeError(
-            "find_plans was called in a process that is in a world of ranks already; call it before parallelize, or "
-            "let parallelize(model, 'auto', ...) choose, which searches in a process of its own"
+            "find_plans was called in a process that is in a process group already; call it before parallelize, or "
+            "let parallelize(model, 'auto', ...) choose, which searches in a separate process"
         )
     share = 1 if found.rates.asynchronous else min(world_size, found.rates.devices_per_node)
     there = found.memory // share if memory is None else size_in_bytes("memory", memory)

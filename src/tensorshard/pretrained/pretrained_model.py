@@ -155,9 +155,9 @@ def _report_missing(module: nn.Module, stored: StoredWeights, path: Path) -> Non
     given = {aliases.get(name, name) for name in stored.made_of}
     missing = [name for name in module.state_dict() if aliases.get(name, name) not in given]
     if missing:
-        logger.warning("%s has no %s; they start as the model's constructor makes them", path, _listed(missing))
+        logger.warning("%s has no %s; the model's constructor initialises them", path, _listed(missing))
     if stored.unused:
-        logger.warning("%s has %s, which the model has no place for", path, _listed(stored.unused))
+        logger.warning("%s has %s, which the model does not have; not used", path, _listed(stored.unused))
 
 
 def _listed(names: list[str]) -> str:

@@ -54,7 +54,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     file = folder / ".metadata"
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} is no checkpoint: it has no file .metadata")
+        raise FileNotFoundError(f"{folder} is not a checkpoint: it has no file .metadata")
     try:
         metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
     except ValueError:

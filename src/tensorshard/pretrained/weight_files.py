@@ -31,7 +31,7 @@ class _Safetensors(WeightFile):
         try:
             self._file = safe_open(path, framework="pt")
         except SafetensorError as error:
-            raise ValueError(f"{path} is no file of safetensors, or is cut off: {error}") from error
+            raise ValueError(f"{path} is not a safetensors file, or is cut off: {error}") from error
         self._names = list(self._file.keys())
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -52,7 +52,7 @@ class _Pickled(WeightFile):
         super().__init__(path)
         if not zipfile.is_zipfile(path):
             raise ValueError(
-                f"{path} is no file of torch.save's, or one of torch before 1.6, which cannot be mapped into memory; "
+                f"{path} is not a file of torch.save, or one of torch before 1.6, which cannot be mapped into memory; "
                 f"write it anew with torch.save(torch.load(file, weights_only=True), file)"
             )
         try:
@@ -120,7 +120,7 @@ def _files_of(index: Path) -> list[Path]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is no index of weights: it has no JSON object 'weight_map'") from error
+        raise ValueError(f"{index} is not an index of weights: it has no JSON object 'weight_map'") from error
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:

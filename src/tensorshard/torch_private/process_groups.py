@@ -190,7 +190,7 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
         RuntimeError: the process is in a world already.
     """
     if dist.is_initialized():
-        raise RuntimeError("this process is in a world of ranks already, and cannot be a rank of a fake one")
+        raise RuntimeError("this process is in a process group already, and cannot be a rank of a fake one")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     report = sys.excepthook  # the world's would write "[rank0]:" before each line, and stays when the world goes

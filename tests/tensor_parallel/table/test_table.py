@@ -43,7 +43,7 @@ def test_a_style_reads_as_it_is_written(text):
         ("replicate(twice)", "takes sum_grad or divided or nothing"),
         ("rowwise(divided)", "takes sum_grad or nothing"),
         ("gather(0, 1, 2)", "takes one dimension"),
-        ("col wise", "is no style"),
+        ("col wise", "is not a style"),
     ],
 )
 def test_a_misspelt_style_is_refused(text, message):

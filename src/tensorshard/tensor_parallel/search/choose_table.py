@@ -59,7 +59,9 @@ def _kept_or_found(model: nn.Module, size: int, inputs: Any, sequence_parallel: 
         try:
             found = _checked(model, kept, size, inputs, sequence_parallel)
         except ValueError as error:  # what was found for this model is wrong for it now: search again
-            logger.info("the tensor-parallel table in %s is searched anew: %s", file.path, error)
+            logger.info(
+                "the tensor-parallel table in %s does not fit any more, and is searched again: %s", file.path, error
+            )
         else:
             logger.info("the tensor-parallel table is from %s, and passed its check again", file.path)
             return found

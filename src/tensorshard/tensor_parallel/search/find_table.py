@@ -135,7 +135,7 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
         start = dict.fromkeys(dict.fromkeys(linear), "colwise or rowwise")
         raise NoTensorPlanError(
             f"nothing of this {type(model).__name__} can be split over {size} ranks:\n{listed}\n"
-            f"if you know better, give a table as Plan(tp_plan=...), starting from {start}"
+            f"you can also pass a table of your own, as Plan(tp_plan=...), starting from {start}"
         )
 
     def check(plan: TensorPlan) -> CheckedPlan:

@@ -83,7 +83,7 @@ class TableFile:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
-            logger.info("the tensor-parallel table in %s is passed over: %s", self.path, error)
+            logger.info("the tensor-parallel table in %s is not used: %s", self.path, error)
             return None
         return KeptTable(plan, whole, alone)
 

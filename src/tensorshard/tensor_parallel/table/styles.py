@@ -113,12 +113,12 @@ def parse_style(text: str) -> Style:
     """
     match = _STYLE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no style: write a name, or a name with options as in packed_colwise(3)")
+        raise ValueError(f"{text!r} is not a style: write a name, or a name with options as in packed_colwise(3)")
     kind, inside = match.groups()
     if kind not in STYLES:
         near = difflib.get_close_matches(kind, STYLES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"the styles are {', '.join(STYLES)}"
-        raise ValueError(f"{kind!r} is no style; {hint}")
+        raise ValueError(f"{kind!r} is not a style; {hint}")
     options = [option.strip() for option in inside.split(",")] if inside and inside.strip() else []
     if kind == "divide":
         if not options or not all(_DIVIDED.fullmatch(option) for option in options):
