@@ -118,7 +118,7 @@ BY_WORKERS: dict[str, tuple[Any, ...]] = {
     "a directory that holds a run": ("train mine.py --output run", "run holds a run already", "--resume"),
     "a directory that cannot be made": ("train mine.py --output mine.py/run", "cannot be written", "--output"),
     "nothing to resume": ("train mine.py --resume", "no run", "with a checkpoint"),
-    "a checkpoint that is none": ("train mine.py --resume there --output out", "there is not a checkpoint", "engine.json"),
+    "a checkpoint that is none": ("train mine.py --resume there --output out", "is not a checkpoint", "engine.json"),
     "another model's checkpoint": (
         "train mine.py model.width=32 --resume run/checkpoints/step-1 --output out", "another model", "(11, 16)"
     ),
