@@ -26,7 +26,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="check the installation and measure this machine, for estimates of time",
         description="Prints versions and backends, compares steps of two ranks with one process, and measures matrix "
         "products, memory, collectives and the disk. What it finds is kept as the hardware 'this-machine' of "
-        "estimates. Exit status 1 where something does not work.",
+        "estimates. Exit status 1 means that something does not work.",
         epilog=_EPILOG,
         formatter_class=HelpFormat,
         allow_abbrev=False,

@@ -34,9 +34,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Adds ``estimate`` to the command line."""
     parser = commands.add_parser(
         "estimate",
-        help="tell what memory a config takes on hardware that need not be here",
-        description="Runs the steps of CONFIG on tensors without memory, as each distinct rank of so many, and prints "
-        "what each holds at its peak. Exit status 1 where that does not fit.",
+        help="say how much memory a config takes on each rank, without the hardware",
+        description="Runs two steps of CONFIG on fake tensors, which have shapes and no memory, as each distinct "
+        "rank in turn. Prints what each holds at its peak. Exit status 1 means that it does not fit.",
         usage="tensorshard estimate [CONFIG] [KEY=VALUE ...] --world-size N [options]",
         epilog=_EPILOG,
         formatter_class=HelpFormat,

@@ -17,7 +17,7 @@ examples:
   tensorshard train my_config.py train.plan=plan.yaml
       as the file says, on as many processes as it is for
   tensorshard plan my_config.py train.plan.tp=8 --world-size 64 --gpu a100-80 --memory 70GiB
-      tp is insisted on; so is every field of train.plan that is set here
+      with tp=8; every field of train.plan that is set here stays as it is
 """
 
 
@@ -25,9 +25,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Adds ``plan`` to the command line."""
     parser = commands.add_parser(
         "plan",
-        help="find the best plans for a config on hardware that need not be here, and say why",
-        description="Compares the plans that so many ranks allow for CONFIG, at the same global batch, and prints the "
-        "best ones with their time and memory, and why the others were not chosen. Exit status 1 where none fits.",
+        help="find the best plans for a config, without the hardware, and say why",
+        description="Finds the best plans for CONFIG on this number of ranks, at the same global batch. Prints their "
+        "time and memory, and why the others were not chosen. Exit status 1 means that none fits.",
         usage="tensorshard plan [CONFIG] [KEY=VALUE ...] --world-size N [options]",
         epilog=_EPILOG,
         formatter_class=HelpFormat,

@@ -20,7 +20,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--nproc",
         type=int,
         metavar="N",
-        help="processes (default: one for each visible GPU, or 2 on a machine without)",
+        help="processes (default: one for each visible GPU, or 2 if there is none)",
     )
     parser.set_defaults(command=run, parser=parser, words=None)
 

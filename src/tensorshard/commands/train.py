@@ -78,7 +78,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="continue from this checkpoint, or from the run's newest if none is named",
     )
     add_allow(parser)
-    parser.add_argument("--print-config", action="store_true", help="print the config, overridden; start nothing")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the config with the overrides, and start nothing"
+    )
     parser.add_argument(
         "--no-estimate", action="store_true", help="do not estimate the memory first (as train.estimate=false)"
     )
@@ -87,13 +89,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="record what the first two steps hold, for a page memory.html (as train.profile_memory=true)",
     )
-    parser.add_argument("--force", action="store_true", help="start also what is estimated not to fit")
+    parser.add_argument("--force", action="store_true", help="start even if the estimate says that it does not fit")
     processes = parser.add_argument_group("processes")
     processes.add_argument(
         "--nproc",
         type=int,
         metavar="N",
-        help="processes on this machine (default: one for each visible GPU, or 2 on a machine without)",
+        help="processes on this machine (default: one for each visible GPU, or 2 if there is none)",
     )
     processes.add_argument("--nnodes", type=int, metavar="N", help="machines (default: 1)")
     processes.add_argument(
@@ -109,7 +111,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="how long a process waits for the others in a collective; then it says which one and ends (default: 300)",
+        help="how long a process waits for the others in a collective before it ends with an error (default: 300)",
     )
     processes.add_argument(
         "--log-dir", metavar="DIR", help="directory for the output of ranks other than 0 (default: a temporary one)"

@@ -1,4 +1,4 @@
-"""The number of ranks of commands that try a config on hardware that need not be here."""
+"""The number of ranks of commands that try a config without its hardware."""
 
 import argparse
 
