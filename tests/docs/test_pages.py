@@ -241,6 +241,8 @@ def _run_commands(page: str, folder: Path) -> dict[str, str]:
         for place in ("runs/my_run-1/checkpoints", "path/to/weights"):
             Path(place).parent.mkdir(parents=True, exist_ok=True)
         Path("runs/my_run-1/checkpoints").mkdir()
+        Path("runs/wide-1").mkdir()
+        Path("runs/wide-1/config.yaml").write_text("train: {steps: 1000}\n")
         Path("runs/my_run-1/checkpoints/step-1000").symlink_to(folder / "runs/quickstart-1/checkpoints/step-1")
         with mock.patch.dict(os.environ):
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):

@@ -27,6 +27,7 @@ from tensorshard.trainer import LossEvaluator
 from tensorshard.trainer.loaders import evaluation_loader
 from tensorshard.trainer.loggers import read_metrics
 from tensorshard.trainer.run import run
+from tensorshard.trainer.session_record import read_sessions
 
 CONFIG = """
 from torch.nn.functional import mse_loss
@@ -120,6 +121,11 @@ def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, c
     assert lines[-1]["loss"] < lines[0]["loss"] / 4
     assert lines[-1]["val_error"] == pytest.approx(lines[-1]["val_loss"], rel=1e-5)
     assert [line["samples"] for line in lines] == [8 * step for step in range(1, 11)]
+    for line in (lines[0], lines[-1]):
+        assert line["peak_memory_bytes/rank0"] == line["peak_memory_bytes"] < 2 * line["peak_memory_bytes/rank1"]
+    (session,) = read_sessions(output / "sessions.jsonl")
+    assert (session.first_step, session.steps, session.world_size, session.device) == (1, 10, 2, "cpu")
+    assert session.plan["dp_shard"] == 2 and len(session.held_before_bytes) == 2 and session.estimated_bytes is None
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-10", "step-8"]
     for name in ("config.yaml", "asked.yaml", "rank0.log", "rank1.log"):
         assert (output / name).stat().st_size > 0
@@ -173,6 +179,7 @@ def test_ctrl_c_on_one_rank_saves_and_the_resumed_run_is_the_undisturbed_one(
     ranks(2, _run, output / "config.yaml", output=output, resume="latest")
     assert _losses(output) == pytest.approx(_losses(tmp_path / "whole"), rel=1e-6)
     assert len(read_metrics(output / "metrics.jsonl")) == 10
+    assert [session.first_step for session in read_sessions(output / "sessions.jsonl")] == [1, len(stopped) + 1]
 
 
 def _paste(command: str) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from html import escape
 
-from tensorshard.estimate.page_style import STYLE
+from tensorshard.estimate.page_frame import document
 from tensorshard.estimate.sizes import size_text
 from tensorshard.planner.wording import seconds_words
 
@@ -28,13 +28,13 @@ def search_page(title: str, points: list[Point], rejected: list[str], note: str)
         for number, point in enumerate(points, start=1)
     )
     others = "".join(f"<li>{escape(reason)}</li>" for reason in rejected)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
-        f"<table><tr><th></th><th>a step</th><th>a rank</th><th>plan</th><th>reasons</th></tr>{rows}</table>"
-        f"<h2>Time against memory</h2>{_picture(points)}"
-        f"<h2>Not chosen</h2><ul>{others}</ul><p>{escape(note)}</p></body></html>\n"
-    )
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f"<table><tr><th></th><th>a step</th><th>a rank</th><th>plan</th><th>reasons</th></tr>{rows}</table>",
+        f"<h2>Time against memory</h2>{_picture(points)}",
+        f"<h2>Not chosen</h2><ul>{others}</ul><p>{escape(note)}</p>",
+    ]
+    return document(title, body)
 
 
 def _picture(points: list[Point]) -> str:

@@ -48,6 +48,7 @@ from tensorshard.trainer.memory import PeakMemory, held_now
 from tensorshard.trainer.planned_run import PlanRequest, choose_for_run, set_plan
 from tensorshard.trainer.report import print_opening, print_summary, resume_command
 from tensorshard.trainer.run_directory import RunDirectory
+from tensorshard.trainer.session_record import Session, estimated_seconds, write_session
 from tensorshard.trainer.settings import TrainSettings
 from tensorshard.trainer.start import Start, check_not_ahead, find_start, write_config
 from tensorshard.trainer.text import TextSettings, sample_text
@@ -104,6 +105,7 @@ def run(
         else:
             verb = "continuing" if start.checkpoint else "training"
             logger.info("%s in %s, steps %d to %d", verb, start.directory.path, first, last)
+            _record_session(parts.trainer, start.directory, expected, held_before)
             try:
                 parts.trainer.fit()
             except OutOfRangeError as error:
@@ -190,7 +192,7 @@ def _prepare(
         timer,
         *_profile(settings, start.directory, console),
         *([MemoryProfileHook(start.directory.profile, expected)] if settings.profile_memory else []),
-        MemoryHook(memory),
+        MemoryHook(memory, every=settings.log_every),
         *([ExpectationHook(expected, memory, held_before)] if expected is not None and dist.get_rank() == 0 else []),
         evaluation,
         LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
@@ -202,6 +204,25 @@ def _prepare(
     if state:
         trainer.load_state_dict(state)
     return _Run(trainer, timer, memory, evaluation)
+
+
+def _record_session(trainer: Trainer, directory: RunDirectory, expected: Estimate | None, held_before: int) -> None:
+    """Keeps what a report of the run will tell of this start. Collective."""
+    engine = trainer.engine
+    held = _gather(held_before)
+    if engine.mesh.rank != 0:
+        return
+    session = Session(
+        first_step=trainer.step + 1,
+        steps=trainer.max_steps,
+        world_size=len(held),
+        device=engine.device.type,
+        plan=engine.plan.to_dict(),
+        held_before_bytes=held,
+        estimated_bytes=None if expected is None else expected.peaks,
+        estimated_step_seconds=None if expected is None else estimated_seconds(expected),
+    )
+    write_session(directory.sessions, session)
 
 
 @contextmanager

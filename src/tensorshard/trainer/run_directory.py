@@ -18,6 +18,7 @@ class RunDirectory:
 
         config.yaml        the config, overridden; `tensorshard train <this file>` repeats the run
         metrics.jsonl      measurements, one JSON object a line
+        sessions.jsonl     the plan, the ranks and the estimate of each start, one JSON object a line
         rank0.log, ...     one log file a rank
         tensorboard/       event files, where TensorBoard is installed or asked for
         wandb/, wandb.id, mlflow.id    where train.loggers asks for them
@@ -49,6 +50,10 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def sessions(self) -> Path:
+        return self.path / "sessions.jsonl"
 
     @property
     def tensorboard(self) -> Path:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from tensorshard.estimate import Estimate
 from tensorshard.estimate.hardware import save_ratios
 from tensorshard.estimate.sizes import size_text
-from tensorshard.planner.machine import on_cores
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.memory import PeakMemory
+from tensorshard.trainer.session_record import estimated_seconds
 from tensorshard.trainer.step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -65,10 +65,9 @@ class ExpectationHook(Hook):
     def _compare(self) -> None:
         hardware = self._expected.hardware
         lines, ratios = [], {}
-        step = self._expected.step_time
-        if step is not None and hardware is not None:
+        estimated = estimated_seconds(self._expected)
+        if estimated is not None:
             measured = statistics.median(self._seconds[_WARM_UP:])
-            estimated = on_cores(step.seconds, step.busy, hardware)
             ratios["time_ratio"] = measured / estimated
             lines.append(f"a step was estimated to take {estimated:.4g} s, and takes {measured:.4g} s")
         estimated_bytes = self._expected.ranks[0].peak_allocated

@@ -14,7 +14,7 @@ from tensorshard.trainer.loggers.logger import Logger
 logger = logging.getLogger("tensorshard")
 
 _ID = "mlflow.id"
-_PARAMETERS_A_CALL = 100  # MLflow's limit
+_PARAMETERS_A_CALL, _METRICS_A_CALL = 100, 1000  # MLflow's limits
 
 
 class MlflowLogger(Logger):
@@ -89,9 +89,9 @@ class MlflowLogger(Logger):
 
         now = int(time.time() * 1000)
         try:
-            self._client.log_batch(
-                self._run_id, metrics=[Metric(name, float(value), now, step) for name, value in metrics.items()]
-            )
+            taken = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+            for first in range(0, len(taken), _METRICS_A_CALL):
+                self._client.log_batch(self._run_id, metrics=taken[first : first + _METRICS_A_CALL])
         except MlflowException as error:
             if not self._warned:
                 logger.warning(
