@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tensorshard.estimate.estimate import Estimate, estimate
     from tensorshard.estimate.profile_memory import profile_memory
     from tensorshard.group_sharded import group_sharded_parallel, save_group_sharded_model
+    from tensorshard.launch.notebook import notebook_launch
     from tensorshard.mesh import Mesh
     from tensorshard.parallelize import parallelize
     from tensorshard.planner.find_plans import find_plans
@@ -43,6 +44,7 @@ __all__ = [
     "group_sharded_parallel",
     "init_process_group",
     "nn",
+    "notebook_launch",
     "parallelize",
     "profile_memory",
     "register_ddp_parameters_to_ignore",
@@ -69,6 +71,7 @@ _MODULES = {
     "get_parallel_dim": "comm.marks",
     "group_sharded_parallel": "group_sharded",
     "init_process_group": "distributed",
+    "notebook_launch": "launch.notebook",
     "parallelize": "parallelize",
     "profile_memory": "estimate",
     "register_ddp_parameters_to_ignore": "distributed.ddp",

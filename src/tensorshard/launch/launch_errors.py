@@ -51,6 +51,19 @@ class WorkerFailedError(RuntimeError):
         super().__init__(text)
 
 
+class RankFailedError(RuntimeError):
+    """A rank of :func:`tensorshard.notebook_launch` failed, and the others were ended.
+
+    Args:
+        rank: the one that failed first. world_size: number of ranks.
+        how: what became of it; with its traceback, where it raised.
+    """
+
+    def __init__(self, rank: int, world_size: int, how: str) -> None:
+        super().__init__(f"rank {rank} of {world_size} {how}")
+        self.rank = rank
+
+
 def _moment(failure: "ProcessFailure") -> float:
     """When a worker failed, in seconds since the epoch, as far as it is known.
 
@@ -78,10 +91,15 @@ def _describe(failure: "ProcessFailure") -> str:
     mistake = _mistake(failure)
     if mistake is not None:
         return f"found a mistake: {mistake}"
-    if failure.exitcode >= 0:
-        return f"ended with exit code {failure.exitcode} and no Python exception"
-    text = f"was killed by {failure.signal_name()}"
-    if failure.exitcode == -signal.SIGKILL:
+    return how_it_ended(failure.exitcode)
+
+
+def how_it_ended(exitcode: int) -> str:
+    """How a process ended that said nothing itself."""
+    if exitcode >= 0:
+        return f"ended with exit code {exitcode} and no Python exception"
+    text = f"was killed by {signal.Signals(-exitcode).name}"
+    if exitcode == -signal.SIGKILL:
         text += ", most often the kernel's answer to a machine out of memory"
     return text
 

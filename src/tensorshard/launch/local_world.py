@@ -41,7 +41,7 @@ class LocalRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         store = dist.HashStore()
         # Nothing listens at this port; code that reads MASTER_PORT finds one that was free.
-        meeting_place = RendezvousStoreInfo(_LOOPBACK, _free_port())
+        meeting_place = RendezvousStoreInfo(_LOOPBACK, free_port())
         return RendezvousInfo(store, 0, 1, meeting_place)
 
     def is_closed(self) -> bool:
@@ -82,7 +82,7 @@ def local_environment(scratch: Path) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((_LOOPBACK, 0))
         return int(probe.getsockname()[1])

@@ -86,7 +86,7 @@ def main(call_path: str) -> None:
     """Makes the call that :func:`write_call` wrote to `call_path`."""
     # While modules are imported, Ctrl-C ends the process without a word.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _die_with_parent()
+    die_with_parent()
     with open(call_path, "rb") as file:
         sys.path[:] = pickle.load(file)
         entrypoint, args = pickle.load(file)
@@ -101,7 +101,7 @@ def _exit_at_once(code: int) -> None:
     os._exit(code)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Asks the kernel to kill this process when the launcher dies, however that happens (Linux only)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
