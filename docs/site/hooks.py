@@ -1,9 +1,11 @@
-"""What the docs site does beyond MkDocs: parts of the README on the first page, and links that leave docs/.
+"""What the docs site does beyond MkDocs: parts of the README on the first page, notebooks, and links that leave docs/.
 
 Pages link to files of the repository, as ``../examples/offload.py``. In the repository these links work as they are. On
 the site each such file gets a page that shows it, and the links go there.
 """
 
+import base64
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -16,6 +18,8 @@ _ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"(?<=\]\()([^)#\s]*)(#[^)\s]*)?(?=\))")
 _ELSEWHERE = re.compile(r"[a-z]+:|#|/")
 _README_PART = re.compile(r"<!-- README: (\w+) -->")
+_SHOWN_BY = {"README.md": "index.md", "examples/tour.ipynb": "tour.md"}  # pages of docs/ that show what is outside
+_NOTEBOOK = re.compile(r"<!-- notebook: (\S+) -->")
 _MENTION = re.compile(r"(?<!\">)<code>docs/([\w-]+)\.md</code>")
 _LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".md": "markdown"}
 
@@ -24,7 +28,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds a page for each file of the repository that a page links to."""
     targets: set[str] = set()
     for file in list(files.documentation_pages()):
-        targets |= {target for target in _targets(_with_readme(file.content_string), file.src_uri) if _outside(target)}
+        targets |= {target for target in _targets(_whole(file.content_string), file.src_uri) if _outside(target)}
+    targets -= set(_SHOWN_BY)
     while targets:
         target = targets.pop()
         content, children = _source_page(target)
@@ -41,16 +46,40 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = _resolved(link[1], here)
         if target is None or not _outside(target):
             return link[0]
-        to = "index.md" if target == "README.md" else _page_of(target)
-        return posixpath.relpath(to, posixpath.dirname(here) or ".") + (link[2] or "")
+        return posixpath.relpath(_page_of(target), posixpath.dirname(here) or ".") + (link[2] or "")
 
-    return _LINK.sub(on_site, _with_readme(markdown))
+    return _LINK.sub(on_site, _whole(markdown))
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Docstrings name pages as ``docs/heads.md``; here these names are links."""
     up = "../" * page.file.dest_uri.count("/")
     return _MENTION.sub(lambda name: f'<a href="{up}{name[1]}.html">{name[0]}</a>', html)
+
+
+def _whole(markdown: str) -> str:
+    """A page with the parts of the README and the notebooks that it names."""
+    return _NOTEBOOK.sub(lambda directive: _notebook(directive[1]), _with_readme(markdown))
+
+
+def _notebook(target: str) -> str:
+    """The cells of a notebook as Markdown: its text, its code, and what the code printed and drew."""
+    parts = []
+    for cell in json.loads((_ROOT / target).read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            here = posixpath.dirname(target)
+            parts.append(_LINK.sub(lambda link, here=here: _from_docs(link, here), source))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            if picture := "".join(output.get("data", {}).get("image/svg+xml", "")):
+                words = re.search(r'aria-label="([^"]*)"', picture)
+                data = base64.b64encode(picture.encode()).decode()
+                parts.append(f'<img alt="{words[1] if words else "a picture"}" src="data:image/svg+xml;base64,{data}">')
+    return "\n\n".join(parts)
 
 
 def _with_readme(markdown: str) -> str:
@@ -66,9 +95,11 @@ def _with_readme(markdown: str) -> str:
     return _README_PART.sub(part, markdown)
 
 
-def _from_docs(link: re.Match[str]) -> str:
-    """A link of the README as it is to stand in a page of docs/."""
-    return posixpath.relpath(link[1], "docs") + (link[2] or "") if _is_path(link[1]) else link[0]
+def _from_docs(link: re.Match[str], folder: str = "") -> str:
+    """A link of a file in `folder`, by default the README's, as it is to stand in a page of docs/."""
+    if not _is_path(link[1]):
+        return link[0]
+    return posixpath.relpath(posixpath.join(folder, link[1]), "docs") + (link[2] or "")
 
 
 def _is_path(link: str) -> bool:
@@ -90,7 +121,7 @@ def _outside(target: str) -> bool:
 
 
 def _page_of(target: str) -> str:
-    return f"source/{target}.md"
+    return _SHOWN_BY.get(target, f"source/{target}.md")
 
 
 def _source_page(target: str) -> tuple[str, list[str]]:

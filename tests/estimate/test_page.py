@@ -1,5 +1,6 @@
 """The page of an estimate: it stands alone, is well formed, and shows what it was given."""
 
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -101,6 +102,17 @@ def test_what_is_there_at_the_start_is_one_moment() -> None:
     events = [Event(i, 10, "initialization") for i in range(50)] + [Event(50, 5, "forward")]
     found = moments(events, ["inputs"] * 51, CATEGORIES)
     assert [(moment.phase, moment.total) for moment in found] == [("initialization", 500), ("forward", 505)]
+
+
+def test_a_notebook_shows_the_fullest_rank() -> None:
+    estimated = Estimate(PLAN, 8, [_rank(0, 9 * MIB), _rank(1, 5 * MIB)])
+    drawn = estimated._repr_svg_()
+    ElementTree.fromstring(drawn)
+    assert "estimated, rank 0: at most 12.0 MiB" in drawn and ">activations<" in drawn and ">gradients<" not in drawn
+    # Rules of a picture among others hold for it alone.
+    rules = re.findall(r"([^{}]+)\{[^{}]*\}", drawn.partition("<style>")[2].partition("</style>")[0])
+    selectors = [part.strip() for rule in rules for part in rule.split("{")[-1].split(",")]
+    assert all(selector.startswith(".tensorshard-chart") for selector in selectors)
 
 
 def test_a_chart_of_no_memory() -> None:

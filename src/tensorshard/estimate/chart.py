@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from tensorshard.estimate.history import Moment
-from tensorshard.estimate.rank_estimate import CATEGORIES
+from tensorshard.estimate.page_style import CHART, CHART_STYLE
+from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate
 from tensorshard.estimate.sizes import size_text
 
 _LEFT, _TOP, _WIDE, _HIGH, _BELOW = 74, 12, 600, 190, 34
@@ -42,6 +43,44 @@ def stacked_chart(moments: Sequence[Moment], top: int, title: str) -> str:
         below = above
     parts += _phases(moments, step, floor)
     return "\n".join([*parts, "</svg>"])
+
+
+def chart_title(name: str, rank: RankEstimate) -> str:
+    """What the chart of `rank` is called; `name` is "estimated" or "measured"."""
+    return f"{name}, rank {rank.rank}: at most {size_text(rank.peak_allocated)} of live tensors, in {rank.phase}"
+
+
+def picture(name: str, rank: RankEstimate) -> str:
+    """The chart of `rank` as a picture of its own, with a title, a legend, colours and a ground."""
+    title = chart_title(name, rank)
+    width, height = _LEFT + _WIDE + 8, _TOP + _HIGH + _BELOW
+    keys, head = _legend(rank, width)
+    chart = stacked_chart(rank.history, rank.peak_allocated, title)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + head}" width="{width}" '
+        f'class="{CHART}" role="img" aria-label="{html.escape(title)}">',
+        f"<style>{CHART_STYLE}</style>",
+        '<rect width="100%" height="100%" class="ground"/>',
+        f'<text x="12" y="22">{html.escape(title)}</text>',
+        *keys,
+        chart.replace("<svg ", f'<svg y="{head}" width="{width}" height="{height}" ', 1),
+    ]
+    return "\n".join([*parts, "</svg>"])
+
+
+def _legend(rank: RankEstimate, width: int) -> tuple[list[str], int]:
+    """What the colours of a picture `width` wide mean, below its title; and where that ends."""
+    parts, x, y = [], 12, 44
+    for index, category in enumerate(CATEGORIES):
+        if not any(moment.held[index] for moment in rank.history):
+            continue
+        wide = 32 + round(6.4 * len(category))
+        if x + wide > width:
+            x, y = 12, y + 18
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="3" class="{kind(category)}"/>')
+        parts.append(f'<text x="{x + 17}" y="{y}">{category}</text>')
+        x += wide
+    return parts, y + 8
 
 
 def _steps(heights: Sequence[int], top: int, step: float, floor: float) -> list[tuple[float, float]]:

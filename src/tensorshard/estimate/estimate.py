@@ -16,6 +16,7 @@ from torch import nn
 
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.estimate.chart import picture
 from tensorshard.estimate.describe import offload_lines, rank_lines, stage_lines, tensor_lines, time_lines, verdict
 from tensorshard.estimate.hardware import Hardware, find_hardware
 from tensorshard.estimate.micro_batches import enough_micro_batches, first_samples, scaled
@@ -149,6 +150,10 @@ class Estimate:
         if memory is not None or self.hardware is not None:
             said = self.verdict(memory)
         Path(path).write_text(page(self.plan, self.world_size, [self.side()], said), encoding="utf-8")
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows: the memory of the fullest rank over two steps."""
+        return picture("estimated", self.largest)
 
     def _memory(self, memory: int | str | None) -> int:
         if memory is not None:

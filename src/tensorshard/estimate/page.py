@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from tensorshard.estimate.chart import kind, stacked_chart
+from tensorshard.estimate.chart import chart_title, kind, stacked_chart
 from tensorshard.estimate.page_frame import document, plan_section
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate
 from tensorshard.estimate.sizes import size_text
@@ -53,7 +53,7 @@ def _stage(stage: int, several: bool, sides: Sequence[Side]) -> str:
     top = max(rank.peak_allocated for _, rank in shown)
     parts = [f"<h2>{f'Stage {stage}' if several else 'Memory over the steps'}</h2>", '<div class="sides">']
     for name, rank in shown:
-        title = f"{name}, rank {rank.rank}: at most {size_text(rank.peak_allocated)} of live tensors, in {rank.phase}"
+        title = chart_title(name, rank)
         parts += [
             f"<figure><figcaption>{escape(title)}</figcaption>",
             stacked_chart(rank.history, top, title),

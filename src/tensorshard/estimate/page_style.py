@@ -1,4 +1,4 @@
-"""How the page of an estimate looks: colours for light and dark systems, and the layout."""
+"""How pages and charts look: colours for light and dark systems, and the layout."""
 
 _LIGHT = {
     "parameters": "#0969da", "gathered-parameters": "#7cb8ff", "gradients": "#bf8700", "optimizer-states": "#1a7f37",
@@ -20,11 +20,7 @@ pre { background: var(--room); padding: 12px; border-radius: 6px; overflow-x: au
 .sides { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 16px }
 figure { margin: 0; max-width: 760px } figcaption { font-weight: 600 }
 figure svg { width: 100%; height: auto }
-svg text { font-size: 12px; fill: var(--soft) }
 .schedule svg text { fill: #1f2328 }
-.end { text-anchor: end } .middle { text-anchor: middle }
-.grid { stroke: var(--line); fill: none }
-.phase { fill: var(--line) } .forward { fill: var(--soft) } .update { fill: var(--text) }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 12px; align-items: center }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin: 0 6px -1px 0 }
 table { border-collapse: collapse; margin: 8px 0; display: block; overflow-x: auto }
@@ -39,25 +35,53 @@ th, td { text-align: left; padding: 3px 16px 3px 0; border-bottom: 1px solid var
 """
 
 
-def _variables(text: str, soft: str, ground: str, room: str, line: str, good: str, bad: str) -> str:
-    return (
-        f":root {{ --text: {text}; --soft: {soft}; --ground: {ground}; --room: {room}; --line: {line}; --good: {good}; "
-        f"--bad: {bad} }}"
-    )
+# Of charts, below what stands for WITHIN.
+_CHART_RULES = """
+WITHIN text { font-size: 12px; fill: var(--soft) }
+WITHIN .end { text-anchor: end } WITHIN .middle { text-anchor: middle }
+WITHIN .grid { stroke: var(--line); fill: none }
+WITHIN .phase { fill: var(--line) } WITHIN .forward { fill: var(--soft) } WITHIN .update { fill: var(--text) }
+"""
 
 
-def _colours(colours: dict[str, str]) -> str:
-    return "\n".join(f".{name} {{ fill: {colour}; background: {colour} }}" for name, colour in colours.items())
+def _variables(where: str, text: str, soft: str, ground: str, room: str, line: str, good: str, bad: str) -> str:
+    values = {"text": text, "soft": soft, "ground": ground, "room": room, "line": line, "good": good, "bad": bad}
+    return f"{where} {{ {'; '.join(f'--{name}: {value}' for name, value in values.items())} }}"
 
 
-STYLE = "\n".join(
-    [
-        _variables("#1f2328", "#59636e", "#ffffff", "#f6f8fa", "#d1d9e0", "#1a7f37", "#cf222e"),
-        _RULES,
-        _colours(_LIGHT),
-        "@media (prefers-color-scheme: dark) {",
-        _variables("#e6edf3", "#9198a1", "#0d1117", "#161b22", "#3d444d", "#3fb950", "#f47067"),
-        _colours(_DARK),
-        "}",
-    ]
+def _light(where: str) -> str:
+    return _variables(where, "#1f2328", "#59636e", "#ffffff", "#f6f8fa", "#d1d9e0", "#1a7f37", "#cf222e")
+
+
+def _dark(where: str) -> str:
+    return _variables(where, "#e6edf3", "#9198a1", "#0d1117", "#161b22", "#3d444d", "#3fb950", "#f47067")
+
+
+def _colours(colours: dict[str, str], within: str = "") -> str:
+    return "\n".join(f"{within}.{name} {{ fill: {colour}; background: {colour} }}" for name, colour in colours.items())
+
+
+def _in_both(light: list[str], dark: list[str]) -> str:
+    return "\n".join([*light, "@media (prefers-color-scheme: dark) {", *dark, "}"])
+
+
+STYLE = _in_both(
+    [_light(":root"), _RULES, _CHART_RULES.replace("WITHIN", "svg"), _colours(_LIGHT)],
+    [_dark(":root"), _colours(_DARK)],
 )
+"""Of a page."""
+
+CHART = "tensorshard-chart"
+"""The class of charts that stand alone; what is within them looks the same wherever they stand."""
+
+CHART_STYLE = _in_both(
+    [
+        _light(f".{CHART}"),
+        f'.{CHART} {{ font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif }}',
+        f".{CHART} .ground {{ fill: var(--ground) }}",
+        _CHART_RULES.replace("WITHIN", f".{CHART}"),
+        _colours(_LIGHT, f".{CHART} "),
+    ],
+    [_dark(f".{CHART}"), _colours(_DARK, f".{CHART} ")],
+)
+"""Of a chart that stands alone."""

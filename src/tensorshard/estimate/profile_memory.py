@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tensorshard.engine.engine import Engine
+from tensorshard.estimate.chart import picture
 from tensorshard.estimate.describe import rank_lines, tensor_lines
 from tensorshard.estimate.estimate import Estimate
 from tensorshard.estimate.mapped_files import MappedFiles
@@ -64,6 +65,10 @@ class MemoryProfile:
     def describe(self) -> str:
         """What was held at the peak, in lines of at most 80 columns."""
         return "\n".join([*rank_lines(self.rank), "", "largest tensors then:", *tensor_lines(self.rank.largest)])
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows: the memory of the fullest rank over the steps."""
+        return picture("measured", self.rank)
 
     def to_html(self, path: str | Path, estimate: Estimate | None = None) -> None:
         """Writes a page that needs nothing else: memory over the steps, and `estimate` beside it."""

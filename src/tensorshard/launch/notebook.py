@@ -61,11 +61,11 @@ def notebook_launch(
         RankFailedError: a rank failed; the message has the traceback of the first one. The others were ended.
         TimeoutError: it took longer than `timeout`.
 
-    Example:
-        >>> def step():
+    Examples:
+        >>> def train():
         ...     engine = ts.parallelize(model, ts.Plan(zero=3), optimizer=optimizer, loss_fn=loss_fn)
         ...     return float(engine.step(inputs, targets))
-        >>> losses = ts.notebook_launch(step, ranks=2)  # doctest: +SKIP
+        >>> losses = ts.notebook_launch(train, ranks=2)  # doctest: +SKIP
     """
     if isinstance(args, str) or not isinstance(args, Sequence):
         raise TypeError(f"args is {args!r}; it must be the function's arguments, such as ({args!r},)")

@@ -84,7 +84,7 @@ class Timeline:
         total = top + height * len(self.ranks) + 40
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{total}" '
-            f'font-family="sans-serif" font-size="11">',
+            f'font-family="sans-serif" font-size="11" role="img" aria-label="{html.escape(self.title())}">',
             '<rect width="100%" height="100%" fill="white"/>',
             f'<text x="{left}" y="22" font-size="14">{html.escape(self.title())}</text>',
         ]
@@ -114,6 +114,10 @@ class Timeline:
         if self.stages_per_rank > 1:
             parts.append(f'<text x="{x}" y="{y + 11}">paler: the rank\'s later stages</text>')
         return "\n".join([*parts, "</svg>", ""])
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return self.svg()
 
     def save(self, path: str | Path) -> None:
         """Writes the picture to an ``.svg`` file, or the text to a ``.txt`` one.
