@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from tensorshard import Plan
-from tensorshard.mesh import Mesh, coordinates, group_ranks
+from tensorshard.mesh import Mesh
+from tensorshard.mesh_coordinates import coordinates, group_ranks
 from tensorshard.plan import AXES
 
 DEGREES = {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "cp": 1, "tp": 2}

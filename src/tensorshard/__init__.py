@@ -100,9 +100,8 @@ class _Package(ModuleType):
     """Keeps a public name its own where a module has the same, which the import system would put in its place."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and name in _MODULES:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
+        if not isinstance(value, ModuleType) or name not in _MODULES:  # else __getattr__ finds it
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package

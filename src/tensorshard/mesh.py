@@ -1,6 +1,5 @@
 """The Mesh: where to do it. The one place where process groups are made."""
 
-import math
 from datetime import timedelta
 from functools import cached_property
 
@@ -8,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tensorshard.mesh_coordinates import coordinates, group_ranks
 from tensorshard.plan import AXES, Plan
 from tensorshard.schedules import find_schedule
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
@@ -152,21 +152,6 @@ class Mesh:
 
     def _numbers(self, ranks: list[int]) -> str:
         return _ranges([self._members[rank] for rank in ranks])
-
-
-def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
-    """`rank`'s index along every axis."""
-    found: dict[str, int] = {}
-    for axis in reversed(AXES):
-        rank, found[axis] = divmod(rank, degrees[axis])
-    return {axis: found[axis] for axis in AXES}
-
-
-def group_ranks(rank: int, axis: str, degrees: dict[str, int]) -> list[int]:
-    """The ranks that differ from `rank` along `axis` alone, itself included."""
-    stride = math.prod(degrees[inner] for inner in AXES[AXES.index(axis) + 1 :])
-    first = rank - coordinates(rank, degrees)[axis] * stride
-    return [first + i * stride for i in range(degrees[axis])]
 
 
 def _ranges(ranks: list[int]) -> str:

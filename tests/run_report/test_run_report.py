@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -277,3 +279,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     with monkeypatch.context() as patched:
         patched.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
         assert cli.main(["report", str(path)]) == 0  # no character that the terminal lacks
+
+
+def test_a_report_does_not_wait_for_torch(tmp_path: Path) -> None:
+    path = _write(tmp_path / "run", [_line(10)], (_session(1),))
+    words = ["report", str(path), "--html", str(tmp_path / "page.html")]
+    code = f"import sys; from tensorshard.cli import main; main({words!r}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tensorshard.quantities import format_count
 from tensorshard.trainer.loggers import (
     AS_IT_IS,
     ConsoleHandler,
@@ -19,7 +20,7 @@ from tensorshard.trainer.loggers import (
     console_logger,
     read_metrics,
 )
-from tensorshard.trainer.loggers.console import format_count, format_figures, format_seconds
+from tensorshard.trainer.loggers.console import format_figures, format_seconds
 
 
 def _console(terminal: bool, width: int = 100) -> tuple[Console, io.StringIO]:

@@ -44,12 +44,13 @@ def run(args: argparse.Namespace) -> int:
     """
     from tensorshard.run_report.describe import describe
     from tensorshard.run_report.read_run import read_runs
-    from tensorshard.run_report.run_page import run_page
 
     runs = read_runs(args.words)
     blocks = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(describe(runs, terminal_width(sys.stdout), blocks=blocks))
     if args.html is not None:
+        from tensorshard.run_report.run_page import run_page
+
         try:
             Path(args.html).write_text(run_page(runs), encoding="utf-8")
         except OSError as error:

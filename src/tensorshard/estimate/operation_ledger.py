@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.sharding import to_local
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Kernel, Operations, Transfer
 from tensorshard.estimate.operator_costs import cost_of
-from tensorshard.mesh import Mesh, group_ranks
+from tensorshard.mesh import Mesh
+from tensorshard.mesh_coordinates import group_ranks
 from tensorshard.plan import AXES, Plan
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.operators import schema

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from html import escape
 
 from tensorshard.estimate.page_style import STYLE
-from tensorshard.mesh import coordinates
-from tensorshard.pipeline.run.draw_schedule import timeline
+from tensorshard.mesh_coordinates import coordinates
 from tensorshard.plan import AXES, Plan
 
 _RANKS_DRAWN = 64
@@ -69,6 +68,8 @@ def _mesh(plan: Plan, world_size: int) -> str:
 
 
 def _schedule(plan: Plan) -> str:
+    from tensorshard.pipeline.run.draw_schedule import timeline  # which imports torch
+
     count = min(plan.micro_batches, _MICRO_BATCHES_DRAWN)
     drawn = timeline(plan.pp_schedule, ranks=plan.pp, stages_per_rank=plan.stages_per_rank, micro_batches=count)
     words = "" if count == plan.micro_batches else f"<p>Of {plan.micro_batches} micro-batches, {count} are drawn."

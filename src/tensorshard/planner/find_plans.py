@@ -13,7 +13,8 @@ from tensorshard.planner.plan_search import FoundPlan, PlanSearch
 from tensorshard.planner.progress import Progress
 from tensorshard.planner.question import Question, ask, check_objective
 from tensorshard.planner.search import BY_MEMORY, BY_TIME, Search
-from tensorshard.planner.wording import found_reasons, rejections, seconds_words
+from tensorshard.planner.wording import found_reasons, rejections
+from tensorshard.quantities import seconds_words
 
 
 def find_plans(

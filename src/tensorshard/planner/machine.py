@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from tensorshard.estimate.estimate import Estimate
 from tensorshard.estimate.hardware import THIS_MACHINE, Hardware, Link, Rates, find_hardware, known_hardware
 
 ASSUMED_CPU = "assumed-cpu"
@@ -75,3 +76,9 @@ def on_cores(seconds: float, busy: float, hardware: Hardware) -> float:
     """
     waits = hardware.is_measured and hardware.rates is not None and not hardware.rates.asynchronous
     return max(seconds, busy / cores_here()) if waits else seconds
+
+
+def estimated_seconds(expected: Estimate) -> float | None:
+    """Seconds of a step on this machine by its estimate; None where the speed of the hardware is not known."""
+    time, hardware = expected.step_time, expected.hardware
+    return None if time is None or hardware is None else on_cores(time.seconds, time.busy, hardware)

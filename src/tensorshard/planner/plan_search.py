@@ -11,7 +11,8 @@ from tensorshard.estimate.sizes import size_text
 from tensorshard.plan import Plan
 from tensorshard.planner.candidates import Refusal
 from tensorshard.planner.search_page import Point, search_page
-from tensorshard.planner.wording import plan_words, seconds_words
+from tensorshard.planner.wording import plan_words
+from tensorshard.quantities import seconds_words
 
 _WIDTH = 80
 

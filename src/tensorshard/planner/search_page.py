@@ -5,7 +5,7 @@ from html import escape
 
 from tensorshard.estimate.page_frame import document
 from tensorshard.estimate.sizes import size_text
-from tensorshard.planner.wording import seconds_words
+from tensorshard.quantities import seconds_words
 
 _WIDTH, _HEIGHT, _EDGE = 640, 320, 60
 

@@ -26,11 +26,6 @@ def plan_words(plan: Plan) -> str:
     return " ".join(words)
 
 
-def seconds_words(seconds: float) -> str:
-    """``seconds_words(0.0021)`` is "2.10 ms"."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
-
-
 def found_reasons(one: Considered, best: Considered) -> list[str]:
     """What can be said of a plan that was found: what it loses, and how far it is behind the best."""
     said = []

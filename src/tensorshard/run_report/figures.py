@@ -1,13 +1,14 @@
 """What is said of each run in words and numbers, the same in a terminal and on a page."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from tensorshard.estimate.sizes import size_text
-from tensorshard.planner.wording import plan_words, seconds_words
+from tensorshard.plan import AXES, Plan
+from tensorshard.quantities import format_count, seconds_words
 from tensorshard.run_report.read_run import Run
 from tensorshard.run_report.series import Series
-from tensorshard.trainer.loggers.console import format_count
 
 Rows = list[tuple[str, list[str]]]
 """The name of each row, and its cell for each run."""
@@ -88,7 +89,7 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
     if session is not None:
         yield "ranks", f"{session.world_size} x {session.device}"
     if run.plan is not None:
-        yield "plan", plan_words(run.plan)
+        yield "plan", _plan_words(run.plan)
     if "loss" in metrics:
         yield "loss", _from_to(metrics["loss"])
     for name in scores([run]):
@@ -113,6 +114,21 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
         yield "estimated memory", by_rank(run.estimated)
     if ratio(run):
         yield "measured / estimated", ratio(run)
+
+
+def _plan_words(plan: Plan) -> str:
+    """What of a resolved plan is not by default, as overrides."""
+    usual = Plan()
+    chosen = [field.name for field in fields(Plan) if getattr(plan, field.name) != getattr(usual, field.name)]
+    of_axes = [axis for axis in AXES if getattr(plan, axis) > 1]
+    names = dict.fromkeys([*of_axes, "zero", *(name for name in chosen if name not in AXES)])
+    return " ".join(f"{name}={_plan_value(getattr(plan, name))}" for name in names)
+
+
+def _plan_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({len(value)} entries)"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _steps(run: Run) -> str:

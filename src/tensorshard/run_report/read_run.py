@@ -15,9 +15,8 @@ import yaml
 from tensorshard.config import ConfigError
 from tensorshard.plan import Plan
 from tensorshard.run_report.series import Series
-from tensorshard.trainer.run_directory import RunDirectory
+from tensorshard.trainer.run_directory import RUNS, RunDirectory
 from tensorshard.trainer.session_record import Session, read_sessions
-from tensorshard.trainer.start import RUNS
 
 MOST_RUNS = 8
 """Of one report: as many as there are colours that are told apart."""

@@ -5,11 +5,11 @@ from html import escape
 
 from tensorshard.estimate.page_frame import document, plan_section
 from tensorshard.estimate.sizes import size_text
+from tensorshard.quantities import format_count
 from tensorshard.run_report.figures import Rows, differences, figures, notes, others, scores, speed_of
 from tensorshard.run_report.line_chart import Line, line_chart
 from tensorshard.run_report.rank_chart import rank_chart
 from tensorshard.run_report.read_run import MOST_RUNS, Run
-from tensorshard.trainer.loggers.console import format_count
 
 _COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#1b7c83", "#9a6700", "#6e7781")
 _DARK_COLOURS = ("#4493f8", "#f0883e", "#3fb950", "#b083f0", "#f778ba", "#39c5cf", "#d29922", "#9198a1")

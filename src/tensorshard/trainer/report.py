@@ -11,7 +11,8 @@ from rich.table import Table
 from tensorshard.config.allowed_targets import modules_to_allow
 from tensorshard.config.files import ASKED
 from tensorshard.engine.engine import Engine
-from tensorshard.trainer.loggers.console import format_count, print_lines
+from tensorshard.quantities import format_count
+from tensorshard.trainer.loggers.console import print_lines
 from tensorshard.trainer.memory import format_bytes
 from tensorshard.trainer.run_directory import RunDirectory
 

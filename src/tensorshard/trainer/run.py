@@ -26,6 +26,7 @@ from tensorshard.engine.wrong_batch import OutOfRangeError
 from tensorshard.estimate import Estimate
 from tensorshard.parallelize import parallelize
 from tensorshard.plan import Plan
+from tensorshard.planner.machine import estimated_seconds
 from tensorshard.trainer import loggers
 from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
 from tensorshard.trainer.hooks import (
@@ -48,7 +49,7 @@ from tensorshard.trainer.memory import PeakMemory, held_now
 from tensorshard.trainer.planned_run import PlanRequest, choose_for_run, set_plan
 from tensorshard.trainer.report import print_opening, print_summary, resume_command
 from tensorshard.trainer.run_directory import RunDirectory
-from tensorshard.trainer.session_record import Session, estimated_seconds, write_session
+from tensorshard.trainer.session_record import Session, write_session
 from tensorshard.trainer.settings import TrainSettings
 from tensorshard.trainer.start import Start, check_not_ahead, find_start, write_config
 from tensorshard.trainer.text import TextSettings, sample_text

@@ -7,6 +7,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+RUNS = Path("runs")
+"""Parent of the directories of runs that were not given one."""
+
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
 

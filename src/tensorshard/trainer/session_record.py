@@ -5,9 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tensorshard.estimate import Estimate
-from tensorshard.planner.machine import on_cores
-
 
 @dataclass(frozen=True)
 class Session:
@@ -32,12 +29,6 @@ class Session:
     held_before_bytes: list[int]
     estimated_bytes: list[int] | None = None
     estimated_step_seconds: float | None = None
-
-
-def estimated_seconds(expected: Estimate) -> float | None:
-    """Seconds of a step on this machine by its estimate; None where the speed of the hardware is not known."""
-    time, hardware = expected.step_time, expected.hardware
-    return None if time is None or hardware is None else on_cores(time.seconds, time.busy, hardware)
 
 
 def write_session(path: Path, session: Session) -> None:

@@ -9,11 +9,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from tensorshard.config import ConfigError, save_config, to_yaml
-from tensorshard.trainer.run_directory import RunDirectory
+from tensorshard.trainer.run_directory import RUNS, RunDirectory
 from tensorshard.trainer.settings import TrainSettings
-
-RUNS = Path("runs")
-"""Parent of the directories of runs that were not given one."""
 
 LATEST = "latest"
 """In place of a checkpoint's path: the newest one of the run."""

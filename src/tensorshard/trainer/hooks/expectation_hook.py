@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from tensorshard.estimate import Estimate
 from tensorshard.estimate.hardware import save_ratios
 from tensorshard.estimate.sizes import size_text
+from tensorshard.planner.machine import estimated_seconds
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.memory import PeakMemory
-from tensorshard.trainer.session_record import estimated_seconds
 from tensorshard.trainer.step_record import StepRecord
 
 if TYPE_CHECKING:

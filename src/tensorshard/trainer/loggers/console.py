@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tensorshard.quantities import format_count
 from tensorshard.terminal import fit
 from tensorshard.trainer.loggers.logger import Logger
 from tensorshard.trainer.memory import format_bytes
@@ -157,15 +158,6 @@ def _figures(metrics: Mapping[str, float]) -> list[str]:
     if "peak_memory_bytes" in metrics:
         parts.append(format_bytes(metrics["peak_memory_bytes"]))
     return parts
-
-
-def format_count(number: float) -> str:
-    """Three or four digits and a unit: ``format_count(12345)`` is "12.3k"."""
-    for unit in ("", "k", "M"):
-        if abs(number) < 1000:
-            return f"{number:.1f}{unit}"
-        number /= 1000
-    return f"{number:.1f}G"
 
 
 def format_seconds(seconds: float) -> str:
