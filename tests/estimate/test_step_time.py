@@ -1,5 +1,6 @@
 """What estimates say of work, traffic and time, against formulas; and the hardware that they know."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,14 @@ from torch.nn import functional as F
 import tensorshard as ts
 from tensorshard.estimate.hardware import (
     THIS_MACHINE,
+    HostCosts,
     Link,
     Rates,
     find_hardware,
     known_hardware,
     save_measured,
 )
+from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Kernel, Operations, Transfer
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate
 from tensorshard.estimate.step_time import kernel_time, link_of, step_time, transfer_time
@@ -217,6 +220,76 @@ def test_the_roofline_and_the_links():
     assert link_of("world", 16, plan, 16, RATES).bandwidth == 40e9  # over the adapters of all four
 
 
+def test_operators_take_as_long_as_their_curves_say():
+    curves = {"aten.mm": ((1.0, 2.0), (3.0, 3.0)), "aten.add": ((1.0, 4.0),)}
+    rates = replace(RATES, operators=curves)
+
+    def seconds(name: str, bound: float, flops: bool = True) -> float:
+        work = int(bound * 1e12)
+        return kernel_time(Kernel(FORWARD, name, "float32", work * flops, work * (not flops)), rates)
+
+    assert seconds("aten.mm", 2) == pytest.approx(2.5)  # between two points
+    assert seconds("aten.mm", 0.5) == pytest.approx(1) and seconds("aten.mm", 30) == pytest.approx(30)
+    assert seconds("aten.bmm", 2) == pytest.approx(2.5)  # not measured, as a product
+    assert seconds("aten.gelu", 2, flops=False) == pytest.approx(8)
+
+
+def test_cpu_ranks_compute_for_messages_and_around_layers():
+    host = HostCosts(message=1.0, queued=0.1, byte=1e-3, unit=10.0, split=100.0, action=1000.0, step=1e4)
+    rates = replace(RATES, asynchronous=False, host=host)
+    gather = Transfer(FORWARD, "dp_shard", "send", 100, 4, overlaps=True, part_of="all_gather")
+    sums = Transfer(FORWARD, "tp", "send", 100, 2, part_of="all_reduce")
+    received = replace(gather, collective="receive")
+
+    def busy(plan: ts.Plan, *transfers: Transfer, count: int = 1) -> float:
+        rank = _rank(0, 0.0, *transfers)
+        for transfer in transfers:
+            rank.operations.transfers[transfer] = count
+        world = 8
+        return step_time([rank] * plan.pp, plan.resolve(world), world, rates).busy / world - 1  # of the update
+
+    assert busy(ts.Plan(zero=0), gather, received, count=3) == pytest.approx(1e4 + 3 * (0.1 + 0.1), abs=1e-6)
+    assert busy(ts.Plan(zero=3), gather, count=3) == pytest.approx(1e4 + 3 * (0.1 + 0.1) + 10, abs=1e-6)  # one unit
+    assert busy(ts.Plan(tp=2), sums) == pytest.approx(1e4 + 1 + 0.1 + 100, abs=1e-6)
+    assert busy(ts.Plan(pp=2, micro_batches=4)) == pytest.approx(1e4 + 8 * 1000, abs=1e-6)
+
+
+def _sends() -> set[tuple[str, bool, str]]:
+    """Axis, whether it overlaps, and what it is part of, of all sends in a step of a CPU rank."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    found = ts.estimate(
+        partial(nn.Linear, 4, 2),
+        ts.Plan(zero=1),
+        world_size=2,
+        inputs=torch.zeros(2, 4),
+        targets=torch.zeros(2, dtype=torch.long),
+        optimizer=partial(torch.optim.SGD, lr=1e-3),
+        loss_fn=F.cross_entropy,
+        device="cpu",
+    )
+    transfers = found.ranks[0].operations.transfers
+    return {(t.axis, t.overlaps, t.part_of) for t in transfers if t.collective == "send"}
+
+
+def test_sends_know_their_collective(ranks):
+    sends = ranks(1, _sends)[0]
+    assert ("dp_shard", True, "reduce_scatter") in sends  # of gradients, while backward goes on
+    assert ("dp_shard", False, "all_reduce") in sends  # of the loss
+
+
+def test_recurrent_layers_count_their_products_and_weights():
+    layer, steps, samples = nn.LSTM(8, 16), 5, 3
+    with OperationLedger() as ledger, ledger.apart(FORWARD) as counts:
+        layer(torch.zeros(steps, samples, 8))[0].sum().backward()
+    kernels = {kernel.name: kernel for kernel in counts.kernels if kernel.flops}
+    forward = kernels["aten.mkldnn_rnn_layer"]
+    weights = 4 * 16 * (8 + 16)
+    assert forward.flops == 2 * steps * samples * weights
+    assert forward.nbytes > 4 * (weights + (steps - 1) * 4 * 16 * 16)  # the states' matrix, in every step
+    assert kernels["aten.mkldnn_rnn_layer_backward"].flops == 2 * forward.flops
+
+
 def test_hardware_is_found_by_its_name(tmp_path, monkeypatch):
     names = known_hardware()
     expected = {"h200", "h100", "a100-80", "a100-40", "v100-16", "v100-32", "rtx-3090", "rtx-4090", "titan-xp"}
@@ -227,9 +300,11 @@ def test_hardware_is_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORSHARD_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match="run 'tensorshard check'"):
         find_hardware(THIS_MACHINE)
-    save_measured(1 << 30, 0, RATES, "a test")
+    host = HostCosts(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    rates = replace(RATES, operators={"aten.mm": ((1.0, 2.0), (2.0, 3.0))}, host=host)
+    save_measured(1 << 30, 0, rates, "a test")
     found = find_hardware(THIS_MACHINE)
-    assert found.rates == RATES and found.is_measured and found.context == 0
+    assert found.rates == rates and found.is_measured and found.context == 0
     (tmp_path / f"{THIS_MACHINE}.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read"):
         find_hardware(THIS_MACHINE)

@@ -16,7 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -95,18 +95,31 @@ class _Call:
     Args:
         what: for whom it is, which all ranks say alike; "" for the name of the collective.
         nbytes: of the full tensor, the same on all ranks.
+        waits: whether the caller does nothing until it is over.
     """
 
-    def __init__(self, name: str, what: str, nbytes: int, group: dist.ProcessGroup) -> None:
+    under_way: "ClassVar[_Call | None]" = None
+    """Whose send or receive is being made."""
+
+    def __init__(self, name: str, what: str, nbytes: int, group: dist.ProcessGroup, waits: bool) -> None:
+        self.name, self.waits = name, waits
         self._description = f"{name} of {what} ({nbytes} bytes)" if what else f"{name} of {nbytes} bytes"
         self.group = group
         self.tag = zlib.crc32(self._description.encode()) >> 1 | 1  # a positive int of 31 bits; torch's own is 0
 
     def send(self, tensor: torch.Tensor, rank: int, stage: int = 0) -> Any:
-        return self.group.send([tensor], rank, self.tag ^ (stage << 1))
+        _Call.under_way = self
+        try:
+            return self.group.send([tensor], rank, self.tag ^ (stage << 1))
+        finally:
+            _Call.under_way = None
 
     def receive(self, tensor: torch.Tensor, rank: int, stage: int = 0) -> Any:
-        return self.group.recv([tensor], rank, self.tag ^ (stage << 1))
+        _Call.under_way = self
+        try:
+            return self.group.recv([tensor], rank, self.tag ^ (stage << 1))
+        finally:
+            _Call.under_way = None
 
     def timeout(self) -> timedelta:
         """The group's, which Gloo's sends and receives would not learn of if it was set after the group was made."""
@@ -122,6 +135,12 @@ class _Call:
             f"must make the same calls in the same order: do not compute on split or sharded tensors under an "
             f"`if rank == 0`, or depending on a rank's own data. Its transfer ended with: {cause}"
         )
+
+
+def collective_under_way() -> tuple[str, bool] | None:
+    """While a send or a receive is made: the collective that it is a part of, and whether the caller waits for that."""
+    call = _Call.under_way
+    return None if call is None else (call.name, call.waits)
 
 
 def advance(work: dist.Work | None) -> None:
@@ -169,7 +188,7 @@ def all_gather_into(
     source = input.view(-1)
     if not _is_same_memory(shards[rank], source):
         shards[rank].copy_(source)
-    call = _Call("all_gather", what, output.nbytes, group)
+    call = _Call("all_gather", what, output.nbytes, group, not async_op)
     pending = _Pending(call, _exchange_shards(shards, rank, call), keep=output)
     return _done_or_pending(pending, async_op)
 
@@ -193,7 +212,7 @@ def reduce_scatter_into(
     _check_sum_or_average(op)
     rank, size = group.rank(), group.size()
     shards = list(input.view(-1).chunk(size))
-    call = _Call("reduce_scatter", what, input.nbytes, group)
+    call = _Call("reduce_scatter", what, input.nbytes, group, not async_op)
     transfers, received = _collect_shard(shards, rank, call)
 
     def finish() -> list[Any]:
@@ -222,7 +241,7 @@ def all_reduce_(
     if not ours or not tensor.is_contiguous() or not is_gloo(group, tensor.device):
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
     flat = tensor.detach().view(-1)
-    call = _Call("all_reduce", what, tensor.nbytes, group)
+    call = _Call("all_reduce", what, tensor.nbytes, group, not async_op)
     if small:
         copies = [flat if r == rank else torch.empty_like(flat) for r in range(size)]
 

@@ -8,7 +8,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ _GIB = 1 << 30
 
 THIS_MACHINE = "this-machine"
 """The name of the profile that ``tensorshard check`` writes."""
+
+
+Curve = tuple[tuple[float, float], ...]
+"""Calls of an operator at several sizes, ascending: seconds by the roofline, and seconds that they took."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,32 @@ class Link:
 
 
 @dataclass(frozen=True)
+class HostCosts:
+    """Processor seconds that CPU ranks take beside kernels, as ``tensorshard check`` measures them on two ranks.
+
+    Waiting is not in them. Those of messages come from collectives of several sizes, the others from steps of small
+    Engines: what is left of their time without kernels and messages, for each of the actions that were counted.
+
+    Args:
+        message: of each message between two ranks, at both ends together: Python, Gloo's threads, the system.
+        queued: of one that is under way with others, for which nobody wakes up.
+        byte: of each byte of a message, at both ends together.
+        unit: of each gathering and each reduction of a unit's parameters under ZeRO 3.
+        split: of each collective along tp.
+        action: of each forward and each backward of a micro-batch on a pipeline's stage.
+        step: of each step, whatever its plan.
+    """
+
+    message: float
+    queued: float
+    byte: float
+    unit: float
+    split: float
+    action: float
+    step: float
+
+
+@dataclass(frozen=True)
 class Rates:
     """How fast a device is.
 
@@ -52,6 +82,9 @@ class Rates:
         within_node, between_nodes: the links.
         host_bandwidth: bytes a second between a device and its host's memory.
         disk_bandwidth: bytes a second to and from the disk of a node, for all of its devices together; None if unknown.
+        operators: how long operators take of which that was measured, by name; others take as long as "aten.mm" if they
+            multiply, and as "aten.add" if they do not, of the same roofline. Empty if nothing was measured.
+        host: what else CPU ranks compute; None if nobody measured it: then they compute while they wait for messages.
     """
 
     flops: Mapping[str, float]
@@ -65,6 +98,8 @@ class Rates:
     between_nodes: Link
     host_bandwidth: float
     disk_bandwidth: float | None = None
+    operators: Mapping[str, Curve] = field(default_factory=dict)
+    host: HostCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -190,4 +225,9 @@ def rates_from_json(values: Mapping[str, Any]) -> Rates:
         rates[name] = tuple(rates[name])
     for name in ("within_node", "between_nodes"):
         rates[name] = Link(**{**rates[name], "efficiency": tuple(rates[name]["efficiency"])})
+    rates["operators"] = {
+        name: tuple((bound, seconds) for bound, seconds in curve) for name, curve in values.get("operators", {}).items()
+    }
+    if values.get("host") is not None:
+        rates["host"] = HostCosts(**values["host"])
     return Rates(**rates)

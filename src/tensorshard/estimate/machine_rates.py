@@ -16,6 +16,7 @@ from tensorshard.offload.scratch_file import ScratchFile
 _WIDTH = {"cpu": 1024, "cuda": 8192}
 _TRIAD_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # of each of three arrays: more than caches hold
 _REPEATS = 5
+_LONGEST = 1.0  # seconds that something slow is repeated for
 _DISK_BLOCK = 16 << 20
 _DISK_BLOCKS = 8
 _SMALL, _LARGE = 1 << 8, 8 << 20  # bytes that collectives gather
@@ -92,9 +93,11 @@ def _best(run: Callable[[], object], device: torch.device, *, wall: bool = False
     """Seconds of the fastest of some runs; on a CPU, unless `wall`, those that this process computed for."""
     threads = torch.get_num_threads()
     on_cpu = device.type == "cpu" and not wall
-    best = math.inf
+    best, first = math.inf, time.perf_counter()
     run()
     for _ in range(_REPEATS):
+        if best < math.inf and time.perf_counter() - first > _LONGEST and not wall:  # a collective is all ranks'
+            break
         _synchronize(device)
         begin = time.process_time() if on_cpu else time.perf_counter()
         run()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.collectives import collective_under_way
 from tensorshard.comm.sharding import to_local
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Kernel, Operations, Transfer
 from tensorshard.estimate.operator_costs import cost_of
@@ -214,12 +215,16 @@ class OperationLedger(TorchDispatchMode):
     def _note_transfer(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         name = func.overloadpacket.__name__.strip("_")
         arguments = [*args, *kwargs.values()]
+        part_of = ""
         if func.namespace == "c10d":
             if name not in _COLLECTIVES:
                 return  # barriers, and what moves objects
             collective, place = _COLLECTIVES[name]
             full = args[place]
-            waits = collective not in ("send", "receive") and _is_waited_for(func, args, kwargs)
+            if collective in ("send", "receive"):
+                part_of, waits = collective_under_way() or ("", False)
+            else:
+                waits = _is_waited_for(func, args, kwargs)
         elif name in _FUNCTIONAL:
             collective = _FUNCTIONAL[name]
             full = output if collective == "all_gather" else args[0]
@@ -232,7 +237,7 @@ class OperationLedger(TorchDispatchMode):
         self._groups[group.group_name] = group
         size = sum(to_local(leaf).nbytes for leaf in tree_leaves(full) if isinstance(leaf, torch.Tensor))
         section = self._section()
-        transfer = Transfer(section, "", collective, size, group.size(), not waits)
+        transfer = Transfer(section, "", collective, size, group.size(), not waits, part_of)
         self._count_transfer(transfer, group.group_name, section, 1)
 
 

@@ -42,6 +42,7 @@ class Transfer:
         nbytes: of the full tensor: what is gathered, or what is to be reduced.
         ranks: of the group.
         overlaps: whether the Engine computes on while it is under way.
+        part_of: the collective that a send or a receive belongs to; "" if it is one by itself.
     """
 
     section: str
@@ -50,6 +51,7 @@ class Transfer:
     nbytes: int
     ranks: int
     overlaps: bool = False
+    part_of: str = ""
 
     @property
     def sent(self) -> float:

@@ -20,6 +20,8 @@ _OVERWRITE = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
 # CPU attention by blocks, which has no formula in torch's registry.
 _FLASH_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _GROUPED = "_grouped_mm"
+# A recurrent layer of CPU kernels, all of its steps in one call: its input, and two matrices.
+_RECURRENT = "mkldnn_rnn_layer"
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def cost_of(func: Any, args: Any, kwargs: Any, output: Any) -> Cost | None:
         largest = max([*made, *([] if largest is None else [largest])], key=torch.Tensor.numel, default=None)
     if not read + written:
         return None
+    if operator.name.startswith(_RECURRENT):
+        read += _weights_of_other_steps(*args)
     flops = int(operator.formula(*args, **kwargs, out_val=output)) if operator.formula is not None else 0
     dtype = largest.dtype if largest is not None else torch.float32
     if flops:  # what is multiplied says in which type
@@ -112,6 +116,10 @@ def _describe(func: Any) -> _Operator:
         formula = _attention_backward_flops
     elif name == _GROUPED:
         formula = _grouped_flops
+    elif name == _RECURRENT:
+        formula = _recurrent_flops
+    elif name == f"{_RECURRENT}_backward":
+        formula = _recurrent_backward_flops
     return _Operator(name, free, frozenset(written), returns_new, formula)
 
 
@@ -133,6 +141,21 @@ def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     """Groups of rows, columns or inner elements, each of which is in one group; or of matrices, one by one."""
     rows_and_inner = a.numel() if a.dim() == 2 or b.dim() == 3 else _product(a.shape[1:])
     return 2 * rows_and_inner * b.size(-1)
+
+
+def _recurrent_flops(sequence: torch.Tensor, of_input: torch.Tensor, of_state: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Of each element of a sequence and of each state, products with a matrix."""
+    return 2 * _product(sequence.shape[:-1]) * (of_input.numel() + of_state.numel())
+
+
+def _recurrent_backward_flops(*args: Any, **kwargs: Any) -> int:
+    """Those of the gradients of states and elements, and those of the matrices."""
+    return 2 * _recurrent_flops(*args, **kwargs)
+
+
+def _weights_of_other_steps(sequence: torch.Tensor, _: torch.Tensor, of_state: torch.Tensor, *__: Any) -> int:
+    """Bytes of the states' matrix, which is read in every step of the sequence, without those of the first."""
+    return (sequence.size(0) - 1) * moved_bytes(of_state)
 
 
 def _product(sizes: Iterable[int]) -> int:

@@ -7,10 +7,11 @@ peaks lies between two shares, so that a time is an interval.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tensorshard.estimate.hardware import Link, Rates
+from tensorshard.estimate.hardware import HostCosts, Link, Rates
 from tensorshard.estimate.operations import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Operations, Transfer
 from tensorshard.estimate.rank_estimate import RankEstimate
 from tensorshard.plan import AXES, Plan
@@ -53,17 +54,18 @@ class _RankTime:
     update: float
     blocking: dict[str, float]  # transfers that are waited for at once, by section
     exposed: float  # what is left of transfers beside kernels
-    transfers: float  # of all transfers
+    transfers: float  # of all transfers, those in which the rank computes
     message: float  # of the largest that goes to another stage
     offload: float
+    host: float  # of hooks and stages' actions, beside kernels
 
     def section(self, name: str) -> float:
-        """Seconds of forward or of backward, with the transfers within."""
-        return (self.forward if name == FORWARD else self.backward) + self.blocking[name]
+        """Seconds of forward or of backward, with the transfers within, and half of what the host does beside."""
+        return (self.forward if name == FORWARD else self.backward) + self.blocking[name] + self.host / 2
 
     @property
     def busy(self) -> float:
-        return self.forward + self.backward + self.update + self.transfers + self.offload
+        return self.forward + self.backward + self.update + self.transfers + self.offload + self.host
 
 
 def step_time(ranks: Sequence[RankEstimate], plan: Plan, world_size: int, rates: Rates) -> StepTime:
@@ -95,7 +97,7 @@ def _at(
     slowest = max(range(len(totals)), key=totals.__getitem__)
     time, end = times[slowest], ends[slowest]
     by_category = {
-        COMPUTE: time.forward + time.backward,
+        COMPUTE: time.forward + time.backward + time.host,
         COMMUNICATION: sum(time.blocking.values()) + time.exposed,
         BUBBLE: end - time.section(FORWARD) - time.section(BACKWARD),
         OPTIMIZER: time.update,
@@ -135,7 +137,10 @@ def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, pl
     message = total = 0.0
     for transfer, count in found.transfers.items():
         seconds = transfer_time(transfer, plan, world_size, rates, place)
-        total += seconds * count if transfer.collective != "receive" else 0.0
+        if rates.host is not None:
+            total += count * sending_time(transfer, rates.host)
+        elif transfer.collective != "receive":
+            total += count * seconds
         if transfer.axis == "pp" and transfer.collective in _SENDS:
             message = max(message, seconds)
         elif transfer.collective == "receive":
@@ -146,9 +151,32 @@ def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, pl
             blocking[transfer.section] += seconds * count
     exposed = sum(_left_over(hidden[name], _window(name, kernels, plan)) for name in SECTIONS)
     offload = _offload_time(rank, world_size, rates)
+    host = 0.0 if rates.host is None else host_time(found, plan, rates.host)
     return _RankTime(
-        kernels[FORWARD], kernels[BACKWARD], kernels[UPDATE], blocking, exposed, total, message, offload
+        kernels[FORWARD], kernels[BACKWARD], kernels[UPDATE], blocking, exposed, total, message, offload, host
     )  # fmt: skip
+
+
+def sending_time(transfer: Transfer, host: HostCosts) -> float:
+    """Seconds that CPU ranks compute for a send, at both of its ends; a receive is the other end of one."""
+    if transfer.collective == "receive":
+        return 0.0
+    queued = transfer.overlaps and transfer.part_of != ""
+    return (host.queued if queued else host.message) + host.byte * transfer.sent
+
+
+def host_time(found: Operations, plan: Plan, host: HostCosts) -> float:
+    """Seconds of one rank's step beside kernels and messages: of sharded units, split layers, stages' actions."""
+    units = split = 0.0
+    for transfer, count in found.transfers.items():
+        if transfer.collective == "receive":
+            continue
+        calls = count / (transfer.ranks - 1) if transfer.collective == "send" else count  # a send to each other rank
+        if plan.zero == 3 and (transfer.part_of or transfer.collective) in ("all_gather", "reduce_scatter"):
+            units += calls if transfer.axis == "dp_shard" else 0.0
+        split += calls if transfer.axis == "tp" else 0.0
+    actions = 2 * plan.micro_batches * plan.stages_per_rank if plan.pp > 1 else 0
+    return units * host.unit + split * host.split + actions * host.action + host.step
 
 
 def _kernels_time(found: Operations, section: str, rates: Rates, place: float) -> float:
@@ -161,13 +189,37 @@ def kernel_time(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
     Args:
         place: between 0 for the least that hardware reaches of its peaks, and 1 for the most.
     """
-    peak = rates.flops.get(kernel.dtype, rates.flops["float32"])
-    arithmetic = kernel.flops / (peak * _share(rates.matmul_efficiency, place))
-    memory = kernel.nbytes / (rates.memory_bandwidth * _share(rates.memory_efficiency, place))
-    work = max(arithmetic, memory)
+    work = roofline(kernel, rates, place)
+    if rates.operators:
+        work *= _of_roofline(kernel, rates)
     launch = rates.launch * _LAUNCHES ** (1 - 2 * place)
     # A device that is given work ahead of time waits for the host only where the work is shorter than giving it.
     return max(work, launch) if rates.asynchronous else work + launch
+
+
+def roofline(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
+    """Seconds of a call's arithmetic, or of its memory traffic if that is longer. `place`: see :func:`kernel_time`."""
+    peak = rates.flops.get(kernel.dtype, rates.flops["float32"])
+    arithmetic = kernel.flops / (peak * _share(rates.matmul_efficiency, place))
+    memory = kernel.nbytes / (rates.memory_bandwidth * _share(rates.memory_efficiency, place))
+    return max(arithmetic, memory)
+
+
+def _of_roofline(kernel: Kernel, rates: Rates) -> float:
+    """How many times as long as the roofline says a call takes, by what was measured of its operator."""
+    operators = rates.operators
+    curve = operators.get(kernel.name) or operators.get("aten.mm" if kernel.flops else "aten.add", ())
+    if not curve:
+        return 1.0
+    bound = roofline(kernel, rates)
+    if not bound:
+        return 1.0
+    place = bisect_left(curve, (bound, 0.0))
+    if place in (0, len(curve)):
+        at, seconds = curve[min(place, len(curve) - 1)]
+        return seconds / at
+    (left, seconds), (right, more) = curve[place - 1], curve[place]
+    return (seconds + (more - seconds) * (bound - left) / (right - left)) / bound
 
 
 def transfer_time(transfer: Transfer, plan: Plan, world_size: int, rates: Rates, place: float = _MIDDLE) -> float:

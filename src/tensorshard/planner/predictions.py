@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Transfer
-from tensorshard.estimate.step_time import transfer_time
+from tensorshard.estimate.step_time import sending_time, transfer_time
 from tensorshard.pipeline.split_backward import may_split_backward
 from tensorshard.plan import Plan
 from tensorshard.planner.candidates import Candidate
@@ -50,6 +50,20 @@ class Prediction:
     seconds: float
     bubble: float
     communication: float
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Seconds of transfers: in which their ranks are held up, and in which they compute for them."""
+
+    seen: float = 0.0
+    computed: float = 0.0
+
+    def __add__(self, other: "_Moved") -> "_Moved":
+        return _Moved(self.seen + other.seen, self.computed + other.computed)
+
+    def __mul__(self, count: float) -> "_Moved":
+        return _Moved(self.seen * count, self.computed * count)
 
 
 @dataclass
@@ -135,7 +149,7 @@ class Predictions:
         if known[2] != plan.recompute:
             backward += self._computed_again(plan, size)
         along_tp = self._along_tp(trace, known, candidate)
-        each = forward + backward + along_tp  # of a micro-batch
+        each = forward + backward + along_tp.seen  # of a micro-batch
         shares = self._shares(plan, trace)
         work = each * count * max(shares)
         bubble = self._end(candidate, forward / each, each, shares) - work
@@ -144,12 +158,14 @@ class Predictions:
         shard = split * plan.pp * (plan.dp_shard if plan.zero else 1)
         update = trace.seconds(UPDATE, question, trace.samples, shard)
         windows = {FORWARD: forward * count / plan.pp, BACKWARD: backward * count / plan.pp}
-        seen, moved = self._along_dp(candidate, windows)
+        along_dp = self._along_dp(candidate, windows)
         offload = self._offload(plan, trace, split)
-        seconds = work + bubble + seen + update + offload
-        busy = each * count / plan.pp + launches + moved + update + offload
+        actions = self._actions(plan)
+        seconds = work + bubble + along_dp.seen + update + offload + actions
+        computed = (forward + backward + along_tp.computed) * count / plan.pp
+        busy = computed + launches + along_dp.computed + update + offload + actions
         on_cores = question.on_cores(seconds, busy * question.world_size)
-        return on_cores, bubble, along_tp * count / plan.pp + seen
+        return on_cores, bubble, along_tp.seen * count / plan.pp + along_dp.seen
 
     def _shares(self, plan: Plan, trace: Trace) -> tuple[float, ...]:
         """Of a micro-batch's time, those of each pipeline rank."""
@@ -172,33 +188,38 @@ class Predictions:
         )
         return _COMPUTED_AGAIN * seconds if full else seconds / 2
 
-    def _along_tp(self, trace: Trace, known: Family, candidate: Candidate) -> float:
-        """Seconds of tp's collectives for one micro-batch, which are waited for."""
-        plan = candidate.plan
+    def _along_tp(self, trace: Trace, known: Family, candidate: Candidate) -> "_Moved":
+        """Of tp's collectives for one micro-batch, which are waited for."""
+        plan, moved = candidate.plan, _Moved()
         if plan.tp == 1:
-            return 0.0
+            return moved
+        host = self.question.rates.host
         if known[0] == plan.tp:
             share = candidate.micro_batch / trace.samples
-            return sum(
-                self._time(replace(transfer, nbytes=round(transfer.nbytes * share)), plan) * count
-                for transfer, count in trace.transfers
-                if transfer.collective != "receive"  # it comes in while the rank sends
-            )
+            for transfer, count in trace.transfers:
+                if transfer.collective != "receive":  # it comes in while the rank sends
+                    scaled = replace(transfer, nbytes=round(transfer.nbytes * share))
+                    hops = (count / (plan.tp - 1)) if transfer.collective == "send" else count
+                    moved += self._one(scaled, plan) * count + _both(host.split * hops if host else 0.0)
+            return moved
         if self.facts is None or not self.facts.blocks:
-            return 0.0
+            return moved
         # A block has two pairs of split layers. Their outputs are summed, and the gradients of their inputs.
         nbytes = self.facts.block_outputs / self.facts.blocks * candidate.micro_batch / self.facts.samples
         if plan.precision != "fp32":
             nbytes /= 2
-        return _SUMS * self.facts.blocks * self._collective("all_reduce", "tp", nbytes, plan.tp, plan)
+        each = self._collective("all_reduce", "tp", nbytes, plan.tp, plan)
+        return (each + _both(host.split if host else 0.0)) * (_SUMS * self.facts.blocks)
 
-    def _along_dp(self, candidate: Candidate, windows: Mapping[str, float]) -> tuple[float, float]:
-        """Seconds of the data axes' collectives: what is seen of them beside kernels, and all of them."""
+    def _along_dp(self, candidate: Candidate, windows: Mapping[str, float]) -> "_Moved":
+        """Of the data axes' collectives: what is seen of them beside kernels, and all that ranks compute for them."""
         plan = candidate.plan
         if plan.dp_size == 1:
-            return 0.0, 0.0
+            return _Moved()
         shard, replicate = plan.dp_shard, plan.dp_replicate
-        backward = forward = 0.0
+        host = self.question.rates.host
+        unit = _both(host.unit if host is not None and plan.zero == 3 else 0.0)
+        backward, forward = _Moved(), _Moved()
         for numel, count in self._messages(plan).items():
             gradients, weights = 4 * numel, numel * (4 if plan.precision == "fp32" else 2)
             if plan.zero == 0:
@@ -206,19 +227,27 @@ class Predictions:
                 continue
             times = count * (plan.micro_batches if plan.zero == 3 else 1)
             reductions = count * (plan.micro_batches if int(plan.zero) >= 2 else 1)
-            gather = self._collective("all_gather", "dp_shard", weights, shard, plan)
+            gather = self._collective("all_gather", "dp_shard", weights, shard, plan) + unit
             forward += gather * times
-            backward += self._collective("reduce_scatter", "dp_shard", gradients, shard, plan) * reductions
-            backward += gather * times if plan.zero == 3 and plan.pp == 1 else 0.0
+            backward += (self._collective("reduce_scatter", "dp_shard", gradients, shard, plan) + unit) * reductions
+            backward += gather * (times if plan.zero == 3 and plan.pp == 1 else 0)
             if replicate > 1:
-                backward += self._collective("all_reduce", "dp_replicate", gradients / shard, replicate, plan) * count
-        forward, backward = forward / plan.pp, backward / plan.pp
+                summed = self._collective("all_reduce", "dp_replicate", gradients / shard, replicate, plan) + unit
+                backward += summed * count
+        forward, backward = forward * (1 / plan.pp), backward * (1 / plan.pp)
         moved = forward + backward
         if not self.question.rates.asynchronous:
-            return moved, moved
+            return moved
         part = 1 if plan.zero == 3 else plan.micro_batches
-        seen = max(0.0, forward - windows[FORWARD] / part) + max(0.0, backward - windows[BACKWARD] / part)
-        return seen, moved
+        seen = max(0.0, forward.seen - windows[FORWARD] / part) + max(0.0, backward.seen - windows[BACKWARD] / part)
+        return _Moved(seen, moved.computed)
+
+    def _actions(self, plan: Plan) -> float:
+        """Seconds of what a pipeline's stages do around each forward and backward, and of what every step does."""
+        host = self.question.rates.host
+        if host is None:
+            return 0.0
+        return host.step + (2 * plan.micro_batches * plan.stages_per_rank * host.action if plan.pp > 1 else 0.0)
 
     def _messages(self, plan: Plan) -> Counter[float]:
         """Elements of what travels along the data axes, of a model that is not cut, and how often each occurs."""
@@ -244,13 +273,23 @@ class Predictions:
         low, high = rates.memory_efficiency
         return passes * trained / (rates.memory_bandwidth * (low * high) ** 0.5)
 
-    def _collective(self, name: str, axis: str, nbytes: float, ranks: int, plan: Plan) -> float:
-        """Seconds of a collective, which CPU ranks make of sends."""
-        world, rates = self.question.world_size, self.question.rates
+    def _collective(self, name: str, axis: str, nbytes: float, ranks: int, plan: Plan) -> "_Moved":
+        """Of a collective, which CPU ranks make of sends."""
         if not self.question.on_cpus:
-            return transfer_time(Transfer(BACKWARD, axis, name, int(nbytes), ranks), plan, world, rates)
+            return self._one(Transfer(BACKWARD, axis, name, int(nbytes), ranks), plan)
         count, each = sends(name, nbytes, ranks)
-        return count * transfer_time(Transfer(BACKWARD, axis, "send", int(each), ranks), plan, world, rates)
+        # Gradients and weights travel while others do; what is split is waited for.
+        transfer = Transfer(BACKWARD, axis, "send", int(each), ranks, overlaps=axis != "tp", part_of=name)
+        return self._one(transfer, plan) * count
+
+    def _one(self, transfer: Transfer, plan: Plan) -> "_Moved":
+        """Of a transfer. CPU ranks may send all of it at once."""
+        question = self.question
+        if question.on_cpus and transfer.collective != "send":
+            transfer = replace(transfer, collective="send", nbytes=int(transfer.sent))
+        seconds = transfer_time(transfer, plan, question.world_size, question.rates)
+        host = question.rates.host
+        return _Moved(seconds, seconds if host is None else sending_time(transfer, host))
 
     def _offload(self, plan: Plan, trace: Trace, split: int) -> float:
         if plan.offloaded is None or plan.offloaded.optimizer is None:
@@ -277,7 +316,7 @@ class Predictions:
         message = 0.0
         if self.facts is not None and self.facts.stages is not None:
             nbytes = int(self.facts.stages.sent(plan) * candidate.micro_batch / (1 if plan.precision == "fp32" else 2))
-            message = self._time(Transfer(FORWARD, "pp", "send", nbytes, 2), plan)
+            message = self._one(Transfer(FORWARD, "pp", "send", nbytes, 2), plan).seen
         split = may_split_backward(plan)
         played = _played(
             plan.pp_schedule, plan.stages_per_rank, plan.micro_batches, _coarse(forward), split, shares,
@@ -292,11 +331,10 @@ class Predictions:
         each = (_PACKING if plan.dp_size > 1 else 0) + _ADDING * (plan.micro_batches - 1)
         return each * self.facts.trained * self.question.rates.launch
 
-    def _time(self, transfer: Transfer, plan: Plan) -> float:
-        """Seconds of a transfer. CPU ranks may send all of it at once."""
-        if self.question.on_cpus and transfer.collective != "send":
-            transfer = replace(transfer, collective="send", nbytes=int(transfer.sent))
-        return transfer_time(transfer, plan, self.question.world_size, self.question.rates)
+
+def _both(seconds: float) -> _Moved:
+    """Of what the host does around transfers, while nothing else runs."""
+    return _Moved(seconds, seconds)
 
 
 def _coarse(share: float) -> float:

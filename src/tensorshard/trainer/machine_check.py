@@ -20,6 +20,8 @@ from tensorshard.estimate.machine_rates import (
     memory_rate,
     operator_overhead,
 )
+from tensorshard.estimate.operator_rates import with_operators
+from tensorshard.trainer.host_rates import with_host_costs
 from tensorshard.trainer.memory import own_bytes
 from tensorshard.trainer.self_test import run as run_plans
 
@@ -78,6 +80,10 @@ def measure_rates(device: torch.device, size: int) -> tuple[Rates, list[str]]:
         host_bandwidth=host,
         disk_bandwidth=disk,
     )
+    if device.type == "cpu":
+        rates = with_operators(rates)
+        if size == 2:
+            rates = with_host_costs(rates)
     return rates, notes
 
 

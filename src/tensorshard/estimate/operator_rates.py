@@ -1,0 +1,216 @@
+"""How long operators take on this machine's CPU: small networks of usual layers take steps, and each call is timed.
+
+A roofline knows two numbers of a processor. What a kernel reaches of them differs by the kernel (a convolution of few
+pixels, a softmax, a sum over rows) and by its size (caches, threads, blocks of a product), by up to ten times on a CPU.
+So each operator keeps a curve: the seconds that it took at some sizes, beside what the roofline says of these calls.
+"""
+
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tensorshard.estimate.hardware import Curve, Rates
+from tensorshard.estimate.operations import FORWARD, Kernel
+from tensorshard.estimate.operator_costs import cost_of
+from tensorshard.estimate.step_time import kernel_time, roofline
+from tensorshard.torch_private.dispatch import TorchDispatchMode
+
+_STEPS = 3  # of each network, of which every call's fastest counts; the first makes what the others find
+_POINTS = 8  # of a curve
+_PLAIN_STEPS = 10
+_SMALL = 2  # networks of each kind by which launches are measured
+_LAUNCH = 2e-5  # seconds of a call that may be its launch; what is more is the kernel's own
+_WIDTH = 256
+_CLASSES = 1024
+
+
+class _Timer(TorchDispatchMode):
+    """Times every call of an operator in seconds of this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Kernel, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        begin = time.thread_time()
+        output = func(*args, **kwargs)
+        seconds = time.thread_time() - begin
+        cost = cost_of(func, args, kwargs, output)
+        if cost is not None:
+            self.calls.append((Kernel(FORWARD, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes), seconds))
+        return output
+
+
+def with_operators(rates: Rates) -> Rates:
+    """The same rates with the curves of operators, and with a launch that has Python, views and autograd in it.
+
+    What a call takes whatever its size is in no curve, up to 20 us. It is part of the launch: what steps of small
+    networks take longer than their kernels, for each kernel; it is not below that of `rates`.
+    """
+    least, rates = rates.launch, replace(rates, operators={}, launch=0.0)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    small: list[tuple[float, list[Kernel]]] = []
+    for sizes in _networks():
+        for number, step in enumerate(sizes):
+            calls = _timed(step)
+            for kernel, seconds in calls:
+                found[kernel.name].append((roofline(kernel, rates), seconds))
+            if number < _SMALL:
+                small.append((_processor_seconds(step), [kernel for kernel, _ in calls]))
+    rates = replace(rates, operators={name: _curve(points) for name, points in found.items()})
+    longer = sum(seconds - sum(kernel_time(kernel, rates) for kernel in kernels) for seconds, kernels in small)
+    return replace(rates, launch=max(longer / sum(len(kernels) for _, kernels in small), least))
+
+
+def _timed(step: Callable[[], object]) -> list[tuple[Kernel, float]]:
+    """The calls of a step, each with the least that it took in some."""
+    best: list[tuple[Kernel, float]] = []
+    step()
+    for _ in range(_STEPS):
+        with _Timer() as timer:
+            step()
+        both = zip(best or timer.calls, timer.calls, strict=True)
+        best = [(kernel, min(seconds, again)) for (kernel, seconds), (_, again) in both]
+    return best
+
+
+def _processor_seconds(step: Callable[[], object]) -> float:
+    """The least that this process computes for in a step."""
+    best = math.inf
+    for _ in range(_PLAIN_STEPS):
+        begin = time.process_time()
+        step()
+        best = min(best, time.process_time() - begin)
+    return best
+
+
+def _curve(points: Sequence[tuple[float, float]]) -> Curve:
+    """At most so many points, of calls that are alike together; each call without what the smallest one takes."""
+    groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    smallest = min(seconds - bound for bound, seconds in points)
+    floor = min(max(smallest, 0.0), _LAUNCH)
+    for bound, seconds in points:
+        if bound > 0:
+            groups[round(2 * math.log2(bound))].append((bound, max(seconds - floor, 0.1 * bound)))
+    merged = [tuple(sum(column) / len(group) for column in zip(*group, strict=True)) for group in groups.values()]
+    merged.sort()
+    step = max(1, math.ceil(len(merged) / _POINTS))
+    kept = [*merged[::step], *([merged[-1]] if merged and (len(merged) - 1) % step else [])]
+    return tuple((bound, seconds) for bound, seconds in kept)  # type: ignore[misc]
+
+
+def _networks() -> Iterable[Iterable[Callable[[], object]]]:
+    """Steps of small networks, each with a few sizes, ascending: forward, backward, and the update."""
+
+    def tokens(samples: int, length: int) -> Callable[[], object]:
+        numbers = torch.zeros(samples, length, dtype=torch.long)
+        return _step(_Tokens(), numbers, numbers)
+
+    def images(samples: int, pixels: int) -> Callable[[], object]:
+        return _step(_Images(), torch.ones(samples, 3, pixels, pixels), torch.zeros(samples, dtype=torch.long))
+
+    def sequences(samples: int, length: int) -> Callable[[], object]:
+        classes = torch.zeros(samples, length, dtype=torch.long)
+        return _step(_Sequences(), torch.ones(samples, length, _WIDTH), classes)
+
+    yield itertools.starmap(tokens, ((1, 16), (1, 96), (4, 96), (12, 96)))
+    yield itertools.starmap(images, ((1, 32), (2, 64), (10, 64)))
+    yield itertools.starmap(sequences, ((1, 24), (4, 24), (12, 24)))
+
+
+def _step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], object]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
+
+    def step() -> None:
+        output = model(inputs)
+        F.cross_entropy(output.flatten(0, -2), targets.flatten()).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.add_(parameter.grad)  # as micro-batches are added
+            parameter.grad.mul_(0.5).clone().copy_(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class _Tokens(nn.Module):
+    """A block with torch's attention, then one with attention and norms that are written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_CLASSES, _WIDTH)
+        self.norm, self.qkv, self.output = (
+            nn.LayerNorm(_WIDTH),
+            nn.Linear(_WIDTH, 3 * _WIDTH),
+            nn.Linear(_WIDTH, _WIDTH),
+        )
+        self.up, self.gate = (nn.Linear(_WIDTH, 4 * _WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * _WIDTH, _WIDTH)
+        self.scale = nn.Parameter(torch.ones(_WIDTH))
+        self.head = nn.Linear(_WIDTH, _CLASSES, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + self.output(self._attend(self.norm(x), written_out=False))
+        x = x + self.down(F.gelu(self.up(x)))
+        x = self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        x = x + self.output(self._attend(x, written_out=True))
+        x = x + self.down(F.silu(self.gate(x)) * self.up(x))
+        x = x + self.down(F.relu(self.up(x)))
+        return self.head(self.norm(x))
+
+    def _attend(self, x: torch.Tensor, written_out: bool) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if not written_out:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mask = torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril()
+            mixed = (q @ k.mT * 0.1).masked_fill(~mask, -1e9).softmax(-1) @ v
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class _Images(nn.Module):
+    """Convolutions of many pixels and few channels, then of few pixels and many channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        width = 3
+        for wider in (32, 64, 128, 256):
+            self.layers += [
+                nn.Conv2d(width, wider, 3, stride=2, padding=1, bias=False),
+                nn.BatchNorm2d(wider),
+                nn.ReLU(),
+                nn.Conv2d(wider, wider, 3, padding=1),
+                nn.GroupNorm(8, wider),
+                nn.SiLU(),
+            ]
+            width = wider
+        self.head = nn.Linear(width, _CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = images
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(F.interpolate(F.max_pool2d(x, 2), scale_factor=2).mean((2, 3)))
+
+
+class _Sequences(nn.Module):
+    """A recurrent network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.LSTM(_WIDTH, _WIDTH, batch_first=True), nn.Linear(_WIDTH, _CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(x)[0].tanh().sigmoid())

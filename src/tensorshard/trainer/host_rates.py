@@ -1,0 +1,131 @@
+"""What CPU ranks compute beside kernels, measured on this world: messages, and the Engine's own work around layers."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.comm.collectives import all_gather_into
+from tensorshard.comm.groups import world_group
+from tensorshard.estimate.hardware import HostCosts, Rates
+from tensorshard.estimate.operation_ledger import OperationLedger
+from tensorshard.estimate.operations import FORWARD, Operations
+from tensorshard.estimate.step_time import host_time, kernel_time, sending_time
+from tensorshard.models import GPT, next_token_loss
+from tensorshard.parallelize import parallelize
+from tensorshard.plan import Plan
+
+_SMALL, _LARGE = 1 << 12, 2 << 20  # bytes that each rank sends
+_AT_ONCE = 8  # messages that are under way together
+_WINDOWS = 20  # in which messages are timed, each of _CALLS, of which the least counts: others may use the machine
+_CALLS = 10
+_STEPS = 15
+_LAYERS = 4
+_TOKENS = 32
+_NONE = HostCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def with_host_costs(rates: Rates) -> Rates:
+    """The same rates with those of the host.
+
+    A collective of two ranks on CPUs. Small Engines take steps, whose kernels and messages are counted; what their
+    steps take beyond these is shared out over what they do besides.
+    """
+    host = _message_costs()
+    found, seconds, _ = _steps(Plan(zero=0))
+    host = replace(host, step=max(0.0, _mean(seconds - _work(found, rates) - _messages(found, host))))
+    for name, fields in (
+        ("unit", {"zero": 3}),
+        ("split", {"tp": 2, "zero": 0}),
+        ("action", {"pp": 2, "zero": 0, "micro_batches": 4}),
+    ):
+        found, seconds, plan = _steps(Plan(**fields))  # type: ignore[arg-type]
+        left = seconds - _work(found, rates) - _messages(found, host) - host_time(found, plan, host)
+        actions = host_time(found, plan, replace(_NONE, **{name: 1.0}))
+        host = replace(host, **{name: max(0.0, _mean(left) / _mean(actions))})
+    return replace(rates, host=host)
+
+
+def _message_costs() -> HostCosts:
+    """Processor seconds of a message, and of each of its bytes, at both ends together."""
+    group = world_group()
+    messages = group.size() - 1  # that each rank sends, and receives
+    small, large = ([torch.zeros(nbytes // 4 * group.size()) for _ in range(_AT_ONCE)] for nbytes in (_SMALL, _LARGE))
+
+    def each(outputs: list[torch.Tensor], *, at_once: bool) -> None:
+        pending = []
+        for number, output in enumerate(outputs):
+            mine = output.chunk(group.size())[group.rank()]
+            work = all_gather_into(output, mine, group, async_op=at_once, what=str(number))
+            pending += [work] if work is not None else []
+        for work in pending:
+            work.wait()
+
+    def seconds(outputs: list[torch.Tensor], calls: int, *, at_once: bool) -> float:
+        found = _processor_seconds(lambda: each(outputs, at_once=at_once), calls, _WINDOWS)
+        return _mean(found) / (calls * len(outputs) * messages)
+
+    waited = seconds(small[:1], _CALLS, at_once=False)
+    queued = seconds(small, 2, at_once=True)
+    byte = max(0.0, seconds(large, 1, at_once=True) - queued) / (_LARGE - _SMALL)
+    return replace(_NONE, message=waited, queued=queued, byte=byte)
+
+
+def _work(found: Operations, rates: Rates) -> float:
+    return sum(kernel_time(kernel, rates) * count for kernel, count in found.kernels.items())
+
+
+def _messages(found: Operations, host: HostCosts) -> float:
+    return sum(sending_time(transfer, host) * count for transfer, count in found.transfers.items())
+
+
+def _steps(plan: Plan) -> tuple[Operations, float, Plan]:
+    """What a rank's step of a small Engine does, the processor seconds that it takes, and the plan."""
+    engine = parallelize(
+        _model,
+        plan,
+        optimizer=partial(torch.optim.AdamW, lr=1e-4, fused=True),
+        loss_fn=next_token_loss,
+        device="cpu",
+        sample_inputs=_batch(plan),
+    )
+    tokens = _batch(engine.plan)
+    seconds = _processor_seconds(lambda: engine.step(tokens, tokens), 1, _STEPS)
+    with OperationLedger() as ledger:
+        ledger.begin_step(lambda: FORWARD)
+        engine.step(tokens, tokens)
+        ledger.end_step()
+    return ledger.operations(engine.mesh, engine.plan), seconds, engine.plan
+
+
+def _model() -> nn.Module:
+    return GPT(vocab_size=64, context_length=_TOKENS, num_layers=_LAYERS, num_heads=2, width=64)
+
+
+def _batch(plan: Plan) -> torch.Tensor:
+    return torch.zeros(plan.micro_batches, _TOKENS, dtype=torch.long)
+
+
+def _processor_seconds(run: Callable[[], Any], calls: int, repeats: int) -> float:
+    """Seconds that this process computes in so many calls, its threads included: the fewest of some."""
+    best = float("inf")
+    run()
+    for _ in range(repeats):
+        dist.barrier()
+        begin = time.process_time()
+        for _ in range(calls):
+            run()
+        best = min(best, time.process_time() - begin)
+    return best
+
+
+def _mean(value: float) -> float:
+    """That of all ranks."""
+    mean = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
