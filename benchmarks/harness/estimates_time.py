@@ -97,6 +97,11 @@ def _run(job: TimeJob, world: int) -> list[dict[str, Any]]:
 
 
 def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Spearman's, of what was predicted and what was measured."""
-    places = [torch.tensor(times).argsort().argsort().double() for times in (predicted, measured)]
-    return torch.corrcoef(torch.stack(places))[0, 1].item()
+    """Spearman's, of what was predicted and what was measured; times that are equal share the mean of their places."""
+
+    def places(times: Sequence[float]) -> torch.Tensor:
+        values = torch.tensor(times, dtype=torch.float64)
+        below, at_most = values[:, None] > values, values[:, None] >= values
+        return (below.sum(1) + at_most.sum(1)).double()
+
+    return torch.corrcoef(torch.stack([places(predicted), places(measured)]))[0, 1].item()

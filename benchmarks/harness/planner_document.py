@@ -80,10 +80,15 @@ def print_runs(console: Console, found: ModelRuns) -> None:
         table.add_row(f"{run.name}{'  <- chosen' * run.chosen}", *seconds, f"{run.memory / 2**20:.0f} MiB")
     console.print(table)
     console.print(
-        f"rank correlation {found.correlation:.2f}; the choice takes {found.regret(wall=False):+.1%} busy seconds and "
+        f"rank correlation {found.correlation:.2f}{_rounds_words(found)}; the choice takes "
+        f"{found.regret(wall=False):+.1%} busy seconds and "
         f"{found.regret(wall=True):+.1%} wall time beside the best; searched for {found.search_seconds:.0f} s, "
         f"{found.estimated} estimates"
     )
+
+
+def _rounds_words(found: ModelRuns) -> str:
+    return "" if found.repeatability is None else f" ({found.repeatability:.2f} of a round with the others)"
 
 
 def print_findings(console: Console, findings: Sequence[ScaleFinding]) -> None:
@@ -99,20 +104,21 @@ def print_findings(console: Console, findings: Sequence[ScaleFinding]) -> None:
 def markdown_runs(results: PlannerResults) -> str:
     """A row for each model, and the median and the worst below."""
     lines = [
-        "| model | plans run | rank correlation | the choice | regret, CPU time | regret, wall time | search |",
-        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
+        "| model | plans run | rank correlation | of a round | the choice | regret, CPU time | wall time | search |",
+        "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for name, one in results.models.items():
+        round_words = "" if one.repeatability is None else f"{one.repeatability:.2f}"
         lines.append(
-            f"| {name} | {len(one.valid)} | {one.correlation:.2f} | `{one.chosen.name}` | {one.regret(wall=False):.1%} "
-            f"| {one.regret(wall=True):.1%} | {one.search_seconds:.0f} s |"
+            f"| {name} | {len(one.valid)} | {one.correlation:.2f} | {round_words} | `{one.chosen.name}` "
+            f"| {one.regret(wall=False):.1%} | {one.regret(wall=True):.1%} | {one.search_seconds:.0f} s |"
         )
     if results.models:
         for words, choose in (("median", median), ("worst", max)):
             regrets = [choose([one.regret(wall=wall) for one in results.models.values()]) for wall in (False, True)]
             correlations = [one.correlation for one in results.models.values()]
             correlation = median(correlations) if words == "median" else min(correlations)
-            lines.append(f"| **{words}** | | {correlation:.2f} | | {regrets[0]:.1%} | {regrets[1]:.1%} | |")
+            lines.append(f"| **{words}** | | {correlation:.2f} | | | {regrets[0]:.1%} | {regrets[1]:.1%} | |")
     return "\n".join([*lines, "", f"{hardware_name('cpu')}, {date.today().isoformat()}."])
 
 

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class PlanRun:
         wall, busy: the same as they were measured; medians over rounds.
         refused: why the model does not take it.
         chosen: whether it is the search's choice.
+        rounds: busy seconds of each round.
     """
 
     name: str
@@ -76,6 +78,7 @@ class PlanRun:
     busy: float = 0.0
     refused: str = ""
     chosen: bool = False
+    rounds: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -111,6 +114,23 @@ class ModelRuns:
         """The rank correlation of predicted and measured busy seconds."""
         runs = self.valid
         return rank_correlation([run.predicted_busy for run in runs], [run.busy for run in runs])
+
+    @property
+    def repeatability(self) -> float | None:
+        """The mean rank correlation of a round with the medians of the others; None if rounds were not kept.
+
+        Plans that differ by less than their rounds do have no order of their own, and so no prediction ranks them
+        better than a round does.
+        """
+        rounds = [run.rounds for run in self.valid]
+        count = min(map(len, rounds), default=0)
+        if count < 3:
+            return None
+        found = []
+        for left_out in range(count):
+            others = [median(one[:left_out] + one[left_out + 1 :]) for one in rounds]
+            found.append(rank_correlation([one[left_out] for one in rounds], others))
+        return sum(found) / count
 
 
 def run_model(name: str, hardware: Hardware, rounds: int, grid: Sequence[Mapping[str, Any]] = GRID) -> ModelRuns:
@@ -152,6 +172,7 @@ def run_model(name: str, hardware: Hardware, rounds: int, grid: Sequence[Mapping
         # Of each round: the ranks' computing together, and the time of the slowest.
         busy = [sum(rank["busy"][number][i] for rank in ranks) for i in range(rounds)]
         wall = [max(rank["wall"][number][i] for rank in ranks) for i in range(rounds)]
+        run.rounds = busy
         run.busy, run.wall = torch.tensor(busy).median().item(), torch.tensor(wall).median().item()
     return ModelRuns(name, runs, seconds, found.estimated)
 

@@ -1,5 +1,6 @@
 """The planner's benchmark: how good a choice is, what is written of it, and that its ranks run."""
 
+from benchmarks.harness.estimates_time import rank_correlation
 from benchmarks.harness.jobs import run_job
 from benchmarks.harness.planner_document import PlannerResults, markdown_runs, markdown_scale
 from benchmarks.harness.planner_models import MODELS
@@ -26,6 +27,19 @@ def test_regret_is_what_the_choice_takes_beyond_the_best():
     assert abs(RUNS.regret(wall=False) - 0.25) < 1e-9 and abs(RUNS.regret(wall=True) - 0.25) < 1e-9
     assert [run.name for run in RUNS.valid] == ["zero=0", "zero=3", "tp=2"]
     assert abs(RUNS.correlation - 1.0) < 1e-6
+
+
+def test_rounds_say_how_well_the_runs_rank_plans():
+    assert RUNS.repeatability is None
+    alike = [PlanRun(str(n), 1.0, 1.0, 1, 1.0, 1.0, rounds=[n + 0.1 * i for i in range(3)]) for n in range(4)]
+    assert abs(ModelRuns("", alike).repeatability - 1.0) < 1e-9
+    crossed = [PlanRun(str(n), rounds=[1.0 * n, -2.0 * n, 3.0 * n]) for n in range(4)]
+    assert abs(ModelRuns("", crossed).repeatability + 1 / 3) < 1e-9
+
+
+def test_equal_times_share_a_rank():
+    assert rank_correlation([1.0, 1.0, 2.0], [1.0, 3.0, 4.0]) == rank_correlation([1.0, 1.0, 2.0], [3.0, 1.0, 4.0])
+    assert abs(rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, 15.0]) - 0.5) < 1e-9
 
 
 def test_tables_of_what_was_found():

@@ -10,7 +10,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +19,12 @@ from torch.nn import functional as F
 from tensorshard.estimate.hardware import Curve, Rates
 from tensorshard.estimate.operations import FORWARD, Kernel
 from tensorshard.estimate.operator_costs import cost_of
-from tensorshard.estimate.step_time import kernel_time, roofline
+from tensorshard.estimate.step_time import roofline
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 
-_STEPS = 3  # of each network, of which every call's fastest counts; the first makes what the others find
-_POINTS = 8  # of a curve
-_PLAIN_STEPS = 10
-_SMALL = 2  # networks of each kind by which launches are measured
+_STEPS = 3  # of each network that are timed, at least
+_SECONDS = 0.5  # for which they are, at least
+_POINTS = 16  # of a curve
 _LAUNCH = 2e-5  # seconds of a call that may be its launch; what is more is the kernel's own
 _WIDTH = 256
 _CLASSES = 1024
@@ -50,46 +48,29 @@ class _Timer(TorchDispatchMode):
         return output
 
 
-def with_operators(rates: Rates) -> Rates:
-    """The same rates with the curves of operators, and with a launch that has Python, views and autograd in it.
+def operator_curves(rates: Rates) -> dict[str, Curve]:
+    """For each operator of the networks, the seconds of its calls beside those of the roofline of `rates`, ascending.
 
-    What a call takes whatever its size is in no curve, up to 20 us. It is part of the launch: what steps of small
-    networks take longer than their kernels, for each kernel; it is not below that of `rates`.
+    What a call takes whatever its size is in no curve, up to 20 us: it is a part of ``Rates.launch``.
     """
-    least, rates = rates.launch, replace(rates, operators={}, launch=0.0)
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    small: list[tuple[float, list[Kernel]]] = []
-    for sizes in _networks():
-        for number, step in enumerate(sizes):
-            calls = _timed(step)
-            for kernel, seconds in calls:
-                found[kernel.name].append((roofline(kernel, rates), seconds))
-            if number < _SMALL:
-                small.append((_processor_seconds(step), [kernel for kernel, _ in calls]))
-    rates = replace(rates, operators={name: _curve(points) for name, points in found.items()})
-    longer = sum(seconds - sum(kernel_time(kernel, rates) for kernel in kernels) for seconds, kernels in small)
-    return replace(rates, launch=max(longer / sum(len(kernels) for _, kernels in small), least))
+    for step in _networks():
+        for kernel, seconds in _timed(step):
+            found[kernel.name].append((roofline(kernel, rates), seconds))
+    return {name: _curve(points) for name, points in found.items()}
 
 
 def _timed(step: Callable[[], object]) -> list[tuple[Kernel, float]]:
-    """The calls of a step, each with the least that it took in some."""
+    """The calls of a step, each with the least that it took in some: others may use the machine."""
     best: list[tuple[Kernel, float]] = []
     step()
-    for _ in range(_STEPS):
+    begin, steps = time.thread_time(), 0
+    while steps < _STEPS or time.thread_time() - begin < _SECONDS:
         with _Timer() as timer:
             step()
         both = zip(best or timer.calls, timer.calls, strict=True)
         best = [(kernel, min(seconds, again)) for (kernel, seconds), (_, again) in both]
-    return best
-
-
-def _processor_seconds(step: Callable[[], object]) -> float:
-    """The least that this process computes for in a step."""
-    best = math.inf
-    for _ in range(_PLAIN_STEPS):
-        begin = time.process_time()
-        step()
-        best = min(best, time.process_time() - begin)
+        steps += 1
     return best
 
 
@@ -108,8 +89,8 @@ def _curve(points: Sequence[tuple[float, float]]) -> Curve:
     return tuple((bound, seconds) for bound, seconds in kept)  # type: ignore[misc]
 
 
-def _networks() -> Iterable[Iterable[Callable[[], object]]]:
-    """Steps of small networks, each with a few sizes, ascending: forward, backward, and the update."""
+def _networks() -> Iterable[Callable[[], object]]:
+    """Steps of small networks, each with a few sizes: forward, backward, and the update."""
 
     def tokens(samples: int, length: int) -> Callable[[], object]:
         numbers = torch.zeros(samples, length, dtype=torch.long)
@@ -122,9 +103,9 @@ def _networks() -> Iterable[Iterable[Callable[[], object]]]:
         classes = torch.zeros(samples, length, dtype=torch.long)
         return _step(_Sequences(), torch.ones(samples, length, _WIDTH), classes)
 
-    yield itertools.starmap(tokens, ((1, 16), (1, 96), (4, 96), (12, 96)))
-    yield itertools.starmap(images, ((1, 32), (2, 64), (10, 64)))
-    yield itertools.starmap(sequences, ((1, 24), (4, 24), (12, 24)))
+    yield from itertools.starmap(tokens, ((1, 16), (1, 96), (4, 96), (12, 96)))
+    yield from itertools.starmap(images, ((1, 32), (2, 64), (10, 64)))
+    yield from itertools.starmap(sequences, ((1, 24), (4, 24), (12, 24)))
 
 
 def _step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], object]:

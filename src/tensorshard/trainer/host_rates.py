@@ -20,24 +20,30 @@ from tensorshard.models import GPT, next_token_loss
 from tensorshard.parallelize import parallelize
 from tensorshard.plan import Plan
 
-_SMALL, _LARGE = 1 << 12, 2 << 20  # bytes that each rank sends
+_SMALL, _LARGE = 1 << 12, 4 << 20  # bytes that each rank sends
 _AT_ONCE = 8  # messages that are under way together
-_WINDOWS = 20  # in which messages are timed, each of _CALLS, of which the least counts: others may use the machine
-_CALLS = 10
-_STEPS = 15
+_WINDOWS = 15  # in which messages are timed, each of _CALLS, of which the least counts: others may use the machine
+_CALLS = 6
+_STEPS = 30
+_MANY = 8  # micro-batches
 _LAYERS = 4
-_TOKENS = 32
+_TOKENS = 8
 _NONE = HostCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def with_host_costs(rates: Rates) -> Rates:
-    """The same rates with those of the host.
+    """The same rates with those of the host, and with a launch that has Python, views and autograd in it.
 
-    A collective of two ranks on CPUs. Small Engines take steps, whose kernels and messages are counted; what their
-    steps take beyond these is shared out over what they do besides.
+    A collective of two ranks on CPUs. Small Engines take steps, whose kernels and messages are counted. A launch is
+    what a step takes longer for more micro-batches, and so for more kernels. What steps take beyond kernels and
+    messages is shared out over what they do besides.
     """
     host = _message_costs()
-    found, seconds, _ = _steps(Plan(zero=0))
+    free = replace(rates, launch=0.0)
+    (found, seconds, _), (more, longer, _) = _steps(Plan(zero=0)), _steps(Plan(zero=0, micro_batches=_MANY))
+    launches = (longer - _work(more, free)) - (seconds - _work(found, free))
+    launch = _mean(launches) / _mean(sum(more.kernels.values()) - sum(found.kernels.values()))
+    rates = replace(rates, launch=max(launch, rates.launch))
     host = replace(host, step=max(0.0, _mean(seconds - _work(found, rates) - _messages(found, host))))
     for name, fields in (
         ("unit", {"zero": 3}),
@@ -55,24 +61,23 @@ def _message_costs() -> HostCosts:
     """Processor seconds of a message, and of each of its bytes, at both ends together."""
     group = world_group()
     messages = group.size() - 1  # that each rank sends, and receives
-    small, large = ([torch.zeros(nbytes // 4 * group.size()) for _ in range(_AT_ONCE)] for nbytes in (_SMALL, _LARGE))
 
-    def each(outputs: list[torch.Tensor], *, at_once: bool) -> None:
+    def gather(nbytes: int, count: int, *, at_once: bool) -> None:
         pending = []
-        for number, output in enumerate(outputs):
-            mine = output.chunk(group.size())[group.rank()]
+        for number in range(count):
+            output = torch.empty(nbytes // 4 * group.size())  # new memory, as collectives of the Engine take
+            mine = output.chunk(group.size())[group.rank()].zero_()
             work = all_gather_into(output, mine, group, async_op=at_once, what=str(number))
             pending += [work] if work is not None else []
         for work in pending:
             work.wait()
 
-    def seconds(outputs: list[torch.Tensor], calls: int, *, at_once: bool) -> float:
-        found = _processor_seconds(lambda: each(outputs, at_once=at_once), calls, _WINDOWS)
-        return _mean(found) / (calls * len(outputs) * messages)
+    def seconds(nbytes: int, count: int, *, at_once: bool) -> float:
+        found = _processor_seconds(lambda: gather(nbytes, count, at_once=at_once), _CALLS, _WINDOWS)
+        return _mean(found) / (_CALLS * count * messages)
 
-    waited = seconds(small[:1], _CALLS, at_once=False)
-    queued = seconds(small, 2, at_once=True)
-    byte = max(0.0, seconds(large, 1, at_once=True) - queued) / (_LARGE - _SMALL)
+    waited, queued = seconds(_SMALL, 1, at_once=False), seconds(_SMALL, _AT_ONCE, at_once=True)
+    byte = max(0.0, seconds(_LARGE, 1, at_once=True) - waited) / (_LARGE - _SMALL)
     return replace(_NONE, message=waited, queued=queued, byte=byte)
 
 
@@ -104,7 +109,7 @@ def _steps(plan: Plan) -> tuple[Operations, float, Plan]:
 
 
 def _model() -> nn.Module:
-    return GPT(vocab_size=64, context_length=_TOKENS, num_layers=_LAYERS, num_heads=2, width=64)
+    return GPT(vocab_size=64, context_length=_TOKENS, num_layers=_LAYERS, num_heads=2, width=16)
 
 
 def _batch(plan: Plan) -> torch.Tensor:
