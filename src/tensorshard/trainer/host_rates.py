@@ -22,8 +22,8 @@ from tensorshard.plan import Plan
 
 _SMALL, _LARGE = 1 << 12, 4 << 20  # bytes that each rank sends
 _AT_ONCE = 8  # messages that are under way together
-_WINDOWS = 15  # in which messages are timed, each of _CALLS, of which the least counts: others may use the machine
-_CALLS = 6
+_WINDOWS = 40  # in which messages are timed, each of _CALLS, of which the least counts: others may use the machine
+_CALLS = 5
 _STEPS = 30
 _MANY = 8  # micro-batches
 _LAYERS = 4

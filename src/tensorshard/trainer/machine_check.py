@@ -114,6 +114,17 @@ def describe(rates: Rates, seconds: float) -> str:
         "operator": f"{rates.launch * 1e6:.1f} us beside its work",
         "collectives": f"{link.latency * 1e6:,.0f} us a message, {link.bandwidth / 1e9:,.2f} GB/s",
     }
+    if rates.operators:
+        lines["operators"] = f"{len(rates.operators)} timed, at {sum(map(len, rates.operators.values()))} sizes"
+    if rates.host is not None:
+        host = rates.host
+        lines["messages (CPU time)"] = (
+            f"{host.message * 1e6:.0f} us, {host.queued * 1e6:.0f} us among others, {host.byte * 1e9:.2f} ns a byte"
+        )
+        lines["Engine (CPU time)"] = (
+            f"{host.unit * 1e6:.0f} us a unit of ZeRO 3, {host.split * 1e6:.0f} us a collective of tp, "
+            f"{host.action * 1e6:.0f} us an action of a stage"
+        )
     if rates.disk_bandwidth is not None:
         lines["disk (direct)"] = f"{rates.disk_bandwidth / 1e9:,.2f} GB/s"
     lines["took"] = f"{seconds:.0f} s"
