@@ -1,7 +1,7 @@
 """What this project's sources are known for, as plans of ours on the same hardware."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,16 @@ from torch import nn
 
 import tensorshard as ts
 from tensorshard.estimate.hardware import find_hardware
+from tensorshard.estimate.rank_estimate import RankEstimate
 from tensorshard.models import GPT, Bert, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 _MIXED = {"precision": "bf16", "zero": 3}
+_HALF = {"precision": "fp16", "zero": 3}  # of devices without bf16
+_UNSAID = ("tp_plan", "tp_check")
+_STEPS = 8  # estimates on the way to the largest model
+_LARGEST = 16  # times the headline's size, at most
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Headline:
 
     Args:
         name: the claim. source: who is known for it.
-        ranks, device: the hardware. memory: in place of the device's, for one without a name.
+        ranks, device: the hardware.
         fields: of the Plan.
         size, unit: what grows with the model, such as 808 layers, and what it is called.
         build: the model of a size.
@@ -49,9 +54,9 @@ class Finding:
     """What came of a headline; bytes on the device.
 
     Args:
-        needed: at the headline's size.
-        largest: the largest size that fits.
-        needed_largest: then.
+        size, parameters, needed: of the headline's model.
+        largest, largest_parameters, needed_largest: of the largest model of its shape that fits; 0 where none does.
+        host_bytes, disk_bytes: what a rank of the headline's model has there.
     """
 
     name: str
@@ -60,11 +65,14 @@ class Finding:
     plan: str
     size: int
     unit: str
+    parameters: int
     needed: int
     memory: int
     largest: int
+    largest_parameters: int
     needed_largest: int
-    by_category: dict[str, int] = field(default_factory=dict)
+    host_bytes: int = 0
+    disk_bytes: int = 0
     notes: str = ""
 
     @property
@@ -75,31 +83,70 @@ class Finding:
 def find(headline: Headline) -> Finding:
     """Estimates the headline, and the largest model of its shape that fits.
 
-    Memory grows almost linearly with the size: two sizes give a line, and the size at which it meets the memory is
-    estimated, too, and made smaller until it fits.
+    Raises:
+        ValueError: the plan suits neither the model nor the hardware.
     """
     hardware = find_hardware(headline.device)
     assert hardware is not None
-    asked = _needed(headline, headline.size)
-    half = max(1, headline.size // 2)
-    slope = (asked[0] - _needed(headline, half)[0]) / (headline.size - half)
-    largest = max(1, int(headline.size + (hardware.memory - asked[0]) / slope))
-    needed = _needed(headline, largest)[0]
-    while needed > hardware.memory and largest > 1:
-        largest = max(1, largest - max(1, int((needed - hardware.memory) / slope) + 1))
-        needed = _needed(headline, largest)[0]
-    words = " ".join(
-        f"{name}={value}" for name, value in headline.fields.items() if name not in ("tp_plan", "tp_check")
-    )
+    known: dict[int, RankEstimate] = {}
+
+    def needed(size: int) -> int:
+        if size not in known:
+            known[size] = _estimated(headline, size)
+        return known[size].peak_device
+
+    largest = largest_that_fits(needed, headline.size, hardware.memory)
+    asked = known[headline.size]
     return Finding(
-        headline.name, headline.source, f"{headline.ranks} x {headline.device}", words, headline.size, headline.unit,
-        asked[0], hardware.memory, largest, needed, asked[1], headline.notes,
-    )  # fmt: skip
+        headline.name,
+        headline.source,
+        f"{headline.ranks} x {headline.device}",
+        " ".join(f"{name}={value}" for name, value in headline.fields.items() if name not in _UNSAID),
+        headline.size,
+        headline.unit,
+        parameters_of(headline.build(headline.size)),
+        asked.peak_device,
+        hardware.memory,
+        largest,
+        parameters_of(headline.build(largest)) if largest else 0,
+        known[largest].peak_device if largest else 0,
+        asked.host_bytes,
+        asked.disk_bytes,
+        headline.notes,
+    )
 
 
-def _needed(headline: Headline, size: int) -> tuple[int, dict[str, int]]:
+def largest_that_fits(needed: Callable[[int], int], size: int, memory: int) -> int:
+    """The largest size that needs no more than `memory`, to within a thousandth of `size`; 0 if there is none.
+
+    Memory grows almost linearly: `size` and its half give a line, along which each next guess goes.
+
+    Args:
+        needed: bytes by size.
+    """
+    half = max(1, size // 2)
+    slope = max(1.0, (needed(size) - needed(half)) / max(1, size - half))
+    low, high = 0, _LARGEST * size  # what is known to fit, and what is not, or is not asked for
+    guess = size
+    for _ in range(_STEPS):
+        fits = needed(guess) <= memory
+        low, high = (guess, high) if fits else (low, guess)
+        if high - low <= max(1, size // 1000):
+            break
+        step = int((memory - needed(guess)) / slope) or (1 if fits else -1)
+        guess = min(max(guess + step, low + 1), high - 1)
+    return low
+
+
+def parameters_of(build: Callable[[], nn.Module]) -> int:
+    """Parameters of the model that `build` makes."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build().parameters())
+
+
+def _estimated(headline: Headline, size: int) -> RankEstimate:
     inputs, targets = headline.batch()
-    found = ts.estimate(
+    return ts.estimate(
         headline.build(size),
         ts.Plan(**headline.fields),
         world_size=headline.ranks,
@@ -108,8 +155,7 @@ def _needed(headline: Headline, size: int) -> tuple[int, dict[str, int]]:
         optimizer=headline.optimizer,
         loss_fn=headline.loss,
         hardware=headline.device,
-    )
-    return found.largest.peak_device, found.largest.by_category
+    ).largest
 
 
 def _tokens(samples: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,11 +240,12 @@ HEADLINES = (
         "TorchShard",
         8,
         "titan-xp",
-        {**_MIXED, "recompute": "none"},
+        _HALF,
         64,
         "layers of width 1024",
         _gpt(1024, 16, 128, vocab_size=256),
         lambda: _tokens(32, 128),
+        notes="32 samples of 128 tokens a rank",
     ),
     Headline(
         "GPT-2 of 1.5B parameters",
@@ -210,17 +257,30 @@ HEADLINES = (
         "layers of width 1600",
         _gpt(1600, 25, 1024),
         lambda: _tokens(4, 1024),
+        notes="4 samples of 1,024 tokens a rank",
     ),
     Headline(
         "115B parameters",
         "PatrickStar and ZeRO",
         128,
         "v100-32",
-        {**_MIXED, "recompute": "full"},
+        {**_HALF, "recompute": "full"},
         70,
         "layers of width 11712",
         _gpt(11712, 96, 1024),
         lambda: _tokens(1, 1024),
+        notes="1 sample of 1,024 tokens a rank",
+    ),
+    Headline(
+        "175B parameters, on disk",
+        "ZeRO-Infinity",
+        4,
+        "v100-32",
+        {**_HALF, "recompute": "full", "offload": "disk"},
+        96,
+        "layers of width 12288",
+        _gpt(12288, 96, 2048),
+        lambda: _tokens(1, 2048),
+        notes="1 sample of 2,048 tokens a rank; weights, gradients and Adam's states are on disk",
     ),
 )
-NOT_POSSIBLE = ("175B with parameters on disk: estimates do not know offload.parameters in this version",)

@@ -4,8 +4,9 @@ Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Pa
 gradients and Adam's states take of a device in mixed precision. It depends on how many parameters there are, and not on
 how they lie in layers: models of few and wide blocks stand for those of the paper.
 
-What is ours differs in two ways. A rank's shard of the gradients is in fp32 for the optimizer, 2 bytes more a parameter
-of the shard. And with one micro-batch a full gradient is gone as soon as it is reduced, at level 1 too.
+What is ours differs in three ways. A rank's shard of the gradients is in fp32 for the optimizer, 2 bytes more a
+parameter of the shard. With one micro-batch a full gradient is gone as soon as it is reduced, at level 1 too. And on
+one device, where nothing is to be gathered, level 3 keeps its weights in 16 bits beside the masters, as the others do.
 """
 
 from collections.abc import Sequence
@@ -48,8 +49,10 @@ class StatesCell:
 
     @property
     def formula(self) -> float:
-        """Of this package: 16-bit weights below level 3; fp32 masters, gradients and Adam's two states in shards."""
-        return self.parameters * ((2 if self.level < 3 else 0) + 16 / self.devices)
+        """Of this package: 16-bit weights where they are not gathered; fp32 masters, gradients and Adam's two states in
+        shards."""
+        gathers = self.level == 3 and self.devices > 1
+        return self.parameters * ((0 if gathers else 2) + 16 / self.devices)
 
     @property
     def error(self) -> float:
@@ -82,6 +85,6 @@ def states_cell(size: str, devices: int, level: int) -> StatesCell:
     return StatesCell(size, devices, level, parameters, states)
 
 
-def states_table(sizes: Sequence[str] = tuple(SIZES), devices: Sequence[int] = DEVICES) -> list[StatesCell]:
+def states_cells(sizes: Sequence[str] = tuple(SIZES), devices: Sequence[int] = DEVICES) -> list[StatesCell]:
     """Every number of the table."""
     return [states_cell(size, count, level) for size in sizes for count in devices for level in LEVELS]

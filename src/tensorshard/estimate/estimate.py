@@ -30,6 +30,7 @@ from tensorshard.lay_out.decisions import Decisions
 from tensorshard.lay_out_engine import lay_out_engine
 from tensorshard.modules.batches import batch_size
 from tensorshard.modules.fake_copies import make_fake_copy
+from tensorshard.modules.packed_sequences import NotPacked
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.plan import AXES, Plan
 from tensorshard.torch_private.fake_tensors import FakeTensorMode, grouped_products_of_any_dtype
@@ -230,13 +231,14 @@ def estimate(
             fake_world(rank, world_size, _BACKENDS[device]),
             grouped_products_of_any_dtype(),
             one_chunk_at_a_time(),
+            NotPacked(inputs) as rows,
             FakeTensorMode(allow_non_fake_inputs=True) as fake,
         ):
 
-            def build(fake: FakeTensorMode = fake) -> Engine:
+            def build(fake: FakeTensorMode = fake, rows: NotPacked = rows) -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
                 return lay_out_engine(
-                    ours,
+                    rows.building(ours),
                     tried,
                     optimizer=optimizer,
                     loss_fn=loss_fn,

@@ -111,8 +111,8 @@ def watch_steps(
     Returns:
         The ledger of all of it; the categories of storages whose use is known, by their numbers; the Engine.
     """
-    # Tables of tp are checked on real tensors, which are the host's.
-    counts = None if active_fake_mode() is None else _is_fake
+    # Tables of tp are checked on real tensors, which are the host's; pipelines are cut by a run on fake ones.
+    counts = _is_real if active_fake_mode() is None else _is_fake
     with StorageLedger(counts, operations=operations) as ledger:
         engine = make_engine()
         with ExitStack() as stack:
@@ -140,6 +140,10 @@ def watch_steps(
 
 def _is_fake(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "meta"  # whatever device the tensor says
+
+
+def _is_real(storage: torch.UntypedStorage) -> bool:
+    return not _is_fake(storage)
 
 
 def _can_compose(plan: Plan) -> bool:

@@ -1,5 +1,6 @@
 """Tensor parallelism of a whole model: choosing the table, and applying it."""
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -34,7 +35,7 @@ def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: An
 
     def choose() -> "VerifiedTable":
         with source.real_buffers():
-            return choose_tensor_plan(
+            found = choose_tensor_plan(
                 source.module,
                 mesh.degrees["tp"],
                 plan.tp_plan,
@@ -42,6 +43,9 @@ def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: An
                 check=plan.tp_check,
                 sequence_parallel=plan.sequence_parallel,
             )
+        # What was run to find it refers to itself in circles, and would stay beside the model for many steps.
+        gc.collect()
+        return found
 
     with unset_fake_temporarily():  # the check computes numbers, on small tensors of its own
         return decide_once(choose, mesh.world_group)

@@ -1,7 +1,7 @@
 """Process groups of one's own, and what a group is made of."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -158,7 +158,15 @@ class LocalGroup(dist.ProcessGroup):
 
 
 class _Done(dist.distributed_c10d.Work):
-    """A collective that is over."""
+    """A collective that is over.
+
+    Args:
+        keep: lives as long.
+    """
+
+    def __init__(self, keep: Any = None) -> None:
+        super().__init__()
+        self._keep = keep
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -180,7 +188,8 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
         backend: what its groups are told to be: with "gloo", collectives that are built from sends and receives are so
             here, and hold what they would receive.
 
-    Why: a plan for many ranks is tried by one process. Collectives return at once, and move nothing.
+    Why: a plan for many ranks is tried by one process. Collectives return at once, and move nothing. A send or receive
+    keeps its tensor as those of Gloo and NCCL do: for as long as somebody has what it returned, waited for or not.
 
     Checked: torch 2.11 and 2.13.
 
@@ -198,10 +207,31 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
     sys.excepthook = report
     stands_for = _STANDS_FOR.set(backend)
     try:
-        yield
+        with _kept_while_sent():
+            yield
     finally:
         _STANDS_FOR.reset(stands_for)
         dist.destroy_process_group()
+
+
+@contextmanager
+def _kept_while_sent() -> Iterator[None]:
+    before = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv")}
+
+    def keeping(transfer: Callable[..., Any]) -> Callable[..., Any]:
+        def transferred(group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> dist.Work:
+            transfer(group, tensors, *args, **kwargs)
+            return _Done(list(tensors))
+
+        return transferred
+
+    for name, transfer in before.items():
+        setattr(dist.ProcessGroup, name, keeping(transfer))
+    try:
+        yield
+    finally:
+        for name, transfer in before.items():
+            setattr(dist.ProcessGroup, name, transfer)
 
 
 def forget_world() -> list[Any]:

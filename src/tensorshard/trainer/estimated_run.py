@@ -10,7 +10,9 @@ from tensorshard.config import ConfigError, instantiate
 from tensorshard.estimate import Estimate, estimate
 from tensorshard.estimate.changes import Change, find_changes
 from tensorshard.estimate.hardware import THIS_MACHINE, measured_profile
+from tensorshard.lay_out.decisions import Decisions
 from tensorshard.plan import Plan
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.settings import TrainSettings
 
@@ -39,6 +41,9 @@ class EstimatedRun:
         if config.data.get("train") is None:
             raise ConfigError("the config has no data.train, whose samples say what the model is given")
         self._sample = instantiate(config.data.train)[0]
+        # What one estimate decides and the next takes: tables by degree, and the constructor's run.
+        self._tables: dict[tuple[int, bool], VerifiedTable | None] = {}
+        self._shared = Decisions()
 
     def estimate(self, plan: Plan | None = None) -> Estimate:
         """The memory that the run takes; see :func:`tensorshard.estimate.estimate`.
@@ -53,7 +58,9 @@ class EstimatedRun:
         resolved = settings.plan.resolve(self._world_size)
         settings.check_batch(resolved.dp_size)
         inputs, targets = self._batch(settings.global_batch_size // resolved.dp_size)
-        return estimate(
+        split = (resolved.tp, resolved.sequence_parallel)
+        decisions = Decisions(table=self._tables.get(split), recorded=self._shared.recorded)
+        found = estimate(
             initial_model(self._config.model),
             resolved,
             world_size=self._world_size,
@@ -63,12 +70,19 @@ class EstimatedRun:
             loss_fn=instantiate(self._config.loss),
             hardware=self._hardware,
             device=self._device,
+            decisions=decisions,
         )
+        self._tables[split], self._shared.recorded = decisions.table, decisions.recorded
+        return found
 
     def changes_that_fit(self, found: Estimate, memory: int) -> list[Change]:
         """The cheapest changes of the plan of `found` with which the run fits into `memory` bytes of each device."""
         batch = self._settings.global_batch_size // found.plan.dp_size
-        return find_changes(found.plan, memory, lambda plan: self.estimate(plan).largest.peak_device, batch=batch)
+
+        def needed(plan: Plan) -> int:
+            return (found if plan == found.plan else self.estimate(plan)).largest.peak_device
+
+        return find_changes(found.plan, memory, needed, batch=batch)
 
     def _batch(self, samples: int) -> Any:
         """A batch of the first sample, again and again: only its shapes matter."""

@@ -107,6 +107,7 @@ class Recording:
         except BaseException:
             self._running.clear()
             self.sources.call = None
+            self._saved.forget()
             raise
 
     def end(self, name: str, unit: nn.Module, output: Any) -> Any:
@@ -130,6 +131,7 @@ class Recording:
                 name, reads, gradients, structure, layouts, sources.flops, sources.written_bytes, self._saved.nbytes
             )
         )
+        self._saved.forget()
         if [tensor_version(buffer) for buffer in unit.buffers()] != self._versions or _keeps_statistics(unit):
             self.stateful.add(name)
         count = iter(range(len(tensors)))
@@ -208,7 +210,15 @@ class _SavedBytes:
             self._seen.add(key)
             self._kept.append(tensor)
             self.nbytes += tensor.numel() * tensor.element_size()
-        return tensor
+        if tensor.grad_fn is None:
+            return tensor
+        # A node that keeps its own output keeps itself, in a circle that garbage collection does not see.
+        with without_dispatch_modes():
+            return tensor.detach()
+
+    def forget(self) -> None:
+        """Lets go of the tensors. Their graph holds on to this object."""
+        self._kept.clear()
 
 
 def _is_checkpointed() -> bool:
