@@ -9,6 +9,11 @@ from benchmarks.harness.estimates import Outcome, all_cells, summary_of
 from benchmarks.harness.estimates_document import EstimateResults, markdown, replace_block, write_estimates
 from benchmarks.harness.estimates_peers import accelerate_says, deepspeed_says
 from benchmarks.harness.estimates_time import Timed
+from benchmarks.harness.headlines import HEADLINES, Finding, largest_that_fits
+from benchmarks.harness.headlines_document import PAGE as HEADLINES_PAGE
+from benchmarks.harness.headlines_document import HeadlineResults
+from benchmarks.harness.headlines_document import markdown as headlines_markdown
+from benchmarks.harness.headlines_document import replace_block as replace_headlines
 from benchmarks.harness.zero_table import SIZES, StatesCell, states_cell
 from rich.console import Console
 
@@ -77,3 +82,32 @@ def _states(level: int) -> float:
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_run_has_the_states_of_the_formula(ranks, level):
     assert abs(ranks(1, _states, level)[0]) <= 0.01
+
+
+def test_one_device_gathers_nothing():
+    assert StatesCell("7.5B", 1, 3, 100, 0).formula == StatesCell("7.5B", 1, 1, 100, 0).formula == 18 * 100
+    assert StatesCell("7.5B", 4, 3, 100, 0).formula == 4 * 100
+
+
+@pytest.mark.parametrize(("memory", "largest"), [(1_000, 90), (190, 9), (105, 0), (100_000, 480)])
+def test_the_largest_that_fits(memory, largest):
+    """100 bytes and 10 for each layer, and a few more for every other layer."""
+    asked = []
+
+    def needed(size):
+        asked.append(size)
+        return 100 + 10 * size - 3 * (size % 2)
+
+    assert abs(largest_that_fits(needed, 30, memory) - largest) <= 1
+    assert len(asked) <= 20
+
+
+def test_headlines_on_the_page():
+    assert len({headline.name for headline in HEADLINES}) == len(HEADLINES)
+    finding = Finding("big", "Them", "4 x h100", "zero=3", 8, "layers", 10**9, 2**30, 2**31, 16, 2 * 10**9, 2**31)
+    cell = StatesCell("7.5B", 64, 1, 100, 225)
+    text = headlines_markdown(HeadlineResults([cell], {1: 8_667_000_000, 2: 4_333_500_000}, [finding]))
+    assert "| 1.0 GiB | yes | 16 layers: 2B parameters |" in text
+    assert "| 2 | 5,615 MB | 0.65 | 4,334 MB | 0.50 |" in text
+    assert "at most 0.00% off" in text
+    assert text in replace_headlines(HEADLINES_PAGE.read_text(), text)

@@ -1,6 +1,7 @@
 """Estimates on fake tensors: what a real run's ledger says, what it is made of, and what is refused."""
 
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import tensorshard as ts
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate, summarize
 from tensorshard.estimate.watched_steps import watch_steps
 from tensorshard.models import GPT, next_token_loss
+from tensorshard.torch_private.process_groups import fake_world
 
 # A real collective holds what it moves until it is waited for, that of a fake group is over at once: of a tiny model
 # that is a few percent.
@@ -268,3 +270,21 @@ def test_what_is_offloaded_from_gpus(ranks):
     assert plain.peak_allocated - offloaded.peak_allocated >= 8 * numel
     assert plain_16.peak_allocated - offloaded_16.peak_allocated >= 12 * numel
     assert offloaded.host_traffic - offloaded_16.host_traffic > 1.9 * numel  # weights come back in 16 bits
+
+
+def _kept_by_a_send() -> list[bool]:
+    dist.destroy_process_group()
+    with fake_world(0, 2):
+        tensor = torch.zeros(3)
+        reference = weakref.ref(tensor)
+        work = dist.isend(tensor, 1)
+        del tensor
+        work.wait()
+        kept = reference() is not None
+        del work
+        return [kept, reference() is not None]
+
+
+def test_a_send_keeps_its_tensor_as_long_as_somebody_has_it(ranks):
+    """As those of Gloo and NCCL do, of which torch's schedules keep some for most of a step."""
+    assert ranks(1, _kept_by_a_send)[0] == [True, False]

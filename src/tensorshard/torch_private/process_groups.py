@@ -216,7 +216,8 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
 
 @contextmanager
 def _kept_while_sent() -> Iterator[None]:
-    before = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv")}
+    # As the class has them: what it hands out is bound to nothing, and would not become a method again.
+    before = {name: vars(dist.ProcessGroup)[name] for name in ("send", "recv")}
 
     def keeping(transfer: Callable[..., Any]) -> Callable[..., Any]:
         def transferred(group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> dist.Work:
@@ -225,8 +226,8 @@ def _kept_while_sent() -> Iterator[None]:
 
         return transferred
 
-    for name, transfer in before.items():
-        setattr(dist.ProcessGroup, name, keeping(transfer))
+    for name in before:
+        setattr(dist.ProcessGroup, name, keeping(getattr(dist.ProcessGroup, name)))
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 """What is remembered of the shapes that a pipeline was given."""
 
+import gc
 import logging
 from unittest import mock
 
@@ -54,3 +55,25 @@ def test_many_shapes_are_no_numbers(caplog):
         for size in range(1, 12):
             shapes.of({"x": torch.zeros(size, 4), "scale": 0.5}, model)
     assert caplog.text == ""
+
+
+class Norms(nn.Module):
+    """Norms keep what they return for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7), nn.Sigmoid()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_nothing_of_a_run_is_left():
+    model = Norms()
+    tracer = Tracer(model)
+    assert len(tracer.trace(torch.zeros(5, 7)).calls) == 3
+    gc.collect()
+    left = [o for o in gc.get_objects() if type(o).__name__ in ("Tensor", "FakeTensor") and tuple(o.shape) == (5, 7)]
+    assert not left
