@@ -84,12 +84,13 @@ def test_the_best_by_its_estimate_is_found_and_predictions_are_near_estimates():
     best = done.found[0]
     off = []
     for one in done.considered:
-        was_estimated = one.estimate is not None
+        was_estimated = one.is_estimated
         if not was_estimated and one.candidate.order % 20 == 5 and not one.refused:
             one.estimate = done.question.estimate(one.plan)
             one.seconds = done.question.seconds(one.estimate)
             off.append(abs(one.predicted.seconds / one.seconds - 1))
-        if one.estimate is not None:
+        if one.is_estimated:
+            assert one.estimate is not None
             assert one.predicted.memory <= one.estimate.largest.peak_device, one.plan
             assert best.seconds <= one.seconds, one.plan
     assert len(off) >= 4 and done.exhausted

@@ -59,6 +59,7 @@ class Estimate:
         ranks: one for each distinct rank: those of a pipeline's stages, each with the largest shards.
         hardware: what was asked for; None if nothing was.
         global_batch: samples of a step.
+        complete: whether every distinct rank was run; if not, one of `ranks` takes more than was allowed.
     """
 
     plan: Plan
@@ -66,14 +67,16 @@ class Estimate:
     ranks: list[RankEstimate]
     hardware: Hardware | None = None
     global_batch: int | None = None
+    complete: bool = True
 
     @cached_property
     def step_time(self) -> StepTime | None:
-        """Seconds of a step on the hardware, between a low and a high; None without hardware whose speed is known.
+        """Seconds of a step on the hardware, between a low and a high; None without hardware whose speed is known, or
+        if not every rank was run.
 
         Those of a profile are not validated; those of "this-machine" are made of measured rates.
         """
-        if self.hardware is None or self.hardware.rates is None:
+        if self.hardware is None or self.hardware.rates is None or not self.complete:
             return None
         return step_time(self.ranks, self.plan, self.world_size, self.hardware.rates)
 
@@ -176,6 +179,7 @@ def estimate(
     hardware: str | Hardware | None = None,
     device: str = "cuda",
     decisions: Decisions | None = None,
+    stop_above: int | None = None,
 ) -> Estimate:
     """How much memory a plan takes on each rank, and how long a step takes, without the hardware.
 
@@ -191,6 +195,8 @@ def estimate(
         hardware: a name such as "a100-80", or a :class:`Hardware`; without it there is no time, and no limit to fit.
         device: what the ranks compute on: "cuda" or "cpu". Collectives of CPU ranks also hold what they receive.
         decisions: those of an earlier estimate of this model, to save time. Those of this one are added to them.
+        stop_above: bytes of a device. The first rank that takes more ends the estimate, which is not complete then.
+            The ranks of a pipeline that are likely to take the most are run first. None to run all.
 
     Raises:
         ValueError: the plan does not suit the model or the number of ranks; or the hardware is unknown (the error
@@ -222,8 +228,12 @@ def estimate(
     size = batch_size(inputs)
     samples = size * tried.micro_batches // resolved.micro_batches
     decisions = Decisions() if decisions is None else decisions
-    ranks = []
-    for stage, rank in enumerate(_first_ranks(resolved)):
+    ranks: list[RankEstimate] = []
+    first_ranks = list(_first_ranks(resolved))
+    for stage in _fullest_first(len(first_ranks)):
+        rank = first_ranks[stage]
+        if stop_above is not None and ranks and ranks[-1].peak_device > stop_above:
+            break
         with (
             _quiet(),
             _young_garbage(),
@@ -272,7 +282,9 @@ def estimate(
                 slots=engine.slots,
             )
         )
-    return Estimate(resolved, world_size, ranks, found, size * resolved.dp_size)
+    complete = len(ranks) == len(first_ranks)
+    ranks.sort(key=lambda one: one.stage)
+    return Estimate(resolved, world_size, ranks, found, size * resolved.dp_size, complete)
 
 
 def _first_ranks(plan: Plan) -> Iterator[int]:
@@ -281,6 +293,11 @@ def _first_ranks(plan: Plan) -> Iterator[int]:
     for axis in AXES[1:]:
         within *= getattr(plan, axis)
     yield from range(0, plan.pp * within, within)
+
+
+def _fullest_first(stages: int) -> list[int]:
+    """The first stage's rank keeps the most micro-batches, and the last one's has the model's output."""
+    return sorted(range(stages), key=lambda stage: (stage not in (0, stages - 1), stage))
 
 
 @contextmanager

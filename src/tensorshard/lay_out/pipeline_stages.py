@@ -8,7 +8,7 @@ from torch import nn
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.data_parallel.shard_units import stage_shard_units
-from tensorshard.lay_out.decisions import Decisions
+from tensorshard.lay_out.decisions import Decisions, Traced
 from tensorshard.lay_out.lay_out import Part, from_first_rank, lay_out
 from tensorshard.lay_out.stage_tensor_split import fake_tensor_split, split_stage
 from tensorshard.materialize import TensorSource
@@ -20,7 +20,7 @@ from tensorshard.modules.parameters import ParameterPlaces, like
 from tensorshard.modules.sample_inputs import example_inputs
 from tensorshard.offload.slots import Slots
 from tensorshard.pipeline.cut.cut import Cut, cut_model
-from tensorshard.pipeline.run.crossings import Shapes
+from tensorshard.pipeline.run.crossings import Shapes, input_signature
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.trace.call_graph import CallGraph
@@ -59,7 +59,7 @@ def apply_pipeline(
     """
     model, found = source.module, decisions.table
     if decisions.shapes is None:
-        decisions.shapes = _cut(source, found, plan, mesh, device, sample_inputs)
+        decisions.shapes = _cut(source, decisions, plan, mesh, device, sample_inputs)
     shapes = decisions.shapes
     stages = [StageModule(model, shapes, index) for index in mesh.stages]
     value_of = _values(source, stages, mesh, device, broadcast=broadcast)
@@ -69,20 +69,41 @@ def apply_pipeline(
 
 def _cut(
     source: TensorSource,
-    found: VerifiedTable | None,
+    decisions: Decisions,
     plan: Plan,
     mesh: Mesh,
     device: torch.device,
     sample_inputs: Any,
 ) -> Shapes:
     """Where the model is cut into the stages of all ranks, and what crosses the cuts."""
-    tracer = _tracer(source, found, plan, mesh, device)
-    with autocast(plan.precision, device):
-        graph = _trace(tracer, source.module, sample_inputs)
+    tracer, graph, graphs, _ = _traced(source, decisions, plan, mesh, device, sample_inputs)
     count = mesh.degrees["pp"] * mesh.stages_per_rank
     # Ranks may have parts of different sizes, and must cut alike.
     positions = decide_once(lambda: cut_model(graph, count, split=plan.pp_split).positions, mesh.world_group)
-    return Shapes(tracer, Cut(graph, positions))
+    return Shapes(tracer, Cut(graph, positions), graphs if decisions.traced is not None else None)
+
+
+def _traced(
+    source: TensorSource,
+    decisions: Decisions,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    sample_inputs: Any,
+) -> Traced:
+    """The model's run, or that of another plan under which the model runs the same."""
+    units = None if plan.pp_units is None else tuple(plan.pp_units)
+    key = (plan.tp, plan.sequence_parallel, mesh.index("tp"), plan.precision, units, input_signature(sample_inputs))
+    known = None if decisions.traced is None else decisions.traced.get(key)
+    if known is not None and known.table is decisions.table:
+        return known
+    tracer = _tracer(source, decisions.table, plan, mesh, device)
+    with autocast(plan.precision, device):
+        graph = _trace(tracer, source.module, sample_inputs)
+    traced = Traced(tracer, graph, {}, decisions.table)
+    if decisions.traced is not None:
+        decisions.traced[key] = traced
+    return traced
 
 
 def _lay_out_stage(

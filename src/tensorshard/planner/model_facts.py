@@ -15,6 +15,7 @@ from tensorshard.modules.blocks import find_blocks
 from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
 from tensorshard.planner.data_collectives import Bucket, find_buckets
+from tensorshard.planner.fewer_blocks import equal_blocks
 from tensorshard.planner.stage_costs import StageCosts, stage_costs
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 from tensorshard.torch_private.dispatch import TorchDispatchMode
@@ -35,6 +36,7 @@ class ModelFacts:
         buckets: the trained parameters that travel together along the data axes.
         stages: where the model can be cut; None if nothing is known of that.
         output: what the model returned, on fake tensors.
+        equal_blocks: names of many blocks that are built alike; none where there are few.
     """
 
     samples: int
@@ -46,6 +48,7 @@ class ModelFacts:
     buckets: tuple[Bucket, ...] = ()
     stages: StageCosts | None = None
     output: Any = None
+    equal_blocks: tuple[str, ...] = ()
 
 
 class _BlockKernels(TorchDispatchMode):
@@ -94,9 +97,10 @@ def model_facts(
                 ours = model.build() if isinstance(model, PretrainedModel) else model()
             batch = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), inputs)
             buckets = find_buckets(ours, (fixed or {}).get("shard_units"))
+            equal = equal_blocks(ours)
             facts = _one_forward(ours, batch, samples)
         stages = None if fixed is None else stage_costs(ours, inputs, samples, fixed)
-        return replace(facts, buckets=tuple(buckets), stages=stages)
+        return replace(facts, buckets=tuple(buckets), stages=stages, equal_blocks=equal)
     except Exception:  # whatever a model's code does with tensors that have no values
         return None
 

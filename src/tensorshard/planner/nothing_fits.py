@@ -70,10 +70,10 @@ def nothing_fits(search: Search, progress: Progress) -> ValueError:
     too_much = size_text(max(0, least.memory - question.memory))
     changes = list(_changes(search, progress))
     progress.end()
+    how = "" if least.is_estimated else "at least "
     problem = (
         f"no plan of {question.world_size} ranks fits {size_text(question.memory)} each; the nearest, "
-        f"{plan_words(least.plan)}, takes {'' if least.estimate else 'at least '}{size_text(least.memory)}, {too_much} "
-        f"too much"
+        f"{plan_words(least.plan)}, takes {how}{size_text(least.memory)}, {too_much} too much"
     )
     return NothingFitsError(problem, [str(refusal) for refusal in why_nothing_fits(search)], list(map(str, changes)))
 
@@ -92,11 +92,11 @@ def _nearest(search: Search, taken: list[Considered]) -> Considered:
     """The plan that takes the least, estimated if that is known after a few tries."""
     for _ in range(2 * _TRIES):
         nearest = min(taken, key=lambda one: one.memory)
-        if nearest.estimate is not None:
+        if nearest.is_estimated:
             break
         with suppress(*REFUSALS):  # its bound stands then
             nearest.estimate = search.question.estimate(nearest.plan)
-    return min(taken, key=lambda one: (one.estimate is None, one.memory))
+    return min(taken, key=lambda one: (not one.is_estimated, one.memory))
 
 
 def _changes(search: Search, progress: Progress) -> Iterator[FittingChange]:

@@ -1,6 +1,6 @@
 """What a search is asked: the model, the machines, and what the user insists on. Checked before any work is done."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
@@ -18,8 +18,10 @@ from tensorshard.lay_out.decisions import Decisions
 from tensorshard.modules.batches import batch_size
 from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
 from tensorshard.plan import Plan
+from tensorshard.planner.fewer_blocks import FewerBlocks
 from tensorshard.planner.machine import hardware_here, on_cores
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+from tensorshard.tensor_parallel.verify.kept_captures import Captures, captures_kept
 
 OBJECTIVES = ("time", "memory", "cost")
 
@@ -41,7 +43,10 @@ class Question:
         global_batch: samples of a step.
         fixed: fields of a Plan that are given, by name.
         tables: of tensor parallelism that were found, by degree and whether sequences are split. Filled by estimates.
-        shared: what holds for every plan: the constructor's run. Filled by estimates.
+        shared: what holds for several plans: the constructor's run, and runs that pipelines are cut by. Filled by
+            estimates.
+        captures: runs that tables were searched by. Filled by estimates.
+        shortened: the same of models with fewer blocks, by how many they keep.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -55,7 +60,9 @@ class Question:
     global_batch: int
     fixed: Mapping[str, Any]
     tables: dict[tuple[int, bool], VerifiedTable | None] = field(default_factory=dict)
-    shared: Decisions = field(default_factory=Decisions)
+    shared: Decisions = field(default_factory=lambda: Decisions(traced={}))
+    captures: Captures = field(default_factory=dict)
+    shortened: dict[int, "Question"] = field(default_factory=dict)
 
     @property
     def rates(self) -> Rates:
@@ -85,7 +92,13 @@ class Question:
         return inputs, targets
 
     def estimate(
-        self, plan: Plan, world_size: int | None = None, samples: int | None = None, *, borrow: bool = False
+        self,
+        plan: Plan,
+        world_size: int | None = None,
+        samples: int | None = None,
+        *,
+        borrow: bool = False,
+        stop_above: int | None = None,
     ) -> Estimate:
         """The estimate of a resolved `plan`.
 
@@ -94,19 +107,20 @@ class Question:
             samples: of one data rank; its part of the global batch by default.
             borrow: whether a table that was found for another number of tp ranks will do, where it suits: for
                 predictions alone, as the search for its own may find another.
+            stop_above: as for :func:`tensorshard.estimate.estimate.estimate`.
 
         Raises:
             ValueError, NotImplementedError: the plan does not suit the model.
         """
         key = (plan.tp, plan.sequence_parallel)
-        decisions = Decisions(table=self.tables.get(key), recorded=self.shared.recorded)
+        decisions = Decisions(table=self.tables.get(key), recorded=self.shared.recorded, traced=self.shared.traced)
         if borrow and decisions.table is None and plan.tp > 1:
             decisions.table = self._other_table(plan)
             if decisions.table is not None:
                 with suppress(Exception):  # whatever a model raises whose layers do not suit another's table
                     return self._estimate(plan, world_size, samples, decisions)
                 decisions.table = None
-        found = self._estimate(plan, world_size, samples, decisions)
+        found = self._estimate(plan, world_size, samples, decisions, stop_above)
         self.tables[key] = decisions.table
         return found
 
@@ -117,20 +131,29 @@ class Question:
                 return replace(table, size=plan.tp, sequence=sequence)
         return None
 
-    def _estimate(self, plan: Plan, world_size: int | None, samples: int | None, decisions: Decisions) -> Estimate:
+    def _estimate(
+        self,
+        plan: Plan,
+        world_size: int | None,
+        samples: int | None,
+        decisions: Decisions,
+        stop_above: int | None = None,
+    ) -> Estimate:
         inputs, targets = self.batch(self.global_batch // plan.dp_size if samples is None else samples)
-        found = estimate(
-            self.model,
-            plan,
-            world_size=self.world_size if world_size is None else world_size,
-            inputs=inputs,
-            targets=targets,
-            optimizer=self.optimizer,
-            loss_fn=self.loss_fn,
-            hardware=self.hardware,
-            device="cpu" if self.on_cpus else "cuda",
-            decisions=decisions,
-        )
+        with captures_kept(self.captures):
+            found = estimate(
+                self.model,
+                plan,
+                world_size=self.world_size if world_size is None else world_size,
+                inputs=inputs,
+                targets=targets,
+                optimizer=self.optimizer,
+                loss_fn=self.loss_fn,
+                hardware=self.hardware,
+                device="cpu" if self.on_cpus else "cuda",
+                decisions=decisions,
+                stop_above=stop_above,
+            )
         self.shared.recorded = decisions.recorded
         return found
 
@@ -143,6 +166,15 @@ class Question:
     def on_cores(self, seconds: float, busy: float) -> float:
         """The time of a step of so many `seconds` a rank, in which all ranks together compute for `busy` seconds."""
         return on_cores(seconds, busy, self.hardware) * self.hardware.time_ratio
+
+    def with_blocks(self, kept: int, equal_blocks: Sequence[str]) -> "Question":
+        """The same question for the model with the first `kept` of its `equal_blocks`; it must be a callable."""
+        assert not isinstance(self.model, nn.Module)
+        if kept not in self.shortened:
+            model = FewerBlocks(self.model, tuple(equal_blocks[kept:]))
+            self.shortened[kept] = replace(self, model=model, tables={}, shared=Decisions(traced={}), captures={})
+        found = self.shortened[kept]
+        return replace(self, model=found.model, tables=found.tables, shared=found.shared, captures=found.captures)
 
     def with_changes(
         self, *, world_size: int | None = None, global_batch: int | None = None, **fixed: Any

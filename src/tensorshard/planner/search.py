@@ -38,7 +38,7 @@ class Considered:
 
     Args:
         first: what was predicted of it from traces alone.
-        estimate: what it takes; None where the prediction said enough.
+        estimate: what it takes; None where the prediction said enough; where it does not fit, perhaps of some ranks.
         seconds: of a step, by the estimate.
         refused: why the model does not take it; "" where it does, or nobody asked.
 
@@ -67,9 +67,14 @@ class Considered:
         return self.predicted.memory if self.estimate is None else self.estimate.largest.peak_device
 
     @property
+    def is_estimated(self) -> bool:
+        """Whether every rank of it was estimated."""
+        return self.estimate is not None and self.estimate.complete
+
+    @property
     def likely_seconds(self) -> float:
         """Seconds of a step, as estimated or predicted."""
-        return self.predicted.seconds if self.estimate is None else self.seconds
+        return self.seconds if self.is_estimated else self.predicted.seconds
 
 
 Key = Callable[[int, float], tuple[float, float]]
@@ -146,11 +151,12 @@ class Search:
             if family not in self.traces:
                 progress.say(f"running tp={family[0]}{' with sequences split' * family[1]}, recompute={family[2]}")
                 try:
-                    self.traces[family] = run_trace(self.question, family, self.traces[BASE].samples)
+                    self.traces[family] = self._run_trace(family, self.traces[BASE].samples)
                 except REFUSALS as error:
                     one.refused = failed[family] = _first_sentence(error)
-                for other in queue:
-                    other.first = other.first if other.refused else self._predictions.of(other.candidate)
+                for other in queue:  # those with other numbers of tp ranks are predicted from other traces
+                    if other.plan.tp == family[0] and not other.refused:
+                        other.first = self._predictions.of(other.candidate)
             elif self.estimates == most:
                 self.exhausted = False
                 break
@@ -161,6 +167,9 @@ class Search:
             queue = self._in_order(queue, key)
         progress.end()
         return self
+
+    def _run_trace(self, family: Family, samples: int) -> Trace:
+        return run_trace(self.question, family, samples, () if self.facts is None else self.facts.equal_blocks)
 
     def _in_order(self, among: Iterable[Considered], key: Key) -> deque[Considered]:
         """The most promising plans first; those that are refused are left out."""
@@ -186,7 +195,7 @@ class Search:
             samples = min(question.global_batch, max(2, question.global_batch // question.world_size))
             progress.say("running the model once")
             self.facts = model_facts(question.model, question.batch(samples)[0], samples, question.fixed)
-            self.traces[BASE] = run_trace(question, BASE, samples)
+            self.traces[BASE] = self._run_trace(BASE, samples)
         predictions = Predictions(question, self.traces, self.facts)
         for candidate in listed:
             try:
@@ -211,11 +220,15 @@ class Search:
         progress.say(f"{self.estimates} of {len(self.considered)} plans estimated{best}")
         self.estimates += 1
         try:
-            one.estimate = self.question.estimate(one.plan)
+            one.estimate = self.question.estimate(one.plan, stop_above=self.question.memory)
         except REFUSALS as error:
             one.refused = _first_sentence(error)
             for other in self._alike(one.plan):
                 other.refused = one.refused
+            return
+        if one.memory > self.question.memory:
+            self._scarce.add(family_of(one.plan))
+        if not one.estimate.complete:
             return
         one.seconds = self.question.seconds(one.estimate)
         self._corrections.note(one.plan, one.first.seconds, one.seconds)
@@ -223,8 +236,6 @@ class Search:
         if one.memory <= self.question.memory and one.seconds <= longest:
             self.found.append(one)
             self.found.sort(key=lambda found: (key(found.memory, found.seconds), found.candidate.order))
-        elif one.memory > self.question.memory:
-            self._scarce.add(family_of(one.plan))
 
     def _traced_as(self, one: Considered) -> Family:
         """The family whose trace is wanted before a plan is estimated.

@@ -1,8 +1,12 @@
 """Runs of the Engine on one data rank, from which bounds of many plans follow."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from tensorshard.estimate.operations import FORWARD, SECTIONS, UPDATE, Kernel, Transfer
 from tensorshard.estimate.rank_estimate import (
@@ -15,7 +19,9 @@ from tensorshard.estimate.rank_estimate import (
 )
 from tensorshard.estimate.step_time import kernel_time
 from tensorshard.plan import Plan
+from tensorshard.planner.fewer_blocks import KEPT
 from tensorshard.planner.question import Question
+from tensorshard.pretrained.pretrained_model import PretrainedModel
 
 Family = tuple[int, bool, str]
 """What plans share whose bounds follow from one trace: tp, sequence_parallel and recompute."""
@@ -84,12 +90,24 @@ def scaled_kernel_time(kernel: Kernel, question: Question, share: float) -> floa
     return kernel_time(scaled, question.rates)
 
 
-def run_trace(question: Question, family: Family, samples: int) -> Trace:
+def run_trace(question: Question, family: Family, samples: int, equal_blocks: Sequence[str] = ()) -> Trace:
     """Takes the steps of a family on `samples` samples.
+
+    Args:
+        equal_blocks: names of blocks that are built alike. The model is run with a few of them, and each of the others
+            takes what one more of these does.
 
     Raises:
         ValueError, NotImplementedError: the model does not take such plans.
     """
+    if equal_blocks and not isinstance(question.model, nn.Module | PretrainedModel):
+        with suppress(Exception):  # whatever a model raises that counts on all of its blocks
+            few, more = (_run(question.with_blocks(kept, equal_blocks), family, samples) for kept in KEPT)
+            return _with_more_blocks(few, more, (len(equal_blocks) - KEPT[1]) // (KEPT[1] - KEPT[0]))
+    return _run(question, family, samples)
+
+
+def _run(question: Question, family: Family, samples: int) -> Trace:
     tp, sequence_parallel, recompute = family
     alone: dict[str, Any] = {
         "dp_replicate": 1,
@@ -106,6 +124,36 @@ def run_trace(question: Question, family: Family, samples: int) -> Trace:
         alone["tp_plan"] = None
     plan = Plan(**{**question.fixed, **alone}).resolve(tp)
     return _trace_of(question.estimate(plan, tp, samples, borrow=True).ranks[0], samples)
+
+
+def _with_more_blocks(few: Trace, more: Trace, times: int) -> Trace:
+    """The trace that has `times` as much beyond `more` as that has beyond `few`.
+
+    A kernel that works on all blocks at once counts less than nothing for fewer of them: its times add up to that for
+    all.
+    """
+
+    def extended(of_few: Iterable[tuple[Any, int]], of_more: Iterable[tuple[Any, int]]) -> list[tuple[Any, int]]:
+        counts = Counter(dict(of_more))
+        for one, count in of_more:
+            counts[one] += times * count
+        for one, count in of_few:
+            counts[one] -= times * count
+        return [(one, count) for one, count in counts.items() if count]
+
+    def line(name: str) -> int:
+        start, end = getattr(few, name), getattr(more, name)
+        return int(end + times * (end - start))
+
+    return Trace(
+        more.samples,
+        {section: extended(few.kernels[section], more.kernels[section]) for section in SECTIONS},
+        extended(few.transfers, more.transfers),
+        line("parameters"),
+        line("gradients"),
+        line("optimizer"),
+        line("activations"),
+    )
 
 
 def _trace_of(rank: RankEstimate, samples: int) -> Trace:

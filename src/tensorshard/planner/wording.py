@@ -103,7 +103,9 @@ def _lost(one: Considered) -> dict[str, float]:
 
 def _excess(search: Search, group: list[Considered]) -> str:
     least = min(group, key=lambda one: one.memory)
-    return f"does not fit by {'' if least.estimate else 'at least '}{size_text(least.memory - search.question.memory)}"
+    return (
+        f"does not fit by {'' if least.is_estimated else 'at least '}{size_text(least.memory - search.question.memory)}"
+    )
 
 
 def _region(name: str, value: object) -> str:

@@ -30,10 +30,12 @@ class Shapes:
     Args:
         tracer: runs the whole model; one for all stages of a process.
         cut: made with it.
+        graphs: of runs of `tracer`, which are used, and added to, for as long as others may need them; None for none.
     """
 
-    def __init__(self, tracer: Tracer, cut: Cut) -> None:
+    def __init__(self, tracer: Tracer, cut: Cut, graphs: dict[Any, CallGraph] | None = None) -> None:
         self._tracer = tracer
+        self._graphs = graphs
         self.cut = cut
         self.stages_of = unit_stages(cut)
         self._known: OrderedDict[Any, Cut] = OrderedDict()
@@ -56,20 +58,28 @@ class Shapes:
             self._listed = model, list(model.modules())
         training = bytes(module.training for module in self._listed[1])
         mode = (training, torch.is_grad_enabled(), _autocast(self._tracer.device.type))
-        key = (_signature(inputs), mode)
+        key = (input_signature(inputs), mode)
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
-        self._tracer.follow_modes(model)
-        placed = self._placed(self._tracer.run(inputs), inputs)
+        placed = self._placed(self._run(inputs, model, key), inputs)
         self._known[key] = placed
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
         self._note_numbers(inputs, mode)
         return placed
 
+    def _run(self, inputs: Any, model: nn.Module, key: Any) -> CallGraph:
+        graph = None if self._graphs is None else self._graphs.get(key)
+        if graph is None:
+            self._tracer.follow_modes(model)
+            graph = self._tracer.run(inputs)
+            if self._graphs is not None:
+                self._graphs[key] = graph
+        return graph
+
     def _note_numbers(self, inputs: Any, mode: Any) -> None:
-        tensors = (_signature(inputs, numbers=False), mode)
+        tensors = (input_signature(inputs, numbers=False), mode)
         self._numbers[tensors] += 1
         if self._numbers[tensors] == _MANY_NUMBERS and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning(
@@ -116,7 +126,7 @@ class Shapes:
         return placed
 
 
-def _signature(inputs: Any, *, numbers: bool = True) -> Any:
+def input_signature(inputs: Any, *, numbers: bool = True) -> Any:
     """What tells inputs apart; without `numbers`, those of floating-point and whole ones are left out."""
     leaves, spec = tree_flatten(inputs)
     return spec, tuple(

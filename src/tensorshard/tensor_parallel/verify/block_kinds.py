@@ -42,6 +42,17 @@ def block_kinds(units: Mapping[str, nn.Module], calls: Mapping[str, BlockCall]) 
     return kinds
 
 
+def built_alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
+    """The names of blocks in groups that :func:`block_kinds` would find alike if they were called alike."""
+    describe = _Descriptions()
+    by_place = _attributes_by_place(blocks)
+    groups: dict[Hashable, list[str]] = defaultdict(list)
+    for name, block in blocks.items():
+        owner, _, place = name.rpartition(".")
+        groups[describe.block(block, place, by_place.get(owner, frozenset()))].append(name)
+    return list(groups.values())
+
+
 def describe_module(module: nn.Module) -> Hashable:
     """Classes, shapes and attributes of all modules in `module`, in nested tuples; the same for one built alike."""
     return _Descriptions().block(module, "", frozenset())

@@ -15,8 +15,9 @@ from tensorshard.modules.sample_inputs import example_inputs
 from tensorshard.modules.smaller_inputs import smaller_inputs
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution, is_multihead_attention
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture
 from tensorshard.tensor_parallel.verify.block_kinds import block_kinds
+from tensorshard.tensor_parallel.verify.kept_captures import captured
 
 # Of blocks that are alike, a shrunken model keeps this many, so that what one hands to the next is there.
 _KEPT_ALIKE = 2
@@ -112,7 +113,7 @@ def run_once(model: nn.Module, units: list[str], inputs: Any, size: int = 1, *, 
     error: Exception | None = None
     for candidate in candidates:
         try:
-            capture = capture_calls(model, units, candidate)
+            capture = captured(model, units, candidate)
         except Exception as caught:  # whatever a model makes of inputs that are not its own
             if not raised_by_model(caught):
                 raise
@@ -140,7 +141,7 @@ def _on_fewer(model: nn.Module, blocks: Mapping[str, nn.Module], run: ModelRun, 
     if inputs is None:
         return run
     try:
-        capture = capture_calls(model, list(blocks), inputs)
+        capture = captured(model, blocks, inputs)
     except Exception as error:
         if not raised_by_model(error):
             raise

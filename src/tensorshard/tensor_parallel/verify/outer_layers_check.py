@@ -15,8 +15,9 @@ from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.styles import Style
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError
+from tensorshard.tensor_parallel.verify.kept_captures import captured
 from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
 
 # Of a larger table, so many rows are compared.
@@ -56,7 +57,7 @@ class OuterLayersCheck:
         if self._calls is None:
             layers = {key: as_splittable(module) for key, module in self._model.named_modules()}
             names = [key for key, layer in layers.items() if layer and layer.own_forward]
-            self._calls = capture_calls(self._model, names, self._inputs).calls
+            self._calls = captured(self._model, names, self._inputs).calls
         return self._calls.get(name)
 
 
