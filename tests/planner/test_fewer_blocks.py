@@ -38,7 +38,7 @@ def _sums(trace: Trace) -> list[int]:
     kernels = [(k, count) for section in SECTIONS for k, count in trace.kernels[section]]
     sums = [sum(k.flops * count for k, count in kernels), sum(k.nbytes * count for k, count in kernels)]
     sums += [sum(t.nbytes * count for t, count in trace.transfers), sum(count for _, count in trace.transfers)]
-    return [*sums, trace.parameters, trace.gradients, trace.optimizer, trace.activations]
+    return [*sums, trace.parameters, trace.gradients, trace.optimizer, trace.activations, trace.working]
 
 
 @pytest.mark.parametrize("family", [(1, False, "none"), (2, True, "full")])

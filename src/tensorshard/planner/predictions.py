@@ -116,6 +116,9 @@ class Predictions:
         if plan.pp > 1:
             activations *= _UNEVEN * min(plan.micro_batches, plan.pp)
         kept = gradients if plan.micro_batches > 1 else 0.0
+        if plan.pp == 1 and known == family_of(plan):
+            # What a step works on is a fixed part and one for each sample.
+            activations = max(activations, trace.working * min(1.0, candidate.micro_batch / trace.samples))
         held = parameters + optimizer + max(gradients, kept + activations)
         segments = -(-int(held) // _SEGMENT)  # what an allocator reserves
         return max(1, segments) * _SEGMENT + self.question.hardware.context

@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.estimate.operations import FORWARD, SECTIONS, UPDATE, Kernel, Transfer
+from tensorshard.estimate.operations import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Transfer
 from tensorshard.estimate.rank_estimate import (
     ACTIVATIONS,
     CATEGORIES,
     GRADIENTS,
+    INPUTS,
     OPTIMIZER,
     PARAMETERS,
+    TEMPORARIES,
     RankEstimate,
 )
 from tensorshard.estimate.step_time import kernel_time
@@ -43,6 +45,7 @@ class Trace:
         kernels: by section.
         transfers: along tp, in forward and backward.
         parameters, gradients, optimizer, activations: the most bytes that were held of each.
+        working: the most bytes of activations, temporaries and inputs that forward or backward held at once.
     """
 
     samples: int
@@ -52,6 +55,7 @@ class Trace:
     gradients: int
     optimizer: int
     activations: int
+    working: int
     _times: dict[tuple[str, float, float, float], float] = field(default_factory=dict)
 
     def seconds(
@@ -153,6 +157,7 @@ def _with_more_blocks(few: Trace, more: Trace, times: int) -> Trace:
         line("gradients"),
         line("optimizer"),
         line("activations"),
+        line("working"),
     )
 
 
@@ -165,6 +170,9 @@ def _trace_of(rank: RankEstimate, samples: int) -> Trace:
         name: max([rank.by_category[name], *(moment.held[place] for moment in rank.history)])
         for place, name in enumerate(CATEGORIES)
     }
+    places = [CATEGORIES.index(name) for name in (ACTIVATIONS, TEMPORARIES, INPUTS)]
+    moments = [moment for moment in rank.history if moment.phase in (FORWARD, BACKWARD)]
+    working = max((sum(moment.held[place] for place in places) for moment in moments), default=0)
     return Trace(
-        samples, kernels, transfers, most[PARAMETERS], most[GRADIENTS], most[OPTIMIZER], most[ACTIVATIONS]
+        samples, kernels, transfers, most[PARAMETERS], most[GRADIENTS], most[OPTIMIZER], most[ACTIVATIONS], working
     )  # fmt: skip
