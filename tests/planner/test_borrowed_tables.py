@@ -30,7 +30,7 @@ def _question() -> Question:
 def test_a_table_that_does_not_suit_is_not_used() -> None:
     question, tables = _question(), []
 
-    def estimated(_: Question, plan: Plan, world_size: Any, samples: Any, decisions: Any) -> str:
+    def estimated(_: Question, plan: Plan, world_size: Any, samples: Any, decisions: Any, *__: Any) -> str:
         tables.append(decisions.table)
         if decisions.table == "of two ranks":
             raise RuntimeError("shape '[4, 64, -1, 64]' is invalid for input of size 8192")
@@ -39,7 +39,7 @@ def test_a_table_that_does_not_suit_is_not_used() -> None:
 
     with (
         mock.patch.object(Question, "_estimate", estimated),
-        mock.patch.object(Question, "_other_table", lambda *_: "of two ranks"),
+        mock.patch.object(Question, "table_for", lambda *_, **__: "of two ranks"),
     ):
         assert question.estimate(Plan(tp=4).resolve(4), borrow=True) == "found"
     assert tables == ["of two ranks", None]

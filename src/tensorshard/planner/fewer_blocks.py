@@ -1,12 +1,13 @@
 """A model with a few of its equal blocks. What a step of all of them takes follows from steps of two such models."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from tensorshard.modules.blocks import find_blocks
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.tensor_parallel.verify.block_kinds import built_alike
 
 KEPT = (3, 4)
@@ -42,3 +43,20 @@ def equal_blocks(model: nn.Module) -> tuple[str, ...]:
     groups = [group for blocks in lists.values() for group in built_alike(blocks)]
     most = max(groups, key=len, default=[])
     return tuple(most) if len(most) >= _WORTH_IT else ()
+
+
+def without_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> VerifiedTable:
+    """The table of a model with the first `kept` of its equal `blocks`. The last of these does what the last of all
+    does: parts of a sequence are put together there."""
+    left_out = set(blocks[kept:])
+
+    def is_there(name: str) -> bool:
+        return not any(name == block or name.startswith(f"{block}.") for block in left_out)
+
+    sequence = {name: split for name, split in table.sequence.items() if is_there(name)}
+    if blocks[-1] in table.sequence:
+        sequence[blocks[kept - 1]] = table.sequence[blocks[-1]]
+    shared = [names for names in table.shared_inputs if all(map(is_there, names))]
+    return replace(
+        table, shared_inputs=shared, sequence=sequence, not_random=frozenset(filter(is_there, table.not_random))
+    )

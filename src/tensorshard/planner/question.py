@@ -115,7 +115,7 @@ class Question:
         key = (plan.tp, plan.sequence_parallel)
         decisions = Decisions(table=self.tables.get(key), recorded=self.shared.recorded, traced=self.shared.traced)
         if borrow and decisions.table is None and plan.tp > 1:
-            decisions.table = self._other_table(plan)
+            decisions.table = self.table_for(plan.tp, sequence_parallel=plan.sequence_parallel)
             if decisions.table is not None:
                 with suppress(Exception):  # whatever a model raises whose layers do not suit another's table
                     return self._estimate(plan, world_size, samples, decisions)
@@ -124,11 +124,14 @@ class Question:
         self.tables[key] = decisions.table
         return found
 
-    def _other_table(self, plan: Plan) -> VerifiedTable | None:
+    def table_for(self, size: int, *, sequence_parallel: bool) -> VerifiedTable | None:
+        """The table that was found for so many tp ranks, or one for others, made for these; None if there is none."""
+        own = self.tables.get((size, sequence_parallel))
+        if own is not None:
+            return own
         for (_, in_parts), table in self.tables.items():
-            if table is not None and (in_parts or not plan.sequence_parallel):
-                sequence = table.sequence if plan.sequence_parallel else {}
-                return replace(table, size=plan.tp, sequence=sequence)
+            if table is not None and (in_parts or not sequence_parallel):
+                return replace(table, size=size, sequence=table.sequence if sequence_parallel else {})
         return None
 
     def _estimate(

@@ -21,7 +21,7 @@ from tensorshard.estimate.rank_estimate import (
 )
 from tensorshard.estimate.step_time import kernel_time
 from tensorshard.plan import Plan
-from tensorshard.planner.fewer_blocks import KEPT
+from tensorshard.planner.fewer_blocks import KEPT, without_blocks
 from tensorshard.planner.question import Question
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 
@@ -106,9 +106,30 @@ def run_trace(question: Question, family: Family, samples: int, equal_blocks: Se
     """
     if equal_blocks and not isinstance(question.model, nn.Module | PretrainedModel):
         with suppress(Exception):  # whatever a model raises that counts on all of its blocks
-            few, more = (_run(question.with_blocks(kept, equal_blocks), family, samples) for kept in KEPT)
-            return _with_more_blocks(few, more, (len(equal_blocks) - KEPT[1]) // (KEPT[1] - KEPT[0]))
+            return _run_short(question, family, samples, equal_blocks)
     return _run(question, family, samples)
+
+
+def _run_short(question: Question, family: Family, samples: int, equal_blocks: Sequence[str]) -> Trace:
+    """The same from two models with a few of the blocks.
+
+    Raises:
+        LookupError: no table of tp was found yet; it is searched once, for the whole model.
+        Exception: whatever a model raises that counts on all of its blocks.
+    """
+    tp, sequence_parallel, _ = family
+    table = None if tp == 1 else question.table_for(tp, sequence_parallel=sequence_parallel)
+    if tp > 1 and table is None:
+        raise LookupError(f"no table for tp={tp}")
+    traces = []
+    for kept in KEPT:
+        short = question.with_blocks(kept, equal_blocks)
+        short.tables.clear()
+        if table is not None:
+            short.tables[tp, sequence_parallel] = without_blocks(table, equal_blocks, kept)
+        traces.append(_run(short, family, samples))
+    few, more = traces
+    return _with_more_blocks(few, more, (len(equal_blocks) - KEPT[1]) // (KEPT[1] - KEPT[0]))
 
 
 def _run(question: Question, family: Family, samples: int) -> Trace:
