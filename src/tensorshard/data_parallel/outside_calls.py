@@ -35,7 +35,10 @@ class OutsideCalls:
 
     Attributes:
         wait: called with parameters before they are gathered; None for nothing.
+        is_of_all_blocks: says to those who compare blocks that one object is hooked to all of them.
     """
+
+    is_of_all_blocks = True
 
     def __init__(
         self, model: nn.Module, units: Iterable[nn.Module], gradients: ShardedGradients, dtype: torch.dtype | None

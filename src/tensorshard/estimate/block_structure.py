@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.torch_private.fake_tensors import FakeTensor
+from tensorshard.torch_private.fsdp import FSDP_STATE
 from tensorshard.torch_private.modules import TABLES, own_buffers, own_parameters
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size)
@@ -93,6 +94,8 @@ class _Describer:
         for key, value in sorted(vars(module).items()):
             if key in TABLES or isinstance(value, SIMPLE) or "state_dict" in key:
                 continue
+            if module is self._block and key.startswith(FSDP_STATE):
+                continue  # what its hooks gather and reduce
             if key.endswith(_HOOKS):
                 if module is not self._block:  # its own are around what is compared
                     attributes.append((key, tuple(self._value(hook) for hook in value.values())))
@@ -152,6 +155,8 @@ class _Describer:
             cells = tuple(self._value(cell.cell_contents) for cell in value.__closure__ or () if _is_full(cell))
             defaults = (self._value(value.__defaults__ or ()), self._value(value.__kwdefaults__ or {}))
             return ("function", self._identity(value.__code__), cells, defaults)
+        if getattr(type(value), "is_of_all_blocks", False):
+            return self._identity(value)
         if type(value).__module__.partition(".")[0] == _PACKAGE and hasattr(value, "__dict__"):
             return ("ours", self._identity(type(value)), self._value(vars(value)))
         return self._identity(value)

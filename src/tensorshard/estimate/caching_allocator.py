@@ -7,7 +7,9 @@ one stream.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 _ROUND = 512
 _SMALL = 1 << 20  # the largest request that is served from small segments, and the least rest that splits a large block
@@ -28,6 +30,7 @@ def _segment(size: int) -> int:
 class _Block:
     size: int
     small: bool
+    number: int  # of those of one size, the one that was made first is taken
     free: bool = True
     before: "_Block | None" = None
     after: "_Block | None" = None
@@ -42,6 +45,7 @@ class CachingAllocator:
     """
 
     reserved: int = 0
+    _numbers: Iterator[int] = field(default_factory=count)
     _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
 
     def allocate(self, nbytes: int) -> _Block:
@@ -49,16 +53,16 @@ class CachingAllocator:
         size = max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
         small = size <= _SMALL
         blocks = self._free[small]
-        place = bisect_left(blocks, (size, 0), key=lambda entry: entry[:2])
+        place = bisect_left(blocks, (size, -1), key=lambda entry: entry[:2])
         if place < len(blocks):
             block = blocks.pop(place)[2]
         else:
             segment = _segment(size)
             self.reserved += segment
-            block = _Block(segment, small)
+            block = _Block(segment, small, next(self._numbers))
         rest = block.size - size
         if rest >= _ROUND if small else rest > _SMALL:
-            other = _Block(rest, small, before=block, after=block.after)
+            other = _Block(rest, small, next(self._numbers), before=block, after=block.after)
             if block.after is not None:
                 block.after.before = other
             block.after, block.size = other, size
@@ -71,7 +75,7 @@ class CachingAllocator:
         block.free = True
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
-                self._free[block.small].remove((neighbour.size, id(neighbour), neighbour))
+                self._free[block.small].remove((neighbour.size, neighbour.number, neighbour))
         if block.after is not None and block.after.free:
             block.size += block.after.size
             block.after = block.after.after
@@ -87,4 +91,4 @@ class CachingAllocator:
         self._keep(block)
 
     def _keep(self, block: _Block) -> None:
-        insort(self._free[block.small], (block.size, id(block), block), key=lambda entry: entry[:2])
+        insort(self._free[block.small], (block.size, block.number, block), key=lambda entry: entry[:2])

@@ -113,6 +113,9 @@ class Question:
             ValueError, NotImplementedError: the plan does not suit the model.
         """
         key = (plan.tp, plan.sequence_parallel)
+        in_parts = self.tables.get((plan.tp, True))
+        if key not in self.tables and in_parts is not None:  # the search for sequences found the same table before
+            self.tables[key] = replace(in_parts, sequence={})
         decisions = Decisions(table=self.tables.get(key), recorded=self.shared.recorded, traced=self.shared.traced)
         if borrow and decisions.table is None and plan.tp > 1:
             decisions.table = self.table_for(plan.tp, sequence_parallel=plan.sequence_parallel)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 __all__ = [
+    "FSDP_STATE",
     "AllGather",
     "ReduceScatter",
     "forget_fully_shard",
@@ -37,6 +38,17 @@ __all__ = [
     "reset_iteration",
     "unsharded_parameter",
 ]
+
+
+FSDP_STATE = "__composable_api_"
+"""What the names of the attributes begin with in which ``fully_shard`` keeps its state on a module.
+
+Why: blocks that are alike differ in it, and what it holds is about them and not in them.
+
+Checked: torch 2.13.
+
+Public way: none.
+"""
 
 
 def parameter_groups(model: nn.Module) -> list[Any]:
