@@ -87,6 +87,13 @@ def test_the_config_and_the_steps_are_those_of_the_last_start(tmp_path: Path) ->
     assert run.steps == 40 and run.plan is not None and run.plan.dp_shard == 4
 
 
+def test_memory_is_that_of_the_ranks_since_the_last_start(tmp_path: Path) -> None:
+    memory = {f"peak_memory_bytes/rank{rank}": 300 * MIB for rank in range(2)}
+    lines = [_line(1, peak_memory_bytes=300 * MIB, **memory), _line(2, peak_memory_bytes=400 * MIB)]
+    path = _write(tmp_path / "run", lines, (_session(1), _session(2, 1)))
+    assert read_run(path).peaks == [400 * MIB]
+
+
 def test_a_run_of_another_version_is_shown_without_its_plan(tmp_path: Path) -> None:
     path = _write(tmp_path / "run", [_line(10)])
     session = json.loads(json.dumps(_session(1).__dict__)) | {"plan": {"a_field_to_come": 1}}

@@ -15,6 +15,9 @@ Rows = list[tuple[str, list[str]]]
 
 ABSENT = "-"
 
+_SMALL = 256 << 20  # bytes of live tensors
+_SMALL_WORDS = "of a model this small they hold more than its tensors, which are what is estimated"
+
 _SPEEDS = ("tokens_per_second", "samples_per_second")
 _NOT_COMPARED = ("train.name", "train.output_dir")
 _OTHER = ("step_seconds", "samples", "peak_memory_bytes")  # what curves of their own do not say more of
@@ -47,6 +50,8 @@ def notes(runs: Sequence[Run]) -> list[str]:
         for name, series in run.curves.items():
             if series.dropped:
                 said.append(f"{of}{_count(series.dropped, 'value')} of {name} not finite, and not drawn.")
+        if run.session is not None and run.session.device == "cpu" and 0 < max(run.estimated, default=0) < _SMALL:
+            said.append(f"{of}memory beyond the start includes libraries and connections; {_SMALL_WORDS}.")
         for session in run.sessions[1:]:
             ranks = _count(session.world_size, "rank")
             said.append(f"{of}resumed at step {session.first_step}, on {ranks}.")

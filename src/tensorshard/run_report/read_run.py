@@ -79,12 +79,12 @@ class Run:
 
     @property
     def peaks(self) -> list[int]:
-        """The peak memory of each rank in bytes, by rank; [] where nothing was measured."""
-        found = {
-            int(match[1]): series.last for name, series in self.metrics.items() if (match := _RANK_PEAK.match(name))
-        }
-        if not found and "peak_memory_bytes" in self.metrics:
-            found = {0: self.metrics["peak_memory_bytes"].last}
+        """The peak memory of each rank in bytes since the last start, by rank; [] where nothing was measured."""
+        first = 0 if self.session is None else self.session.first_step  # the ranks of an earlier start are others
+        now = {name: series for name, series in self.metrics.items() if series.steps[-1] >= first}
+        found = {int(match[1]): series.last for name, series in now.items() if (match := _RANK_PEAK.match(name))}
+        if "peak_memory_bytes" in now:
+            found.setdefault(0, now["peak_memory_bytes"].last)
         ranks = len(found) if self.session is None else self.session.world_size
         return [int(found[rank]) for rank in range(ranks) if rank in found]
 
