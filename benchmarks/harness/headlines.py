@@ -119,7 +119,8 @@ def find(headline: Headline) -> Finding:
 def largest_that_fits(needed: Callable[[int], int], size: int, memory: int) -> int:
     """The largest size that needs no more than `memory`, to within a thousandth of `size`; 0 if there is none.
 
-    Memory grows almost linearly: `size` and its half give a line, along which each next guess goes.
+    Memory grows almost linearly: `size` and its half give a line, along which each next guess goes. One more than the
+    largest does not fit by an estimate, or by the line.
 
     Args:
         needed: bytes by size.
@@ -131,10 +132,10 @@ def largest_that_fits(needed: Callable[[int], int], size: int, memory: int) -> i
     for _ in range(_STEPS):
         fits = needed(guess) <= memory
         low, high = (guess, high) if fits else (low, guess)
-        if high - low <= max(1, size // 1000):
+        left = int((memory - needed(guess)) / slope)  # how many more would fit, along the line
+        if high - low <= max(1, size // 1000) or (fits and left == 0):
             break
-        step = int((memory - needed(guess)) / slope) or (1 if fits else -1)
-        guess = min(max(guess + step, low + 1), high - 1)
+        guess = min(max(guess + (left or -1), low + 1), high - 1)
     return low
 
 
