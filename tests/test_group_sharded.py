@@ -299,7 +299,6 @@ def test_beside_parallel_layers(ranks, tmp_path, level):
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-3)
     _train_mlp(whole, optimizer, 0, 1)
     saved = torch.load(tmp_path / "saved" / "model.pt", weights_only=True)
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-6)
+    parity.assert_same_state(saved, whole.state_dict(), 1e-5)
     states = torch.load(tmp_path / "saved" / "optimizer.pt", weights_only=True)["state"]
     assert states["0.weight"]["exp_avg"].shape == (10, 6) and states["3.bias"]["exp_avg"].shape == (6,)

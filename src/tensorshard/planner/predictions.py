@@ -163,7 +163,7 @@ class Predictions:
         windows = {FORWARD: forward * count / plan.pp, BACKWARD: backward * count / plan.pp}
         along_dp = self._along_dp(candidate, windows)
         offload = self._offload(plan, trace, split)
-        actions = self._actions(plan)
+        actions = self._around_stages(plan)
         seconds = work + bubble + along_dp.seen + update + offload + actions
         computed = (forward + backward + along_tp.computed) * count / plan.pp
         busy = computed + launches + along_dp.computed + update + offload + actions
@@ -245,7 +245,7 @@ class Predictions:
         seen = max(0.0, forward.seen - windows[FORWARD] / part) + max(0.0, backward.seen - windows[BACKWARD] / part)
         return _Moved(seen, moved.computed)
 
-    def _actions(self, plan: Plan) -> float:
+    def _around_stages(self, plan: Plan) -> float:
         """Seconds of what a pipeline's stages do around each forward and backward, and of what every step does."""
         host = self.question.rates.host
         if host is None:
