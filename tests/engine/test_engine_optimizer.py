@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from engines import ADAMW, LEVELS, assert_same_state, engine_of, own_shard
+from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.operators import FUSED_UPDATES
 from toys import Regular, data, plain_loop
 
 
@@ -80,3 +83,43 @@ def _attributes(level: int, precision: str) -> list[Any]:
 @pytest.mark.parametrize(("level", "precision"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")])
 def test_the_optimizer_sees_whole_shapes_and_what_was_hung_on_a_parameter(ranks, level, precision):
     assert ranks(2, _attributes, level, precision)[0] == [("wide.weight", (128, 128), "yes")]
+
+
+_FUSED: dict[str, Any] = {
+    "Adam with amsgrad": partial(torch.optim.Adam, lr=1e-2, eps=1e-3, amsgrad=True, fused=True),
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
+    "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2, fused=True),
+}
+
+
+def _fused(name: str, level: int) -> tuple[Any, set[bool]]:
+    engine = engine_of(Regular(), _FUSED[name], zero=level)
+    with _Updates() as updates:
+        for step in range(3):
+            engine.step(*own_shard(engine, *data(step)))
+    return engine.full_state_dict(), updates.of_dtensors
+
+
+class _Updates(TorchDispatchMode):
+    """Notes whether fused updates get DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_dtensors: set[bool] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FUSED_UPDATES:
+            self.of_dtensors.add(any(isinstance(weight, DTensor) for weight in args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", _FUSED)
+def test_fused_updates_are_given_the_shards_and_compute_what_one_process_does(ranks, name, level):
+    state, of_dtensors = ranks(2, _fused, name, level)[0]
+    model = Regular()
+    optimizer = _FUSED[name]([p for p in model.parameters() if p.requires_grad])
+    list(plain_loop(model, optimizer, [[data(step)] for step in range(3)]))
+    assert_same_state(state, model.state_dict())
+    assert of_dtensors == {False}

@@ -18,6 +18,7 @@ from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.sharding import to_local
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.final_gradients import FinalGradients
+from tensorshard.engine.fused_updates import fused_updates_of_shards
 from tensorshard.engine.gradients import clip_factor, local_gradients
 from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.loss_scaler import LossScaler
@@ -136,10 +137,14 @@ class OwnLoop:
         )
 
     def _surround_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        update, clear = optimizer.step, optimizer.zero_grad
+        torch_step, clear = optimizer.step, optimizer.zero_grad
+
+        def update() -> Any:
+            with fused_updates_of_shards(optimizer):
+                return torch_step()  # type: ignore[call-arg]
 
         def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return update() if self._engines_own else self._step(update, closure)  # type: ignore[call-arg]
+            return update() if self._engines_own else self._step(update, closure)
 
         def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
             if self._engines_own:

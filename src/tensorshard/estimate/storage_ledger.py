@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tensorshard.comm.sharding import to_local
 from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.source_lines import users_line
 from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.fake_tensors import DEVICE, fake_device
 from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.torch_private.storages import runs_backward, watched_resizes
@@ -255,4 +255,4 @@ class StorageLedger(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return to_local(tensor).untyped_storage()
+    return (shard_of(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
