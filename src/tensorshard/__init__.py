@@ -1,10 +1,9 @@
 """Train a PyTorch model that outgrew one device on many, exactly as one big device would have."""
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tensorshard.lazy_imports import lazy_imports
 from tensorshard.offload_fields import Offload
 from tensorshard.plan import Plan
 
@@ -59,52 +58,43 @@ __all__ = [
 
 # Where each name comes from on its first use, so that `import tensorshard` costs little more than nothing.
 _MODULES = {
-    "Engine": "engine",
-    "Estimate": "estimate",
-    "FoundPlan": "planner",
-    "Mesh": "mesh",
-    "PlanSearch": "planner",
-    "collect_state_dict": "state",
-    "estimate": "estimate",
-    "find_plans": "planner",
-    "from_pretrained": "pretrained",
-    "get_parallel_dim": "comm.marks",
-    "group_sharded_parallel": "group_sharded",
-    "init_process_group": "distributed",
-    "notebook_launch": "launch.notebook",
-    "parallelize": "parallelize",
-    "profile_memory": "estimate",
-    "register_ddp_parameters_to_ignore": "distributed.ddp",
-    "_PARALLEL_DIM": "comm.marks",
-    "register_parallel_attribute": "comm.marks",
-    "register_parallel_dim": "comm.marks",
-    "relocate_state_dict": "state",
-    "save_group_sharded_model": "group_sharded",
-    "sharded_state_dict": "state",
-    "slice": "state",
+    "Engine": "tensorshard.engine",
+    "Estimate": "tensorshard.estimate",
+    "FoundPlan": "tensorshard.planner",
+    "Mesh": "tensorshard.mesh",
+    "PlanSearch": "tensorshard.planner",
+    "collect_state_dict": "tensorshard.state",
+    "estimate": "tensorshard.estimate",
+    "find_plans": "tensorshard.planner",
+    "from_pretrained": "tensorshard.pretrained",
+    "get_parallel_dim": "tensorshard.comm.marks",
+    "group_sharded_parallel": "tensorshard.group_sharded",
+    "init_process_group": "tensorshard.distributed",
+    "notebook_launch": "tensorshard.launch.notebook",
+    "parallelize": "tensorshard.parallelize",
+    "profile_memory": "tensorshard.estimate",
+    "register_ddp_parameters_to_ignore": "tensorshard.distributed.ddp",
+    "_PARALLEL_DIM": "tensorshard.comm.marks",
+    "register_parallel_attribute": "tensorshard.comm.marks",
+    "register_parallel_dim": "tensorshard.comm.marks",
+    "relocate_state_dict": "tensorshard.state",
+    "save_group_sharded_model": "tensorshard.group_sharded",
+    "sharded_state_dict": "tensorshard.state",
+    "slice": "tensorshard.state",
 }
 _SUBMODULES = ("distributed", "nn", "utils")
+
+_import_name = lazy_imports(__name__, _MODULES)
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(import_module(f"tensorshard.{_MODULES[name]}"), name)
+        return _import_name(name)
     if name in _SUBMODULES:
         return import_module(f"tensorshard.{name}")
     elsewhere = [] if name.startswith("_") else [f"{m}.{name}" for m in _SUBMODULES if hasattr(__getattr__(m), name)]
     hint = f"; use tensorshard.{elsewhere[0]}" if elsewhere else ""
     raise AttributeError(f"module 'tensorshard' has no attribute {name!r}{hint}")
-
-
-class _Package(ModuleType):
-    """Keeps a public name its own where a module has the same, which the import system would put in its place."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not isinstance(value, ModuleType) or name not in _MODULES:  # else __getattr__ finds it
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

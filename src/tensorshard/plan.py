@@ -7,7 +7,6 @@ from typing import Any
 
 from tensorshard.field_checks import check_choice, check_int, check_positive, data_with_known_fields, unknown_field
 from tensorshard.offload_fields import Offload, as_offload
-from tensorshard.paths import read_utf8
 from tensorshard.plan_fields import (
     ZERO_NAMES,
     as_module_names,
@@ -317,6 +316,8 @@ class Plan:
             ValueError: it is no YAML, or holds something else; names the nearest field to one that does not exist.
         """
         import yaml
+
+        from tensorshard.paths import read_utf8
 
         if not Path(path).is_file():
             raise FileNotFoundError(f"a plan was to be read from {path}, but there is no file of that name")

@@ -1,9 +1,8 @@
 """What a plan takes, before anything runs: memory of every distinct rank, on fake tensors and in one process."""
 
-import sys
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tensorshard.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from tensorshard.estimate.estimate import Estimate, estimate
@@ -12,28 +11,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Estimate", "MemoryProfile", "RankEstimate", "estimate", "profile_memory"]
 
-# Where names come from on their first use, so that what only spells sizes or draws pages does not wait for torch.
-_MODULES = {
-    "Estimate": "estimate",
-    "MemoryProfile": "profile_memory",
-    "RankEstimate": "rank_estimate",
-    "estimate": "estimate",
-    "profile_memory": "profile_memory",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'tensorshard.estimate' has no attribute {name!r}")
-    return getattr(import_module(f"tensorshard.estimate.{_MODULES[name]}"), name)
-
-
-class _Package(ModuleType):
-    """Keeps a public name its own where a module has the same, which the import system would put in its place."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not isinstance(value, ModuleType) or name not in _MODULES:  # else __getattr__ finds it
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+# Imported on first use, so that what only spells sizes or draws pages does not wait for torch.
+__getattr__ = lazy_imports(
+    __name__,
+    {
+        "Estimate": "tensorshard.estimate.estimate",
+        "MemoryProfile": "tensorshard.estimate.profile_memory",
+        "RankEstimate": "tensorshard.estimate.rank_estimate",
+        "estimate": "tensorshard.estimate.estimate",
+        "profile_memory": "tensorshard.estimate.profile_memory",
+    },
+)

@@ -1,7 +1,8 @@
 """Pipelines: tracing a model, cutting it into stages, running them by a schedule."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tensorshard.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from tensorshard.pipeline.cut.cut import Cut, cut_model
@@ -14,18 +15,15 @@ if TYPE_CHECKING:
 __all__ = ["Cut", "PipelineRunner", "Shapes", "StageModule", "Tracer", "cut_model", "find_schedule"]
 
 # Imported on first use, so that a part of a pipeline does not bring in the others.
-_MODULES = {
-    "Cut": "tensorshard.pipeline.cut.cut",
-    "PipelineRunner": "tensorshard.pipeline.run.schedule_runner",
-    "Shapes": "tensorshard.pipeline.run.crossings",
-    "StageModule": "tensorshard.pipeline.run.stage_module",
-    "Tracer": "tensorshard.pipeline.trace.tracer",
-    "cut_model": "tensorshard.pipeline.cut.cut",
-    "find_schedule": "tensorshard.schedules",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_imports(
+    __name__,
+    {
+        "Cut": "tensorshard.pipeline.cut.cut",
+        "PipelineRunner": "tensorshard.pipeline.run.schedule_runner",
+        "Shapes": "tensorshard.pipeline.run.crossings",
+        "StageModule": "tensorshard.pipeline.run.stage_module",
+        "Tracer": "tensorshard.pipeline.trace.tracer",
+        "cut_model": "tensorshard.pipeline.cut.cut",
+        "find_schedule": "tensorshard.schedules",
+    },
+)

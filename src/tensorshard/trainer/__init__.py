@@ -1,7 +1,8 @@
 """Training runs on top of an engine: the loop, its hooks, evaluators, schedules and loggers."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tensorshard.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
@@ -44,22 +45,28 @@ __all__ = [
     "warmup_linear",
 ]
 
-# Where names come from on their first use, so that a report of a run does not wait for torch.
-_MODULES = {
-    "Evaluator": "evaluators",
-    "LossEvaluator": "evaluators",
-    "MetricEvaluator": "evaluators",
-    "PeakMemory": "memory",
-    "RunDirectory": "run_directory",
-    "StopRequest": "interruption",
-    "Trainer": "trainer",
-    "constant": "schedulers",
-    "warmup_cosine": "schedulers",
-    "warmup_linear": "schedulers",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'tensorshard.trainer' has no attribute {name!r}")
-    return getattr(import_module(f"tensorshard.trainer.{_MODULES.get(name, 'hooks')}"), name)
+# Imported on first use, so that a report of a run does not wait for torch.
+__getattr__ = lazy_imports(
+    __name__,
+    {
+        "CheckpointHook": "tensorshard.trainer.hooks",
+        "EvaluationHook": "tensorshard.trainer.hooks",
+        "Evaluator": "tensorshard.trainer.evaluators",
+        "Hook": "tensorshard.trainer.hooks",
+        "LoggingHook": "tensorshard.trainer.hooks",
+        "LossEvaluator": "tensorshard.trainer.evaluators",
+        "MemoryHook": "tensorshard.trainer.hooks",
+        "MetricEvaluator": "tensorshard.trainer.evaluators",
+        "OptimizerOptionsHook": "tensorshard.trainer.hooks",
+        "PeakMemory": "tensorshard.trainer.memory",
+        "ProfileHook": "tensorshard.trainer.hooks",
+        "RunDirectory": "tensorshard.trainer.run_directory",
+        "ScheduleHook": "tensorshard.trainer.hooks",
+        "StopRequest": "tensorshard.trainer.interruption",
+        "TimerHook": "tensorshard.trainer.hooks",
+        "Trainer": "tensorshard.trainer.trainer",
+        "constant": "tensorshard.trainer.schedulers",
+        "warmup_cosine": "tensorshard.trainer.schedulers",
+        "warmup_linear": "tensorshard.trainer.schedulers",
+    },
+)
