@@ -234,6 +234,14 @@ def test_operators_take_as_long_as_their_curves_say():
     assert seconds("aten.gelu", 2, flops=False) == pytest.approx(8)
 
 
+@pytest.mark.parametrize(("place", "bound"), [(0.0, 4.0), (0.5, 8**0.5), (1.0, 2.0)])
+def test_what_was_measured_of_an_operator_scales_its_time_wherever_the_hardware_is(place, bound):
+    rates = replace(RATES, matmul_efficiency=(0.5, 1.0), operators={"aten.mm": ((1.0, 2.0), (3.0, 3.0))})
+    kernel = Kernel(FORWARD, "aten.mm", "float32", int(2e12), 0)
+    measured = 2 + (8**0.5 - 1) / 2  # between the two points, at the roofline of the middle
+    assert kernel_time(kernel, rates, place) == pytest.approx(bound * measured / 8**0.5)
+
+
 def test_cpu_ranks_compute_for_messages_and_around_layers():
     host = HostCosts(message=1.0, queued=0.1, byte=1e-3, unit=10.0, split=100.0, action=1000.0, step=1e4)
     rates = replace(RATES, asynchronous=False, host=host)

@@ -74,18 +74,17 @@ def step_time(ranks: Sequence[RankEstimate], plan: Plan, world_size: int, rates:
     Args:
         ranks: one of each pipeline rank, in order.
     """
-    middle, by_category = _at(ranks, plan, world_size, rates, _MIDDLE)
-    low, _ = _at(ranks, plan, world_size, rates, _BEST)
-    high, _ = _at(ranks, plan, world_size, rates, _WORST)
-    alike = world_size // len(ranks)
-    busy = sum(_rank_time(rank, plan, world_size, rates, _MIDDLE).busy for rank in ranks) * alike
-    return StepTime(middle, low, high, by_category, busy)
+    worst, middle, best = (
+        [_rank_time(rank, plan, world_size, rates, place) for rank in ranks] for place in (_WORST, _MIDDLE, _BEST)
+    )
+    seconds, by_category = _slowest(middle, plan)
+    low, high = _slowest(best, plan)[0], _slowest(worst, plan)[0]
+    busy = sum(time.busy for time in middle) * (world_size // len(ranks))
+    return StepTime(seconds, low, high, by_category, busy)
 
 
-def _at(
-    ranks: Sequence[RankEstimate], plan: Plan, world_size: int, rates: Rates, place: float
-) -> tuple[float, dict[str, float]]:
-    times = [_rank_time(rank, plan, world_size, rates, place) for rank in ranks]
+def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, float]]:
+    """Seconds of the rank that takes the longest, and what they are spent with."""
     if plan.pp == 1:
         ends = [time.section(FORWARD) + time.section(BACKWARD) for time in times]
     else:
@@ -191,7 +190,7 @@ def kernel_time(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
     """
     work = roofline(kernel, rates, place)
     if rates.operators:
-        work *= _of_roofline(kernel, rates)
+        work *= _of_roofline(kernel, work if place == _MIDDLE else roofline(kernel, rates), rates)
     launch = rates.launch * _LAUNCHES ** (1 - 2 * place)
     # A device that is given work ahead of time waits for the host only where the work is shorter than giving it.
     return max(work, launch) if rates.asynchronous else work + launch
@@ -205,14 +204,11 @@ def roofline(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
     return max(arithmetic, memory)
 
 
-def _of_roofline(kernel: Kernel, rates: Rates) -> float:
-    """How many times as long as the roofline says a call takes, by what was measured of its operator."""
+def _of_roofline(kernel: Kernel, bound: float, rates: Rates) -> float:
+    """How many times as long as the roofline's `bound` a call takes, by what was measured of its operator."""
     operators = rates.operators
     curve = operators.get(kernel.name) or operators.get("aten.mm" if kernel.flops else "aten.add", ())
-    if not curve:
-        return 1.0
-    bound = roofline(kernel, rates)
-    if not bound:
+    if not curve or not bound:
         return 1.0
     place = bisect_left(curve, (bound, 0.0))
     if place in (0, len(curve)):
