@@ -112,11 +112,8 @@ class Question:
         Raises:
             ValueError, NotImplementedError: the plan does not suit the model.
         """
-        key = (plan.tp, plan.sequence_parallel)
-        in_parts = self.tables.get((plan.tp, True))
-        if key not in self.tables and in_parts is not None:  # the search for sequences found the same table before
-            self.tables[key] = replace(in_parts, sequence={})
-        decisions = Decisions(table=self.tables.get(key), recorded=self.shared.recorded, traced=self.shared.traced)
+        table = self._table_of(plan.tp, sequence_parallel=plan.sequence_parallel)
+        decisions = Decisions(table=table, recorded=self.shared.recorded, traced=self.shared.traced)
         if borrow and decisions.table is None and plan.tp > 1:
             decisions.table = self.table_for(plan.tp, sequence_parallel=plan.sequence_parallel)
             if decisions.table is not None:
@@ -124,18 +121,22 @@ class Question:
                     return self._estimate(plan, world_size, samples, decisions)
                 decisions.table = None
         found = self._estimate(plan, world_size, samples, decisions, stop_above)
-        self.tables[key] = decisions.table
+        self.tables[plan.tp, plan.sequence_parallel] = decisions.table
         return found
 
     def table_for(self, size: int, *, sequence_parallel: bool) -> VerifiedTable | None:
         """The table that was found for so many tp ranks, or one for others, made for these; None if there is none."""
-        own = self.tables.get((size, sequence_parallel))
-        if own is not None:
-            return own
-        for (_, in_parts), table in self.tables.items():
-            if table is not None and (in_parts or not sequence_parallel):
-                return replace(table, size=size, sequence=table.sequence if sequence_parallel else {})
+        for other in (size, *(ranks for ranks, _ in self.tables)):
+            table = self._table_of(other, sequence_parallel=sequence_parallel)
+            if table is not None:
+                return replace(table, size=size)
         return None
+
+    def _table_of(self, size: int, *, sequence_parallel: bool) -> VerifiedTable | None:
+        """The table that was found for so many tp ranks. One that splits sequences serves where they are whole, too."""
+        table = self.tables.get((size, sequence_parallel))
+        in_parts = self.tables.get((size, True))
+        return replace(in_parts, sequence={}) if table is None and in_parts is not None else table
 
     def _estimate(
         self,
