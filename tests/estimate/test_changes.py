@@ -46,6 +46,21 @@ def test_micro_batches_divide_the_batch():
     assert not any(change.words.startswith("micro_batches") for change in found)
 
 
+@pytest.mark.parametrize("error", [ValueError, NotImplementedError, RuntimeError])
+def test_changes_that_the_model_does_not_suit_are_left_out(error):
+    def needed(plan: ts.Plan) -> int:
+        if plan.zero == 3:
+            raise error("the forward fails")
+        return _needed(plan)
+
+    found = find_changes(PLAN, 150, needed, batch=8)
+    assert [change.words for change in found] == [
+        "micro_batches=2",
+        "tp=2 dp_shard=4",
+        "pp=2 dp_shard=4 micro_batches=4",
+    ]
+
+
 def test_sizes():
     assert [size_text(n) for n in (12, 1536, 20 * 2**20, 700 * 2**30)] == ["12 B", "1.50 KiB", "20.0 MiB", "700 GiB"]
 

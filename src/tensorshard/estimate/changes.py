@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tensorshard.estimate.estimate import REFUSALS
 from tensorshard.estimate.sizes import size_text
 from tensorshard.plan import AXES, Plan
 
@@ -45,7 +46,8 @@ def find_changes(
     Args:
         plan: resolved, one that does not fit.
         memory: bytes of a device.
-        needed: bytes that a plan takes on the device; raises ValueError for one that cannot be had.
+        needed: bytes that a plan takes on the device; raises one of `REFUSALS` for one that the model or the batch does
+            not suit.
         batch: samples of one data rank, which micro-batches have to divide; None if that is not known.
     """
     found: list[Change] = []
@@ -87,7 +89,7 @@ def _together(plan: Plan, memory: int, needed: Callable[[Plan], int], candidates
 def _needed(plan: Plan, fields: dict[str, Any], needed: Callable[[Plan], int]) -> int | None:
     try:
         return needed(replace(plan, **fields))
-    except (ValueError, NotImplementedError):
+    except REFUSALS:
         return None  # this model or batch does not take such a plan
 
 

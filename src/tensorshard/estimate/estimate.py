@@ -39,6 +39,9 @@ from tensorshard.torch_private.process_groups import fake_world
 
 logger = logging.getLogger("tensorshard")
 
+REFUSALS = (ValueError, NotImplementedError, RuntimeError)
+"""What says that a model does not suit a plan: a refusal, or what the model's own forward raises under it."""
+
 _RANKS_HERE = "LOCAL_WORLD_SIZE"
 _BACKENDS = {"cuda": "fake", "cpu": "gloo"}  # NCCL's collectives are one call each, as a fake group's are
 

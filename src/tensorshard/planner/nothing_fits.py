@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any
 
+from tensorshard.estimate.estimate import REFUSALS
 from tensorshard.estimate.sizes import size_text
 from tensorshard.planner.progress import Progress
 from tensorshard.planner.question import Question
-from tensorshard.planner.search import BY_MEMORY, REFUSALS, Considered, Search
+from tensorshard.planner.search import BY_MEMORY, Considered, Search
 from tensorshard.planner.wording import plan_words, why_nothing_fits
 
 _TRIES = 2  # estimates for each change

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from tensorshard.estimate.estimate import Estimate
+from tensorshard.estimate.estimate import REFUSALS, Estimate
 from tensorshard.plan import Plan
 from tensorshard.planner.candidates import Candidate, Refusal, candidates
 from tensorshard.planner.corrections import Corrections
@@ -20,9 +20,6 @@ from tensorshard.planner.predictions import Prediction, Predictions
 from tensorshard.planner.progress import Progress
 from tensorshard.planner.question import SEARCHED, Question
 from tensorshard.planner.traces import BASE, Family, Trace, family_of, run_trace
-
-REFUSALS = (ValueError, NotImplementedError, RuntimeError)
-"""What says that a model does not suit a plan: a refusal, or what the model's own forward raises under it."""
 
 MOST_ESTIMATES = 48
 """How many plans are estimated, at most; a search that ends there says what it cannot exclude."""
