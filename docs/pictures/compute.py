@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import tensorshard as ts
-from tensorshard.estimate.rank_estimate import CATEGORIES
+from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.tensor_parallel import find_tensor_plan
 
@@ -27,7 +27,6 @@ _HELD: dict[str, dict[str, Any]] = {
         zero=3, offload=ts.Offload(optimizer="cpu", gradients="cpu", parameters="cpu", activations="cpu")
     ),
 }
-_RECOMPUTE = {"none": "none", "selective": "selective", "full": "full"}
 
 
 def main(names: list[str]) -> None:
@@ -40,13 +39,9 @@ def _held() -> dict[str, Any]:
     """What the fullest rank of four holds of a GPT-2 XL, on the device and on its host."""
     tokens = torch.zeros(2, 512, dtype=torch.long)
     plans = {}
+    model = partial(GPT, vocab_size=50257, context_length=1024, num_layers=48, num_heads=25, width=1600)
     for name, fields in _HELD.items():
-        found = _estimate(
-            partial(GPT, vocab_size=50257, context_length=1024, num_layers=48, num_heads=25, width=1600),
-            ts.Plan(precision="bf16", recompute="full", **fields),
-            tokens,
-            _RANKS,
-        ).largest
+        found = _fullest_rank(model, ts.Plan(precision="bf16", recompute="full", **fields), tokens, _RANKS)
         plans[name] = {
             "device": found.peak_allocated,
             "by_category": found.by_category,
@@ -61,23 +56,20 @@ def _recompute() -> dict[str, Any]:
     """A step of a GPT on one rank under each kind of recomputation."""
     tokens = torch.zeros(8, 256, dtype=torch.long)
     plans = {}
-    for name, kind in _RECOMPUTE.items():
-        found = _estimate(
-            partial(GPT, vocab_size=512, context_length=256, num_layers=8, num_heads=4, width=256),
-            ts.Plan(zero=0, recompute=kind),
-            tokens,
-            1,
-        ).largest
+    model = partial(GPT, vocab_size=512, context_length=256, num_layers=8, num_heads=4, width=256)
+    for kind in ("none", "selective", "full"):
+        found = _fullest_rank(model, ts.Plan(zero=0, recompute=kind), tokens, 1)
         phases = [moment.phase for moment in found.history]
         begins = max(i for i in range(1, len(phases)) if phases[i - 1 : i + 1] == ["update", "forward"])
         history = found.history[begins:]  # of the second step
         every = max(1, len(history) // _MOMENTS)
         fullest = [max(history[i : i + every], key=lambda m: m.total) for i in range(0, len(history), every)]
-        plans[name] = {"peak": found.peak_allocated, "held": [moment.held for moment in fullest]}
+        plans[kind] = {"peak": found.peak_allocated, "held": [moment.held for moment in fullest]}
     return {"categories": CATEGORIES, "plans": plans}
 
 
-def _estimate(model: Any, plan: ts.Plan, tokens: torch.Tensor, world_size: int) -> ts.Estimate:
+def _fullest_rank(model: Any, plan: ts.Plan, tokens: torch.Tensor, world_size: int) -> RankEstimate:
+    """What an estimate of training `model` on `tokens` says of the rank that holds the most."""
     return ts.estimate(
         model,
         plan,
@@ -87,7 +79,7 @@ def _estimate(model: Any, plan: ts.Plan, tokens: torch.Tensor, world_size: int) 
         optimizer=partial(torch.optim.AdamW, lr=3e-4),
         loss_fn=next_token_loss,
         hardware="rtx-4090",
-    )
+    ).largest
 
 
 def table() -> list[dict[str, Any]]:
