@@ -10,6 +10,7 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 
 from benchmarks.harness.models_document import write_document
+from benchmarks.harness.page_blocks import MarkerError, replace_block
 from benchmarks.harness.report import format_value
 from benchmarks.harness.results import RESULTS, Quantity, Results, Row, load_results
 from benchmarks.registry import Suite
@@ -21,9 +22,6 @@ _BLOCK = re.compile(
     r"^<!-- benchmark:(?P<name>[\w-]+) -->\n(?P<table>.*?)^<!-- /benchmark -->$", re.MULTILINE | re.DOTALL
 )
 
-
-_FIGURES = re.compile(r"^<!-- figures -->\n.*?^<!-- /figures -->$", re.MULTILINE | re.DOTALL)
-
 PICKED = (
     ("zero", "60M parameters, ZeRO 3", "tensorshard zero=3", "steady_peak_bytes"),
     ("zero", "60M parameters, ZeRO 2", "tensorshard zero=2", "steady_peak_bytes"),
@@ -32,10 +30,6 @@ PICKED = (
     ("heads", "1 million classes, one process", "tensorshard, update, no logits kept", "peak_bytes"),
 )
 """The rows of the README: benchmark, group, contender, and which memory is shown."""
-
-
-class MarkerError(ValueError):
-    """A page's markers ask for what cannot be written."""
 
 
 def replace_tables(text: str, results: Sequence[Results]) -> str:
@@ -115,15 +109,13 @@ def replace_figures(text: str, results: Sequence[Results]) -> str:
     Raises:
         MarkerError: there is no such block, or no such result.
     """
-    if not _FIGURES.search(text):
-        raise MarkerError("the README needs the lines '<!-- figures -->' and '<!-- /figures -->'")
     lines = [_line(["", "step time, x best peer", "peak memory, x best peer"]), _line(["---", "---:", "---:"])]
     for benchmark, title, contender, memory in PICKED:
         values = _picked(results, benchmark, title, contender).values
         ratios = [values[key].ratio if key else None for key in ("step_seconds", memory)]
         cells = ["" if ratio is None else f"{ratio:.2f}" if ratio >= 0.005 else "below 0.01" for ratio in ratios]
         lines.append(_line([f"{title}: {contender}", *cells]))
-    return _FIGURES.sub(lambda _: "\n".join(["<!-- figures -->", *lines, "<!-- /figures -->"]), text)
+    return replace_block(text, "figures", "\n".join(lines))
 
 
 def _picked(results: Sequence[Results], benchmark: str, title: str, contender: str) -> Row:

@@ -1,7 +1,6 @@
 """The error table of estimates: on the terminal, in a results file, and in docs/estimate.md."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -16,11 +15,11 @@ from rich.table import Table
 from benchmarks.harness.estimates import Outcome, summary_of
 from benchmarks.harness.estimates_time import Timed, rank_correlation
 from benchmarks.harness.hardware import hardware_name, installed_versions
+from benchmarks.harness.page_blocks import replace_block
 from benchmarks.harness.results import RESULTS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "estimate.md"
 OTHERS = ("MemTracker", "DeepSpeed", "Accelerate")
-_BLOCK = re.compile(r"(<!-- estimates -->\n).*?(<!-- /estimates -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,8 @@ def write_estimates(console: Console, outcomes: list[Outcome], resident: list[Ou
         timed or before.timed,
     )
     path.write_text(json.dumps(asdict(results), indent=1) + "\n")
-    PAGE.write_text(replace_block(PAGE.read_text(), markdown(results)))
+    PAGE.write_text(replace_block(PAGE.read_text(), "estimates", markdown(results)))
     console.print(f"Written to {path} and {PAGE}")
-
-
-def replace_block(text: str, table: str) -> str:
-    """`text` with `table` between its marks.
-
-    Raises:
-        ValueError: it has no marks.
-    """
-    if not _BLOCK.search(text):
-        raise ValueError("the page needs the lines '<!-- estimates -->' and '<!-- /estimates -->'")
-    return _BLOCK.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
 
 
 def markdown(results: EstimateResults) -> str:

@@ -1,7 +1,6 @@
 """The headlines: as tables on the terminal, in a results file, and in docs/estimate.md."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -13,13 +12,13 @@ from rich.table import Table
 
 from benchmarks.harness.hardware import installed_versions
 from benchmarks.harness.headlines import BERT_REPORTED, Finding
+from benchmarks.harness.page_blocks import replace_block
 from benchmarks.harness.results import RESULTS
 from benchmarks.harness.zero_table import SIZES, StatesCell
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "estimate.md"
 FILE = RESULTS / "estimate" / "headlines.json"
 MB = 1_000_000
-_BLOCK = re.compile(r"(<!-- headlines -->\n).*?(<!-- /headlines -->)", re.DOTALL)
 
 
 @dataclass
@@ -152,18 +151,7 @@ def write_headlines(results: HeadlineResults) -> None:
         **asdict(results),
     }
     FILE.write_text(json.dumps(content, indent=1) + "\n")
-    PAGE.write_text(replace_block(PAGE.read_text(), markdown(results)))
-
-
-def replace_block(text: str, tables: str) -> str:
-    """`text` with `tables` between its marks.
-
-    Raises:
-        ValueError: it has no marks.
-    """
-    if not _BLOCK.search(text):
-        raise ValueError("the page needs the lines '<!-- headlines -->' and '<!-- /headlines -->'")
-    return _BLOCK.sub(lambda match: f"{match[1]}{tables}\n{match[2]}", text)
+    PAGE.write_text(replace_block(PAGE.read_text(), "headlines", markdown(results)))
 
 
 def markdown(results: HeadlineResults) -> str:

@@ -1,7 +1,6 @@
 """What the planner's benchmark found: on the terminal, in a results file, and in docs/planning.md."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.hardware import hardware_name, installed_versions
+from benchmarks.harness.page_blocks import replace_block
 from benchmarks.harness.planner_memory import MODEL, MemoryRun
 from benchmarks.harness.planner_memory import WORLD as MEMORY_WORLD
 from benchmarks.harness.planner_runs import WORLD, ModelRuns, PlanRun
@@ -21,7 +21,6 @@ from benchmarks.harness.results import RESULTS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "planning.md"
 FILE = RESULTS / "planner" / f"{hardware_name('cpu')}.json"
-_BLOCK = re.compile(r"(<!-- (planner-\w+) -->\n).*?(<!-- /planner-\w+ -->)", re.DOTALL)
 
 
 @dataclass
@@ -57,12 +56,10 @@ def write_planner(console: Console, results: PlannerResults) -> None:
         "memory": {size: asdict(one) for size, one in results.memory.items()},
     }
     FILE.write_text(json.dumps(content, indent=1) + "\n")
-    text = {
-        "planner-runs": markdown_runs(results),
-        "planner-memory": markdown_memory(results),
-        "planner-scale": markdown_scale(results),
-    }
-    PAGE.write_text(_BLOCK.sub(lambda match: f"{match[1]}{text[match[2]]}\n{match[3]}", PAGE.read_text()))
+    text = PAGE.read_text()
+    for name, markdown in (("runs", markdown_runs), ("memory", markdown_memory), ("scale", markdown_scale)):
+        text = replace_block(text, f"planner-{name}", markdown(results))
+    PAGE.write_text(text)
     console.print(f"Written to {FILE} and {PAGE}")
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from benchmarks.harness import estimates_document
 from benchmarks.harness.estimates import Outcome, all_cells, summary_of
-from benchmarks.harness.estimates_document import EstimateResults, markdown, replace_block, write_estimates
+from benchmarks.harness.estimates_document import EstimateResults, markdown, write_estimates
 from benchmarks.harness.estimates_peers import accelerate_says, deepspeed_says
 from benchmarks.harness.estimates_time import Timed
 from benchmarks.harness.headlines import HEADLINES, Finding, largest_that_fits
 from benchmarks.harness.headlines_document import PAGE as HEADLINES_PAGE
 from benchmarks.harness.headlines_document import HeadlineResults
 from benchmarks.harness.headlines_document import markdown as headlines_markdown
-from benchmarks.harness.headlines_document import replace_block as replace_headlines
+from benchmarks.harness.page_blocks import MarkerError, replace_block
 from benchmarks.harness.zero_table import SIZES, StatesCell, states_cell
 from rich.console import Console
 
@@ -42,11 +42,18 @@ def test_the_page_gets_its_table():
     assert "| tensorshard, live tensors | 2 | 5.0% | 10.0% | 10.0% |" in table
     assert "| tensorshard, resident memory | 1 | 0.0% | 0.0% | 0.0% |" in table
     assert "| DeepSpeed, live tensors | 1 | 50.0%" in table and "- not compared: c: real run: it raised" in table
-    text = replace_block("before\n<!-- estimates -->\nold\n<!-- /estimates -->\nafter", table)
-    assert table in text and "old" not in text and text.startswith("before") and text.endswith("after")
-    with pytest.raises(ValueError, match="needs the lines"):
-        replace_block("nothing", table)
-    replace_block(Path(estimates_document.PAGE).read_text(), table)
+    assert table in replace_block(Path(estimates_document.PAGE).read_text(), "estimates", table)
+
+
+def test_a_block_is_what_stands_between_its_marks():
+    text = "before\n<!-- one -->\nold\n<!-- /one -->\nbetween\n<!-- two -->\n<!-- /two -->\nafter"
+    once = replace_block(text, "one", r"new \1")
+    assert once == text.replace("old", r"new \1") and replace_block(once, "one", r"new \1") == once
+    assert replace_block(text, "two", "new") == text.replace("<!-- two -->", "<!-- two -->\nnew")
+    with pytest.raises(MarkerError, match="needs the lines '<!-- three -->' and '<!-- /three -->'"):
+        replace_block(text, "three", "new")
+    with pytest.raises(MarkerError, match="in this order"):
+        replace_block("<!-- /one -->\n<!-- one -->", "one", "new")
 
 
 def test_parts_that_were_not_run_stay(tmp_path, monkeypatch):
@@ -110,4 +117,4 @@ def test_headlines_on_the_page():
     assert "| 1.0 GiB | yes | 16 layers: 2B parameters |" in text
     assert "| 2 | 5,615 MB | 0.65 | 4,334 MB | 0.50 |" in text
     assert "at most 0.00% off" in text
-    assert text in replace_headlines(HEADLINES_PAGE.read_text(), text)
+    assert text in replace_block(HEADLINES_PAGE.read_text(), "headlines", text)

@@ -121,7 +121,7 @@ def test_the_pages_show_what_was_measured():
     written = [load_results(path) for path in sorted(results.RESULTS.glob("*.json"))]
     assert tables.replace_tables(tables.PAGE.read_text(), written)
     assert tables.replace_figures(tables.README.read_text(), written) == tables.README.read_text()
-    with pytest.raises(tables.MarkerError, match="the README needs the lines"):
+    with pytest.raises(tables.MarkerError, match="the page needs the lines '<!-- figures -->'"):
         tables.replace_figures("", written)
 
 
