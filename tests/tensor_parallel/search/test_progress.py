@@ -9,7 +9,8 @@ from tensorshard.tensor_parallel.search.proposals import Proposal
 from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Style
 from tensorshard.tensor_parallel.verify import inner_checks
 from tensorshard.tensor_parallel.verify.block_calls import as_call
-from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck
+from tensorshard.tensor_parallel.verify.comparison import MismatchError
 
 
 def way(*attributes: str) -> Proposal:

@@ -10,7 +10,8 @@ from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Style
 from tensorshard.tensor_parallel.verify import block_check
 from tensorshard.tensor_parallel.verify.block_calls import as_call
-from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck
+from tensorshard.tensor_parallel.verify.comparison import MismatchError
 
 SPLIT = {"up": COLWISE, "down": ROWWISE, "": Style("divide", names=("heads",))}
 

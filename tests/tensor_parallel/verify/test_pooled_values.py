@@ -9,7 +9,8 @@ from tensorshard.tensor_parallel.table.layouts import shard_view
 from tensorshard.tensor_parallel.table.styles import parse_style
 from tensorshard.tensor_parallel.verify import block_check
 from tensorshard.tensor_parallel.verify.block_calls import as_call
-from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck
+from tensorshard.tensor_parallel.verify.comparison import MismatchError
 
 WIDTH, HIDDEN = 1024, 2048
 

@@ -16,7 +16,8 @@ from tensorshard.tensor_parallel.search.shared_head_proposals import shared_prop
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.styles import SUM_GRADIENTS, Style
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
-from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck
+from tensorshard.tensor_parallel.verify.comparison import MismatchError
 from tensorshard.tensor_parallel.verify.inner_checks import InnerCheck, KnownModules, inner_check
 
 

@@ -16,8 +16,8 @@ from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, SUM_GRADIENTS, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
-from tensorshard.tensor_parallel.verify.block_check import Agreement, MismatchError
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
+from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError
 from tensorshard.tensor_parallel.verify.model_check import ModelCheck
 from tensorshard.tensor_parallel.verify.model_run import (
     ModelRun,

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from tensorshard.tensor_parallel.search.proposals import Proposal
-from tensorshard.tensor_parallel.verify.block_check import MismatchError
+from tensorshard.tensor_parallel.verify.comparison import MismatchError
 
 _Divided = frozenset[tuple[str, str]]
 

@@ -18,9 +18,9 @@ from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
-from tensorshard.tensor_parallel.verify.block_check import MismatchError
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.block_kinds import block_kinds
+from tensorshard.tensor_parallel.verify.comparison import MismatchError
 from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units
 from tensorshard.torch_private.modules import NormBase
 

@@ -1,13 +1,13 @@
 """Whether a block, split as a table says, still computes what it did: by numbers, forward and backward.
 
-The split block runs on as many simulated ranks as there will be, through the same code as in training, on
-random weights. A right table agrees to rounding; a wrong one is off by as much as the values themselves.
+The split block runs on as many simulated ranks as there will be, through the same code as in training, on random
+weights. What these compute is compared by :mod:`.comparison`.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -24,66 +24,37 @@ from tensorshard.modules.fake_copies import (
     random_values,
 )
 from tensorshard.modules.forwards import deepcopy_module
-from tensorshard.modules.model_errors import raised_by_model, raised_in_operation
+from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.operation_counter import OperationCounter
 from tensorshard.modules.tensors import map_tensors, map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
 from tensorshard.tensor_parallel.apply.tensor_split import shard_buffers
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution
-from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard, shard_view
+from tensorshard.tensor_parallel.table.layouts import Layout, local_shard, shard_view
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
+from tensorshard.tensor_parallel.verify.comparison import (
+    Agreement,
+    BlockRun,
+    MismatchError,
+    compare_full_outputs,
+    compare_gradients,
+    compare_outputs,
+    differing_dim,
+    not_running,
+)
 from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
 from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
-
-TOLERANCE = 1e-3
-"""Largest difference that passes, in units of the largest value: well above fp32's rounding, well below a
-mistake."""
 
 # Gradients are compared for parameters up to this many elements: those of large matrices follow from the
 # activations'.
 _LARGEST_GRADIENT = 1 << 18
-# A gradient that is zero but for rounding (that of an attention's key bias) is measured by this share of the
-# largest.
-_LEAST_SCALE = 1e-2
-
 # Weights of that many elements in all share their random numbers: 256 MB.
 _LARGE = 1 << 26
-
-
-class MismatchError(ValueError):
-    """A split block does not compute what the full one does, or cannot run.
-
-    Args:
-        message: what was seen.
-        amount: by how much numbers differ, in units of the largest.
-        in_operation: whether an operation could not run on the shapes that it was given.
-        operations: how many the first rank ran of the forward.
-    """
-
-    def __init__(self, message: str, amount: float = 0.0, in_operation: bool = False, operations: int = 0) -> None:
-        super().__init__(message)
-        self.amount, self.in_operation, self.operations = amount, in_operation, operations
-
-    def again(self, operations: int = 0) -> "MismatchError":
-        """The same after some more `operations`, without the frames of the run, which hold its tensors."""
-        return MismatchError(str(self), self.amount, self.in_operation, operations + self.operations)
-
-
-@dataclass
-class Agreement:
-    """What a successful check found.
-
-    Args:
-        sharded_outputs: tensor leaves of the block's output that are this rank's shard alone, and along which
-            dimension.
-    """
-
-    sharded_outputs: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,13 +62,6 @@ class _Split:
     styles: Mapping[str, Style]
     shared_inputs: Sequence[Sequence[str]]
     sequence: Mapping[str, SequenceSplit]
-
-
-@dataclass
-class _Run:
-    outputs: list[torch.Tensor]
-    input_gradients: list[torch.Tensor | None]
-    gradients: dict[str, torch.Tensor]
 
 
 class BlockCheck:
@@ -231,8 +195,8 @@ class BlockCheck:
                     raise
                 self._views = False
                 layouts, runs = self._split_runs(split, sliced, counter)
-            agreement = self._compare_outputs(runs)
-            self._compare_gradients(runs, layouts, sliced)
+            agreement = compare_outputs(runs, self.expected)
+            compare_gradients(runs, self.expected, layouts, sliced)
         except MismatchError as error:
             error.operations = counter.operations
             raise
@@ -240,7 +204,7 @@ class BlockCheck:
 
     def _split_runs(
         self, split: _Split, sliced: Mapping[int, Layout], counter: OperationCounter
-    ) -> tuple[dict[str, Layout], list[_Run]]:
+    ) -> tuple[dict[str, Layout], list[BlockRun]]:
         """The layouts of the parameters, and what each rank computed."""
         try:
             layouts = find_layouts(self._block, split.styles, self.size)
@@ -303,7 +267,7 @@ class BlockCheck:
         layouts: Mapping[str, Layout],
         sliced: Mapping[int, Layout],
         counter: OperationCounter,
-    ) -> _Run:
+    ) -> BlockRun:
         rank, size = group.rank(), group.size()
         split_block = self.make_copy()
         apply_tensor_parallel(split_block, TensorPlan(dict(split.styles)), group, shared_inputs=split.shared_inputs)
@@ -330,7 +294,7 @@ class BlockCheck:
         given: Any,
         group: dist.ProcessGroup | None,
         counter: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
-    ) -> _Run:
+    ) -> BlockRun:
         given = map_tensors_once(lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), given)
         tensors = tensor_leaves(given)
         # A block may write into its inputs, which autograd does not allow for leaves.
@@ -340,60 +304,18 @@ class BlockCheck:
         if group is None:
             self._cotangents = [torch.randn(o.shape, generator=self._generator) for o in outputs]
         else:
-            self._compare_full(outputs)  # before backward, which takes longer
+            compare_full_outputs(outputs, self.expected.outputs)  # before backward, which takes longer
         total = torch.zeros(())
         for output, cotangent in zip(outputs, self._cotangents, strict=True):
             if output.requires_grad:
                 total = total + (output * _shard_like(cotangent, output, group)).sum()
         if total.requires_grad:
             total.backward()
-        return _Run(
+        return BlockRun(
             [output.detach() for output in outputs],
             [tensor.grad for tensor in tensors],
             {name: p.grad for name, p in block.named_parameters() if p.grad is not None},
         )
-
-    def _compare_full(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Compares those of a rank's `outputs` that are full."""
-        for index, (found, expected) in enumerate(zip(outputs, self.expected.outputs, strict=True)):
-            if found.shape == expected.shape:
-                _compare(self._output(index), found.detach(), expected)
-
-    def _compare_outputs(self, runs: list[_Run]) -> Agreement:
-        agreement = Agreement()
-        for index, expected in enumerate(self.expected.outputs):
-            found = [run.outputs[index] for run in runs]
-            dim = _differing_dim(found[0].shape, expected.shape)
-            if dim is None:
-                for value in found:
-                    _compare(self._output(index), value, expected)
-            else:
-                agreement.sharded_outputs[index] = dim
-                _compare(self._output(index), join_shards(found, Layout(dim, (expected.shape[dim],))), expected)
-        return agreement
-
-    def _output(self, index: int) -> str:
-        return f"its output {index}" if len(self.expected.outputs) > 1 else "its output"
-
-    def _compare_gradients(self, runs: list[_Run], layouts: Mapping[str, Layout], sliced: Mapping[int, Layout]) -> None:
-        gradients = [
-            *self.expected.gradients.values(),
-            *(g for g in self.expected.input_gradients if g is not None),
-        ]
-        least = _LEAST_SCALE * max((g.abs().max().item() for g in gradients if g.numel()), default=0.0)
-        for index, gradient in enumerate(self.expected.input_gradients):
-            if gradient is None:
-                continue
-            found = [run.input_gradients[index] for run in runs]
-            if index in sliced:
-                found = [join_shards([_present(f, "an input's gradient") for f in found], sliced[index])]
-            for value in found:
-                _compare("the gradient of its input", _present(value, "the gradient of its input"), gradient, least)
-        for name, gradient in self.expected.gradients.items():
-            what = f"the gradient of {name}"
-            shards = [_present(run.gradients.get(name), what) for run in runs]
-            for value in shards if layouts[name].dim is None else [join_shards(shards, layouts[name])]:
-                _compare(what, value, gradient, least)
 
 
 def _random_input(leaf: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
@@ -406,48 +328,7 @@ def _random_input(leaf: torch.Tensor, generator: torch.Generator, dtype: torch.d
 
 def _shard_like(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """What goes with this rank's `shard` of an output, of which `full` has the shape."""
-    dim = _differing_dim(shard.shape, full.shape)
+    dim = differing_dim(shard.shape, full.shape)
     if dim is None or group is None:
         return full
     return local_shard(full, Layout(dim, (full.shape[dim],)), group.rank(), group.size())
-
-
-def _differing_dim(found: torch.Size, expected: torch.Size) -> int | None:
-    """The one dimension in which a rank's shard is smaller; None if the shapes are equal."""
-    if found == expected:
-        return None
-    dims = [dim for dim, (f, e) in enumerate(zip(found, expected, strict=False)) if f != e]
-    if len(found) != len(expected) or len(dims) != 1 or found[dims[0]] > expected[dims[0]]:
-        raise MismatchError(f"an output has the shape {list(found)} where {list(expected)} is expected")
-    return dims[0]
-
-
-def _present(gradient: torch.Tensor | None, what: str) -> torch.Tensor:
-    if gradient is None:
-        raise MismatchError(f"{what} is missing on a rank")
-    return gradient
-
-
-def _compare(what: str, found: torch.Tensor, expected: torch.Tensor, least_scale: float = 1e-6) -> None:
-    if found.shape != expected.shape:
-        raise MismatchError(f"{what} has the shape {list(found.shape)} where {list(expected.shape)} is expected")
-    if expected.numel() == 0:
-        return
-    if not expected.is_floating_point():
-        if not torch.equal(found, expected):
-            raise MismatchError(f"{what} differs")
-        return
-    scale = expected.abs().max().clamp(min=max(least_scale, 1e-30))  # all may be exactly zero
-    error = ((found - expected).abs().max() / scale).item()
-    if not error <= TOLERANCE:
-        raise MismatchError(f"{what} differs by {error:.0%} of its largest value", error)
-
-
-def not_running(error: Exception) -> MismatchError:
-    """What says that a split block does not run but raises `error`."""
-    message = f"it does not run: {type(error).__name__}: {_first_line(error)}"
-    return MismatchError(message, in_operation=raised_in_operation(error))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

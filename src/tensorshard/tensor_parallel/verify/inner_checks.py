@@ -18,7 +18,8 @@ from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
-from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError, not_running
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck
+from tensorshard.tensor_parallel.verify.comparison import MismatchError, not_running
 from tensorshard.tensor_parallel.verify.fake_process_group import fake_process_group
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 from tensorshard.torch_private.pytree import tree_leaves

@@ -11,7 +11,8 @@ from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.verify.block_calls import as_call
-from tensorshard.tensor_parallel.verify.block_check import Agreement, BlockCheck, MismatchError
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck
+from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError
 
 
 class ModelCheck:

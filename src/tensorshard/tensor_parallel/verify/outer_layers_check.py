@@ -16,7 +16,8 @@ from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
-from tensorshard.tensor_parallel.verify.block_check import BlockCheck, MismatchError
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck
+from tensorshard.tensor_parallel.verify.comparison import MismatchError
 from tensorshard.tensor_parallel.verify.kept_captures import captured
 from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
 

@@ -1,0 +1,175 @@
+"""Whether what the ranks of a split block computed is what the full block did: numbers, and what is said of them.
+
+A right table agrees to rounding; a wrong one is off by as much as the values themselves.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tensorshard.modules.model_errors import raised_in_operation
+from tensorshard.tensor_parallel.table.layouts import Layout, join_shards
+
+TOLERANCE = 1e-3
+"""Largest difference that passes, in units of the largest value: well above fp32's rounding, well below a
+mistake."""
+
+# A gradient that is zero but for rounding (that of an attention's key bias) is measured by this share of the
+# largest.
+_LEAST_SCALE = 1e-2
+
+
+class MismatchError(ValueError):
+    """A split block does not compute what the full one does, or cannot run.
+
+    Args:
+        message: what was seen.
+        amount: by how much numbers differ, in units of the largest.
+        in_operation: whether an operation could not run on the shapes that it was given.
+        operations: how many the first rank ran of the forward.
+    """
+
+    def __init__(self, message: str, amount: float = 0.0, in_operation: bool = False, operations: int = 0) -> None:
+        super().__init__(message)
+        self.amount, self.in_operation, self.operations = amount, in_operation, operations
+
+    def again(self, operations: int = 0) -> "MismatchError":
+        """The same after some more `operations`, without the frames of the run, which hold its tensors."""
+        return MismatchError(str(self), self.amount, self.in_operation, operations + self.operations)
+
+
+def not_running(error: Exception) -> MismatchError:
+    """What says that a split block does not run but raises `error`."""
+    message = f"it does not run: {type(error).__name__}: {_first_line(error)}"
+    return MismatchError(message, in_operation=raised_in_operation(error))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+@dataclass
+class Agreement:
+    """What a successful check found.
+
+    Args:
+        sharded_outputs: tensor leaves of the block's output that are this rank's shard alone, and along which
+            dimension.
+    """
+
+    sharded_outputs: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class BlockRun:
+    """What one run of a block computed.
+
+    Args:
+        outputs: the tensor leaves of its output.
+        input_gradients: of the tensors among its inputs; None for those that have none.
+        gradients: of its parameters, by name.
+    """
+
+    outputs: list[torch.Tensor]
+    input_gradients: list[torch.Tensor | None]
+    gradients: dict[str, torch.Tensor]
+
+
+def compare_full_outputs(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Compares those of one rank's `outputs` that are full.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    for index, (found, full) in enumerate(zip(outputs, expected, strict=True)):
+        if found.shape == full.shape:
+            _compare(_output(index, expected), found.detach(), full)
+
+
+def compare_outputs(runs: Sequence[BlockRun], expected: BlockRun) -> Agreement:
+    """Compares the outputs of all ranks, in order, with those of the full block.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    agreement = Agreement()
+    for index, full in enumerate(expected.outputs):
+        found = [run.outputs[index] for run in runs]
+        what = _output(index, expected.outputs)
+        dim = differing_dim(found[0].shape, full.shape)
+        if dim is None:
+            for value in found:
+                _compare(what, value, full)
+        else:
+            agreement.sharded_outputs[index] = dim
+            _compare(what, join_shards(found, Layout(dim, (full.shape[dim],))), full)
+    return agreement
+
+
+def compare_gradients(
+    runs: Sequence[BlockRun], expected: BlockRun, layouts: Mapping[str, Layout], sliced: Mapping[int, Layout]
+) -> None:
+    """Compares the gradients of all ranks, in order, with those of the full block.
+
+    Args:
+        layouts: of its parameters, by name.
+        sliced: of those of its inputs of which each rank has its shard alone, by index.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    gradients = [*expected.gradients.values(), *(g for g in expected.input_gradients if g is not None)]
+    least = _LEAST_SCALE * max((g.abs().max().item() for g in gradients if g.numel()), default=0.0)
+    for index, gradient in enumerate(expected.input_gradients):
+        if gradient is None:
+            continue
+        found = [run.input_gradients[index] for run in runs]
+        if index in sliced:
+            found = [join_shards([_present(f, "an input's gradient") for f in found], sliced[index])]
+        for value in found:
+            _compare("the gradient of its input", _present(value, "the gradient of its input"), gradient, least)
+    for name, gradient in expected.gradients.items():
+        what = f"the gradient of {name}"
+        shards = [_present(run.gradients.get(name), what) for run in runs]
+        for value in shards if layouts[name].dim is None else [join_shards(shards, layouts[name])]:
+            _compare(what, value, gradient, least)
+
+
+def differing_dim(found: torch.Size, expected: torch.Size) -> int | None:
+    """The one dimension in which a rank's shard is smaller; None if the shapes are equal.
+
+    Raises:
+        MismatchError: they differ otherwise.
+    """
+    if found == expected:
+        return None
+    dims = [dim for dim, (f, e) in enumerate(zip(found, expected, strict=False)) if f != e]
+    if len(found) != len(expected) or len(dims) != 1 or found[dims[0]] > expected[dims[0]]:
+        raise MismatchError(f"an output has the shape {list(found)} where {list(expected)} is expected")
+    return dims[0]
+
+
+def _output(index: int, outputs: Sequence[torch.Tensor]) -> str:
+    return f"its output {index}" if len(outputs) > 1 else "its output"
+
+
+def _present(gradient: torch.Tensor | None, what: str) -> torch.Tensor:
+    if gradient is None:
+        raise MismatchError(f"{what} is missing on a rank")
+    return gradient
+
+
+def _compare(what: str, found: torch.Tensor, expected: torch.Tensor, least_scale: float = 1e-6) -> None:
+    if found.shape != expected.shape:
+        raise MismatchError(f"{what} has the shape {list(found.shape)} where {list(expected.shape)} is expected")
+    if expected.numel() == 0:
+        return
+    if not expected.is_floating_point():
+        if not torch.equal(found, expected):
+            raise MismatchError(f"{what} differs")
+        return
+    scale = expected.abs().max().clamp(min=max(least_scale, 1e-30))  # all may be exactly zero
+    error = ((found - expected).abs().max() / scale).item()
+    if not error <= TOLERANCE:
+        raise MismatchError(f"{what} differs by {error:.0%} of its largest value", error)
