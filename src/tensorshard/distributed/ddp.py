@@ -12,7 +12,7 @@ from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharded_tensors import own_group
 from tensorshard.torch_private.ddp import ddp_ignored, set_ddp_ignored
 
-# On parameters whose gradients are averaged over the data-parallel group already.
+# Attribute of the parameters whose gradients a hook averages over the data-parallel group already.
 _AVERAGED = "_tensorshard_averaged"
 
 
@@ -23,8 +23,8 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
 
     Parameters that every rank holds in full, such as the bias of a layer that splits its input features, are
     averaged as usual. If model-parallel groups are smaller than the world, other groups hold the same shards and see
-    other samples. Then the first group's shards are copied to them now, and the gradients of split parameters are
-    averaged over the groups at the end of every backward.
+    other samples. Then the first group's shards are copied to them now, and every backward averages the gradients of
+    split parameters over the groups.
 
     Returns:
         The names of the split parameters.
@@ -56,9 +56,10 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
 
 
 def leaving_split_parameters_alone(original: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of ``DistributedDataParallel``, which registers split parameters that nobody has registered.
+    """Wraps the constructor of ``DistributedDataParallel``: it registers split parameters that nobody has registered.
 
-    Only those split over a model-parallel group of :func:`tensorshard.distributed.init_process_group`.
+    Parameters that are split over other groups than those of :func:`tensorshard.distributed.init_process_group` are not
+    registered.
     """
 
     def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +74,7 @@ def leaving_split_parameters_alone(original: Callable[..., None]) -> Callable[..
 
 
 def _synchronize_replicas(name: str, parameter: torch.Tensor) -> None:
-    """Makes the shards that other model-parallel groups hold equal, and keeps them so."""
+    """Copies the first group's shard to the other model-parallel groups, and averages its gradient from now on."""
     own = own_group(parameter)
     if own.size() == dist.get_world_size() or hasattr(parameter, _AVERAGED):
         return

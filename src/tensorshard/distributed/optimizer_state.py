@@ -1,8 +1,8 @@
-"""States of torch's optimizers whose parameters are split: whose shards they are, taking one's own, and saving all.
+"""States of torch's optimizers with split parameters: noting whose shards they are, loading one's own, saving all.
 
-TorchShard's scripts call ``collect_state_dict(model, model.state_dict())`` on every rank, and then save, on the first,
-``optimizer.state_dict()``. That has the first rank's shards alone, and all ranks load it. So the first of these calls,
-to which every rank comes, puts the states together that the second returns.
+TorchShard's scripts call ``collect_state_dict(model, model.state_dict())`` on every rank. Then the first rank saves
+``optimizer.state_dict()``, which has only its own shards, and later all ranks load that file. So the first of these
+calls, which every rank makes, gathers the states, and the second returns them in full.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharded_tensors import gather_full, own_group, own_part, say_whose
 
-# Optimizers that have made a step with split parameters, in the order of their first one, which is that of all ranks.
+# Optimizers that have stepped with split parameters, in the order of their first step, which is the same on all ranks.
 _stepped: "list[ref[Optimizer]]" = []
-# What has an optimizer's state dict hold full states, until its next step.
+# Of each optimizer whose state dict holds full states until its next step: the hook that puts them there.
 _completed: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
@@ -31,7 +31,7 @@ def forget_optimizers() -> None:
 
 
 def note_whose_states(optimizer: Optimizer, *_: Any) -> None:
-    """Called after every optimizer's step: notes on the states of split parameters which rank's they are."""
+    """Called after every optimizer's step: notes on each state of a split parameter which rank's shard it is."""
     split = [p for p in _parameters_of(optimizer) if get_mark(p) is not None]
     if not split:
         return
@@ -46,9 +46,9 @@ def note_whose_states(optimizer: Optimizer, *_: Any) -> None:
 
 @torch.no_grad()
 def complete_states(model: nn.Module) -> None:
-    """Has ``state_dict()`` of the optimizers of `model` return full states on the first rank of each group.
+    """Makes ``state_dict()`` of the optimizers of `model` return full states on the first rank of each group.
 
-    They do so until their next step. Every rank calls this. A ``ZeroRedundancyOptimizer`` is consolidated on the first
+    This holds until their next step. Every rank calls this. A ``ZeroRedundancyOptimizer`` is consolidated on the first
     rank of its group.
     """
     own = {id(parameter) for parameter in model.parameters()}
@@ -68,7 +68,7 @@ def complete_states(model: nn.Module) -> None:
 
 
 def _full_states(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Those states of `parameter` that are cut as it is, on the CPU; nothing where this is not the first rank."""
+    """The full states of `parameter`, on the CPU, of those that are split as it is; {} on all ranks but the first."""
     mark, states = get_mark(parameter), optimizer.state.get(parameter, {})
     if mark is None or own_group(parameter).size() == 1:
         return {}
@@ -92,10 +92,10 @@ def _forget_full_states(optimizer: Optimizer) -> None:
 
 
 def taking_own_shards(original: Callable[..., None]) -> Callable[..., None]:
-    """``Optimizer.load_state_dict``, which takes this rank's shards of full states, and refuses another rank's shards.
+    """Wraps ``Optimizer.load_state_dict``: it takes this rank's shards of full states, and refuses another rank's.
 
-    ``torch.save(optimizer.state_dict())`` on the first rank keeps that rank's momenta of split parameters; loaded
-    everywhere, they would go on as those of the others.
+    ``torch.save(optimizer.state_dict())`` on the first rank saves that rank's momenta of split parameters. Without this
+    check, the other ranks would load them as their own.
     """
 
     def load_state_dict(self: Any, state_dict: Any) -> None:

@@ -17,18 +17,18 @@ def init_process_group(
 
     If there is no torch process group yet, it makes one first: torchrun's, if torchrun started this process, else one
     of this process alone. While the groups exist, torch's ``DistributedDataParallel``, ``GradScaler``,
-    ``clip_grad_norm_`` and ``ZeroRedundancyOptimizer`` handle split parameters (``docs/torchshard.md``).
+    ``clip_grad_norm_`` and ``ZeroRedundancyOptimizer`` take models in which some parameters are split.
 
     Args:
         group_size: ranks in each model-parallel group; None for all ranks.
         device_type: where the parameters of parallel layers are: "cuda" or "cpu". By default "cuda" if the world
             communicates over NCCL.
-        timeout: of the groups made here (a group of all processes is the world, and keeps its own); None for
-            the backend's.
-        check_collectives: whether ranks compare what they are about to call before each collective of this package
-            over these groups. If it differs, or a rank does not come within `timeout`, they raise
-            :class:`CollectiveMismatchError`. It is slow, and meant for finding mistakes.
-            ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` checks torch's own calls.
+        timeout: of the groups that are made here; None for the backend's default. A group of all processes is the world
+            itself, and keeps the world's timeout.
+        check_collectives: whether the ranks compare their calls before each collective of this package over these
+            groups. If the calls differ, or a rank does not come within `timeout`, they raise
+            :class:`CollectiveMismatchError`. This is slow, and meant for debugging.
+            ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` checks torch's own collectives.
 
     Raises:
         TypeError: `group_size` is not an integer.

@@ -1,7 +1,8 @@
 """torch's ``GradScaler`` and ``clip_grad_norm_`` on models of which some parameters are split.
 
-Both take the gradients of a whole model. Of a split parameter each rank has another shard's: an overflow in one is
-everybody's, and the norm of the model counts all of them. Beside a model-parallel group other gradients are copies.
+Both assume that a rank has every gradient of the model. Of a split parameter, each rank has the gradient of its own
+shard alone. So if one rank finds an overflow, all have to skip the step, and the norm has to count the shards of all
+ranks. The gradients of all other parameters are the same on every rank, and count once.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,10 +18,10 @@ from tensorshard.comm.sharded_tensors import own_group
 
 
 def agreeing_on_overflows(original: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable[..., Any]:
-    """``GradScaler``'s unscaling of an optimizer's gradients, after which all ranks skip the step, or none.
+    """Wraps ``GradScaler``'s unscaling of an optimizer's gradients: if one rank finds an overflow, all skip the step.
 
     Args:
-        original: torch's, which unscales this rank's gradients.
+        original: torch's own, which unscales this rank's gradients.
     """
 
     def unscale(
@@ -37,14 +38,14 @@ def agreeing_on_overflows(original: Callable[..., dict[torch.device, torch.Tenso
 
 
 def norm_of_all_shards(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``torch.nn.utils.get_total_norm``, which counts all shards of gradients of which this rank has one.
+    """Wraps ``torch.nn.utils.get_total_norm``: the norm counts the shards of all ranks.
 
     Args:
-        original: torch's, of tensors of which a rank has all.
+        original: torch's own, which counts this rank's tensors alone.
 
     Returns:
-        A function that returns torch's own result where no gradient is a shard, and otherwise one that is equal on
-        every rank of the groups that hold them.
+        A function of the same arguments. If no gradient is a shard, it returns torch's own result. Otherwise its
+        result is the same on every rank of the groups that hold the shards.
     """
 
     @torch.no_grad()
@@ -55,7 +56,7 @@ def norm_of_all_shards(original: Callable[..., torch.Tensor]) -> Callable[..., t
         foreach: bool | None = None,
     ) -> torch.Tensor:
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        # Groups of one hold all of what they split.
+        # In a group of one rank, the shard is the full parameter.
         split = {key: p for key, p in split_parameters_by_gradient().items() if own_group(p).size() > 1}
         shards = [tensor for tensor in listed if id(tensor) in split]
         if not shards:
@@ -66,11 +67,12 @@ def norm_of_all_shards(original: Callable[..., torch.Tensor]) -> Callable[..., t
             norm = original(held, norm_type, False, foreach).to(norms[0].device)
             norms += primitives.gather_flat(norm.view(1).float(), group).flatten().unbind()
         norm = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), float(norm_type))
-        return original([norm], torch.inf, error_if_nonfinite, foreach)  # which is itself, or torch's own error
+        # The largest of one number is that number. torch raises its own error where it is not finite.
+        return original([norm], torch.inf, error_if_nonfinite, foreach)
 
     return total_norm
 
 
 def _groups_of(split: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
-    """The groups over which parameters are split, in the order of the list, which is that of every rank."""
+    """The groups over which parameters are split, in the order of the list, which is the same on every rank."""
     return list(dict.fromkeys(own_group(parameter) for parameter in split))

@@ -1,8 +1,8 @@
-"""Patches of torch's classes that take all ranks to hold the same parameters, where some are split.
+"""Patches of those parts of torch that assume the same parameters on all ranks, for models in which some are split.
 
-torch's own ``GradScaler``, ``clip_grad_norm_``, ``ZeroRedundancyOptimizer`` and ``DistributedDataParallel`` then work
-on models with parallel layers as the TorchShard article prints them, and ``Optimizer.load_state_dict`` refuses other
-ranks' parts. What is put in place acts only where a parameter is split, and as long as the model-parallel groups exist.
+With them, torch's own ``GradScaler``, ``clip_grad_norm_``, ``ZeroRedundancyOptimizer`` and ``DistributedDataParallel``
+work on models with parallel layers, as in the TorchShard article, and ``Optimizer.load_state_dict`` refuses another
+rank's parts. A patch changes something only if a parameter is split, and only while the model-parallel groups exist.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from tensorshard.torch_private.optimizers import TOTAL_NORM, UNSCALE_GRADIENTS, 
 
 
 def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
-    """Puts all of them in place; returns what takes them away again.
+    """Installs all patches; returns a function that removes them.
 
     Args:
-        groups_exist: asked at every call. Where it says no, because torch's own ``destroy_process_group`` has ended the
-            world, torch's own function is called.
+        groups_exist: called whenever a patched function is. If it returns False, as after torch's own
+            ``destroy_process_group``, torch's own function runs.
     """
     # Imported when needed: torch's optimizers for distributed training take a while to import.
     from tensorshard.distributed.ddp import leaving_split_parameters_alone
@@ -45,7 +45,7 @@ def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
         undo.callback(forget_optimizers)
         replace(ZeroRedundancyOptimizer, "__init__", with_split_parameters)
         replace(GradScaler, UNSCALE_GRADIENTS, agreeing_on_overflows)
-        # clip_grad_norm_ looks this up when it is called, so that it does not matter when a script imported that.
+        # clip_grad_norm_ looks this name up when it is called. So a script may have imported clip_grad_norm_ before.
         replace(clip_grad, TOTAL_NORM, norm_of_all_shards)
         return undo.pop_all().close
 
@@ -61,5 +61,5 @@ def _while_they_exist(
 
 
 def _put_back(owner: Any, name: str, ours: Any, original: Any) -> None:
-    if getattr(owner, name) is ours:  # else somebody has wrapped it in turn: theirs stays, and ours hands on to torch's
+    if getattr(owner, name) is ours:  # else somebody has wrapped ours: that stays, and ours goes on to call torch's
         setattr(owner, name, original)

@@ -1,8 +1,8 @@
 """torch's ``ZeroRedundancyOptimizer`` on models of which some parameters are split.
 
-It gives each parameter to one rank, which updates it and sends it to the others. For a split parameter that is wrong:
-each rank's part is another one, and would be overwritten. So split parameters are left out of that: each rank updates
-its own part and keeps the optimizer's state for it, which is as little memory as ZeRO would have left.
+torch's class gives each parameter to one rank, which updates it and sends it to the others. For a split parameter that
+is wrong: each rank has a different part, which would be overwritten. So split parameters are left out. Each rank
+updates its own parts and keeps the optimizer's states for them, which takes no more memory than ZeRO would.
 """
 
 import inspect
@@ -22,10 +22,10 @@ from tensorshard.comm.sharded_tensors import gather_full, is_split, own_part, ow
 class SplitParameters:
     """Mixed into a ``ZeroRedundancyOptimizer``: a second local optimizer for this rank's parts of split parameters.
 
-    torch's class gives parameters to ranks when it is built and when a group is added, and sees the others alone then.
-    At all other times ``param_groups`` holds all parameters, as ever: schedules, scalers and states go by it. A
-    consolidated state holds split parameters' states whole: it is the state of a model that is not parallel, and can be
-    loaded on any number of ranks.
+    torch's class gives parameters to ranks when it is built and when a group is added. Only then is it shown a
+    ``param_groups`` without the split parameters. At all other times ``param_groups`` has all parameters, since
+    schedulers, scalers and state dicts read it. A consolidated state has the full states of split parameters. It is
+    the state of a model without parallel layers, and can be loaded on any number of ranks.
     """
 
     split_optim: Optimizer
@@ -37,11 +37,11 @@ class SplitParameters:
 
         Args:
             groups: all parameters of each group, split and others.
-            optimizer_class: what makes a local optimizer, of parameter groups and `defaults`.
+            optimizer_class: makes a local optimizer from parameter groups and `defaults`.
         """
         for group, parameters in zip(self.param_groups, groups, strict=True):
             group["params"] = parameters
-        # As torch does, so that a group may be empty: an optimizer refuses no list of groups, only one of parameters.
+        # In groups, as torch does it: an optimizer accepts an empty group, but not an empty list of parameters.
         self.split_optim = optimizer_class(_groups_of(self.param_groups, split=True), **defaults)
         self._split_states: dict[int, dict[str, Any]] = {}
         self.register_step_post_hook(_step_split_parameters)
@@ -73,7 +73,7 @@ class SplitParameters:
             state = self.split_optim.state.get(parameter) if is_split(parameter) else None
             if not state:
                 continue
-            # Every rank helps to put together what one of them keeps.
+            # Every rank takes part in the gather; the rank `to` keeps the result.
             whole = {name: _collect(value, parameter) for name, value in state.items()}
             if self.rank == to:
                 self._split_states[index] = whole
@@ -97,13 +97,13 @@ class SplitParameters:
 
 
 def _step_split_parameters(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Follows each step of the other parameters, which has called the closure, if there is one."""
+    """Runs after each step of the other parameters. That step has called the closure, if there is one."""
     _copy_settings(optimizer.param_groups, optimizer.split_optim.param_groups)
     optimizer.split_optim.step(**{name: value for name, value in kwargs.items() if name != "closure"})
 
 
 def with_split_parameters(original: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of ``ZeroRedundancyOptimizer``, which adds :class:`SplitParameters` where they are needed.
+    """Wraps the constructor of ``ZeroRedundancyOptimizer``: it adds :class:`SplitParameters` if some are split.
 
     Optimizers of models without split parameters are exactly torch's.
 
@@ -111,8 +111,8 @@ def with_split_parameters(original: Callable[..., None]) -> Callable[..., None]:
         original: torch's constructor.
 
     Returns:
-        One that takes the same arguments. It raises ValueError where ``overlap_with_ddp=True`` is asked for with split
-        parameters, as that updates parameters from DDP's buckets, where split ones are not.
+        A constructor with the same arguments. It raises ValueError for ``overlap_with_ddp=True`` with split parameters:
+        that option updates the parameters in DDP's buckets, and split ones are in none.
     """
 
     def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +130,7 @@ def with_split_parameters(original: Callable[..., None]) -> Callable[..., None]:
         groups = params if isinstance(params[0], dict) else [{"params": params}]
         everything = [_listed([group]) for group in groups]
         others = _groups_of(groups, split=False)
-        if not any(group["params"] for group in others):  # torch wants one
+        if not any(group["params"] for group in others):  # torch needs at least one parameter
             others[0]["params"] = [nn.Parameter(torch.zeros(1, device=everything[0][0].device), requires_grad=False)]
         self.__class__ = _with_split_parameters(type(self))  # type: ignore[arg-type]
         original(self, others, *args, **kwargs)
@@ -174,13 +174,13 @@ def _groups_of(param_groups: list[dict[str, Any]], *, split: bool) -> list[dict[
 
 
 def _copy_settings(source: list[dict[str, Any]], destination: list[dict[str, Any]]) -> None:
-    """All that groups have but their parameters, such as learning rates."""
+    """Copies what parameter groups have besides their parameters, such as learning rates."""
     for given, taking in zip(source, destination, strict=True):
         taking.update({name: value for name, value in given.items() if name != "params"})
 
 
 def _collect(value: Any, parameter: torch.Tensor) -> Any:
-    """A state of `parameter`, whole and on the CPU; step counts and the like as they are."""
+    """A state of `parameter`, in full and on the CPU; step counts and the like as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     laid_out_alike = value.shape == parameter.shape
@@ -190,7 +190,7 @@ def _collect(value: Any, parameter: torch.Tensor) -> Any:
 def _relocate(value: Any, parameter: torch.Tensor, what: str) -> Any:
     """This rank's part of what :func:`_collect` gave."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
-        return value.cpu() if isinstance(value, torch.Tensor) else value  # step counts stay there, as torch has it
+        return value.cpu() if isinstance(value, torch.Tensor) else value  # torch keeps step counts on the CPU
     value = own_part(value, parameter, what)
     if value.shape == parameter.shape:
         return value.to(parameter.device)

@@ -1,4 +1,4 @@
-"""How activations lie between split linear layers: in full on every rank, or as shards of the sequence.
+"""How activations are laid out between split linear layers: in full on every rank, or as shards of the sequence.
 
 A column layer gathers its input and a row layer reduces its output; in backward each does what the other does in
 forward (f and g of Shoeybi et al. 2019, section 3; with the sequence split, Korthikanti et al. 2022, section 4.2.2).
@@ -24,15 +24,15 @@ class Replicated:
     group: dist.ProcessGroup
 
     def full_shape(self, tensor: torch.Tensor) -> torch.Size:
-        """What :meth:`gather` makes of its shape."""
+        """The shape of what :meth:`gather` returns for `tensor`."""
         return tensor.shape
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The full tensor, which it is."""
+        """`tensor` itself, which is full."""
         return tensor
 
     def start_gather(self, tensor: torch.Tensor) -> Started:
-        """The full tensor, as something to wait for."""
+        """`tensor` itself, in the form of a collective under way."""
         return Started(None, lambda: tensor)
 
     def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class SequenceSharded:
         return cls(dim, shard_sizes(length, group.size()), group)
 
     def full_shape(self, tensor: torch.Tensor) -> torch.Size:
-        """What :meth:`gather` makes of its shape."""
+        """The shape of what :meth:`gather` returns for `tensor`."""
         shape = list(tensor.shape)
         shape[self.dim] = sum(self.sizes)
         return torch.Size(shape)
@@ -84,7 +84,7 @@ class SequenceSharded:
         return primitives.reduce_scatter_dim(tensor, self.dim, self.sizes, self.group)
 
     def start_reduce(self, tensor: torch.Tensor) -> Started:
-        """Begins to sum over the ranks, of which this one keeps its positions."""
+        """Begins to sum over the ranks. This rank gets its own positions of the sum."""
         return primitives.start_reduce_scatter_dim(tensor, self.dim, self.sizes, self.group)
 
 

@@ -1,4 +1,4 @@
-"""What the functional forms have in common: reading their arguments."""
+"""Reads and checks the arguments that parallel layers and their functional forms have in common."""
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ def parameter_group(parameter: torch.Tensor, group: Group | None, name: str) -> 
     """The ranks that hold the parts of a layer's parameter.
 
     Args:
-        parameter: the local part itself, whose mark may name its group; or a DTensor on a one-dimensional mesh.
-        group: as the functional form was given it.
+        parameter: this rank's shard, whose mark may name its group; or a DTensor on a one-dimensional mesh.
+        group: the user's ``group`` argument.
         name: of the parameter, for messages.
 
     Raises:
@@ -32,7 +32,7 @@ def parameter_group(parameter: torch.Tensor, group: Group | None, name: str) -> 
 
 
 def full_size(parameter: torch.Tensor, dim: int) -> int | None:
-    """Elements of the full parameter along `dim`, counted from the front, if the part that this rank holds tells."""
+    """Size of the full parameter along `dim`, counted from the front; None if this rank's shard does not say."""
     if isinstance(parameter, DTensor):
         return parameter.size(dim)
     layout = get_layout(parameter)
@@ -58,7 +58,7 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_dim(dim: int | None, what: str) -> None:
-    """Refuses dimensions that the two dimensions of a weight do not have.
+    """Refuses values of a layer's `dim` argument that have no meaning.
 
     Raises:
         ValueError: `dim` is none of None, 0, 1, -1.
@@ -68,10 +68,11 @@ def check_dim(dim: int | None, what: str) -> None:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuses sizes of a layer that are none.
+    """Refuses what cannot be the size of a layer.
 
     Raises:
-        TypeError, ValueError: one is no integer, or below 0.
+        TypeError: a size is not an integer.
+        ValueError: a size is negative.
     """
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
@@ -86,8 +87,8 @@ def check_indices(indices: torch.Tensor, size: int, what: str, of_what: str, ign
     On a GPU the check is asynchronous, as torch's own is, so that nobody waits for it.
 
     Raises:
-        TypeError: they are no integers.
-        IndexError: on the CPU: names the worst offender.
+        TypeError: they are not integers.
+        IndexError: on the CPU. It names the index that is furthest outside.
     """
     if indices.is_floating_point() or indices.dtype == torch.bool:
         raise TypeError(f"{what} of type {indices.dtype} was given for {size} {of_what}: give integers")

@@ -14,10 +14,10 @@ from tensorshard.layers.arguments import as_rows, autocast
 
 
 class _ColumnLinear(Function):
-    """One input, this rank's rows of several weights: this rank's columns of the outputs.
+    """Computes this rank's columns of several outputs, from one input and this rank's rows of several weights.
 
     However many weights there are, backward sums the input's gradient over the ranks once, while it computes the
-    weights' gradients. An input that was gathered is not kept: backward gathers it again beside a matrix product.
+    weights' gradients. An input that was gathered is not kept: backward gathers it again during a matrix product.
     """
 
     @staticmethod
@@ -27,7 +27,7 @@ class _ColumnLinear(Function):
         weights: Any = parameters[::2]
         ctx.sharding = sharding
         if sharding.group.size() > 1:
-            # By which a loss recognises a shard that lost its mark.
+            # With these sizes, a loss recognises a shard that has lost its mark.
             ctx.split_features = [weight.size(0) for weight in weights]
         ctx.save_for_backward(input, *weights)
         ctx.set_materialize_grads(False)  # a layer whose output goes unused costs nothing
@@ -66,8 +66,8 @@ class _ColumnLinear(Function):
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``F.linear``, whose output is no view: autograd lets nobody write into a view that a custom function returned, as
-    ``nn.ReLU(inplace=True)`` does."""
+    """``F.linear`` whose output is not a view: autograd forbids in-place operations, such as ``nn.ReLU(inplace=True)``,
+    on a view that a custom function returns."""
     if bias is None or input.ndim < 3:
         return F.linear(input, weight, bias)
     output = input.new_empty(*input.shape[:-1], weight.size(0))
@@ -91,9 +91,9 @@ def column_linear(
     """The outputs of column layers that read one input.
 
     Args:
-        input: [*, in_features], which lies as `sharding` says.
+        input: [*, in_features], laid out as `sharding` says.
         parameters: of each layer its weight [this rank's part of out_features, in_features] and its bias.
-        sharding: how the input lies on the ranks; None where the caller has gathered it and sums its gradient.
+        sharding: how the input is laid out over the ranks; None if the caller has gathered it and sums its gradient.
 
     Returns:
         For each layer [*, this rank's part of out_features], with all positions.

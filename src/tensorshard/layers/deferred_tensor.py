@@ -1,8 +1,8 @@
-"""Tensors that look like others which are not there: what is done with them decides whether these have to be.
+"""Tensors that stand for full ones which do not exist yet. The full one is made only if an operation needs it.
 
-A subclass has a rule for each operation that it can do without the tensor it stands for. Everything else gets that
-tensor, a plain one, made once. (DTensor gives such a view of a sharded tensor too, by a sharding rule for each
-operation; here what has no rule gets the full tensor.)
+A subclass has a rule for each operation that can do without the full tensor. Any other operation gets the full tensor,
+which is a plain one and is made once. (DTensor, too, has a rule for each operation on a sharded tensor. Here an operation
+without a rule gets the full tensor.)
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +19,15 @@ Rule = Callable[..., Any]
 
 
 class DeferredTensor(torch.Tensor):
-    """What stands for another tensor: it has its shape, type and device, and a place in autograd's graph."""
+    """Stands for a full tensor: it has that tensor's shape, type and device, and a place in autograd's graph."""
 
     def full(self) -> torch.Tensor:
-        """The tensor that this one stands for, a plain one, made once."""
+        """The full tensor, a plain one. It is made at the first call."""
         raise NotImplementedError
 
     def rule(self, func: Rule) -> Rule | None:
-        """How `func` is done without the full tensor: ``rule(func, self, *args, **kwargs)``, which may still return
-        NotImplemented; None where it is to be done to the full tensor."""
+        """The function that does `func` without the full tensor, called as ``rule(func, self, *args, **kwargs)``; it
+        may still return NotImplemented. None if `func` needs the full tensor."""
         raise NotImplementedError
 
     def before_full(self, func: Rule) -> None:
@@ -55,14 +55,15 @@ class DeferredTensor(torch.Tensor):
         for leaf, version in zip(given, versions, strict=True):
             if torch.is_grad_enabled() and tensor_version(leaf.full()) != version:
                 _Written.apply(leaf, leaf.full())
-        # An operation in place returns what it was given.
+        # An in-place operation returns its first argument.
         return first if isinstance(first, DeferredTensor) and result is plain_args[0] else result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it on the class
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What comes by other ways, such as custom autograd functions: they compute on the full tensor, too."""
+        """Operations that do not pass through ``__torch_function__``, such as those of custom autograd functions. They
+        compute on the full tensor, too."""
         if func is torch.ops.aten.detach.default:
             return args[0]
         if schema(func).is_mutable:
@@ -75,7 +76,7 @@ class DeferredTensor(torch.Tensor):
 
 
 class _Written(torch.autograd.Function):
-    """A tensor whose full one was written to: what others make of it has its gradient by way of that."""
+    """Notes in autograd's graph that the full tensor was changed in place: later gradients flow through the full one."""
 
     @staticmethod
     def forward(ctx: Any, deferred: DeferredTensor, full: torch.Tensor) -> DeferredTensor:
@@ -88,7 +89,7 @@ class _Written(torch.autograd.Function):
 
 
 def type_asked_for(func: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The type that a cast is to; None where it is more than a cast."""
+    """The type that a cast asks for; None if the call does more than cast."""
     dtype = CASTS.get(func)
     if dtype is not None:
         return None if args or kwargs else dtype
@@ -109,7 +110,7 @@ CASTS = {_T.float: torch.float32, _T.double: torch.float64, _T.half: torch.float
 """Methods that cast, and to what."""
 
 TYPE_CASTS = (*CASTS, _T.to, _T.type)
-"""What may be a cast: see :func:`type_asked_for`."""
+"""Methods that may cast: :func:`type_asked_for` says whether a call does."""
 
 RESHAPES = (
     *(_T.view, _T.reshape, _T.flatten, _T.unflatten, _T.squeeze, _T.unsqueeze),

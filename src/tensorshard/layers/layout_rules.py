@@ -1,7 +1,7 @@
-"""What operations that only lay a tensor out anew do to one dimension, of which another rank has the rest.
+"""What reshapes, permutations and indexing do to a dimension that is split over ranks.
 
-Each rule answers for a tensor of a given shape, with one dimension that must stay as it is: how the same operation is
-said to a part of the tensor, and where the dimension is afterwards; or None, where the dimension would not survive.
+Each rule takes a tensor's full shape and its split dimension. It returns how to do the operation on this rank's shard,
+and which dimension is split afterwards; or None, if the operation would cut the split dimension or merge it with others.
 """
 
 import math
@@ -17,14 +17,14 @@ def reshaped(
     """For a change of shape that keeps the order of elements (view, flatten, unsqueeze, ...).
 
     Returns:
-        The new shape of the whole, and where in it the dimension is.
+        The new shape of the full tensor, and which of its dimensions is the split one.
     """
     if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
         return None  # a view as another type
     try:
         new = list(func(torch.empty(shape, device="meta"), *args, **kwargs).shape)
     except (RuntimeError, TypeError, IndexError):
-        return None  # whoever computes on the whole raises what torch raises
+        return None  # the same call on the full tensor will raise torch's own error
     before, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     for position, size in enumerate(new):
         same = math.prod(new[:position]) == before and math.prod(new[position + 1 :]) == after
@@ -43,7 +43,7 @@ def moved(func: Callable[..., Any], ndim: int, dim: int, args: Sequence[Any], kw
 
 
 def indexed(index: Any, shape: Sequence[int], dim: int) -> tuple[tuple[Any, ...], int] | None:
-    """For ``tensor[index]``: the index for a part, and where `dim` is afterwards."""
+    """For ``tensor[index]``: the index for a shard, and where `dim` is afterwards."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(entry, list) for entry in entries):
         return None

@@ -1,4 +1,4 @@
-"""What a loss has to find out about its logits: whether they are split, where, whether targets fit them."""
+"""What a loss finds out about its logits and targets: how the logits are split, and whether the targets fit them."""
 
 from typing import Any
 
@@ -15,10 +15,12 @@ _LOOK_BACK = 16
 
 
 def place(input: torch.Tensor, dim: int, classes: int | None, group: dist.ProcessGroup) -> tuple[int, int]:
-    """The first class of this rank, and the number of classes of all ranks, asked for if not known.
+    """The first class of this rank, and the number of classes of all ranks.
 
     Args:
-        input: split logits. dim: the dimension of their classes. classes: of all ranks, if known.
+        input: split logits.
+        dim: the dimension of their classes.
+        classes: of all ranks; None if it is not known, and the ranks have to exchange what they hold.
 
     Raises:
         ValueError: this rank does not hold its part of `classes`.
@@ -38,10 +40,10 @@ def place(input: torch.Tensor, dim: int, classes: int | None, group: dist.Proces
 
 
 def refuse_lost_mark(input: torch.Tensor) -> None:
-    """Refuses unmarked logits that are a shard: a column layer's output with little done to it.
+    """Refuses logits that are a shard without a mark: a column layer's output after a few operations.
 
     Raises:
-        ValueError: they are.
+        ValueError: they are such a shard.
     """
     node: Any = input.grad_fn
     for _ in range(_LOOK_BACK):

@@ -1,4 +1,4 @@
-"""What layers with split parameters have in common; the base for layers of one's own."""
+"""The base class of layers with split parameters, also of your own."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,13 @@ from tensorshard.comm.sharded_tensors import own_shard, refuse_foreign_shard, sa
 from tensorshard.comm.sharding import normalize_dim, shard_range
 from tensorshard.torch_private.modules import ConvertibleModule, own_parameters
 
-# Those that exist: they know how parameters are split that others have replaced.
+# All layers that exist. A layer knows how its parameters are split, also when FSDP2 has replaced them.
 _layers: "WeakSet[ParallelModule]" = WeakSet()
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parameter is split, for as long as its layer lives, whatever becomes of the parameter object.
+    """How a parameter is split. The layer keeps this for its lifetime, also when the parameter object is replaced.
 
     Args:
         dim: the dimension along which it is split; None for one that every rank holds in full.
@@ -36,16 +36,29 @@ class _Layout:
 class ParallelModule(ConvertibleModule):
     """A module whose parameters are split over, or replicated on, the ranks of a group.
 
-    Parameters are plain tensors, this rank's shards, marked as such (:func:`tensorshard.get_parallel_dim`). Forward is
-    to compute on them, and to place collectives of ``tensorshard.distributed`` by hand. ``load_state_dict`` takes
-    full tensors as well as shards.
+    Parameters are plain tensors, this rank's shards, marked as shards (:func:`tensorshard.get_parallel_dim`). The
+    forward of a subclass computes on them, and calls the collectives of ``tensorshard.distributed`` that it needs.
+    ``load_state_dict`` takes full tensors as well as shards.
 
     Args:
         dim: what the layer splits, in its own terms; None for a layer that splits nothing and needs no group.
-        group: the ranks: a process group or a one-dimensional mesh; by default the model-parallel group.
+        group: a process group or a one-dimensional mesh; by default the model-parallel group.
 
     Raises:
         RuntimeError: `dim` is given, `group` is not, and there is no model-parallel group.
+
+    Examples:
+        >>> class Scale(ts.nn.ParallelModule):
+        ...     def __init__(self, features, group=None):
+        ...         super().__init__(1, group)
+        ...         self.weight = self.split(torch.ones(features), 0)
+        ...     def forward(self, x):
+        ...         shard = ts.distributed.scatter(x, -1, self.group)
+        ...         return ts.distributed.gather(shard * self.weight, -1, self.group)
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> layer = Scale(16)
+        >>> layer.weight.shape, layer(torch.randn(8, 16)).shape
+        (torch.Size([8]), torch.Size([8, 16]))
     """
 
     def __init__(self, dim: int | None, group: Group | None = None) -> None:
@@ -78,24 +91,27 @@ class ParallelModule(ConvertibleModule):
         return self.mesh.get_group()
 
     def split(self, full: torch.Tensor, dim: int) -> nn.Parameter:
-        """A parameter of which every rank holds a shard, cut along `dim`. The memory of `full` is not kept.
+        """Makes a parameter of which every rank holds its shard along `dim`. The memory of `full` is not kept.
 
         Args:
-            full: what the parameter is to be, the same on every rank.
+            full: the full values, the same on every rank.
             dim: counted from either end.
+
+        Raises:
+            IndexError: `full` has no dimension `dim`.
         """
         dim, size = normalize_dim(dim, full.ndim), full.size(dim)
         return self._marked(own_shard(full.detach(), ParallelMark(dim, size, self.group)), dim, size, full)
 
     def replicate(self, full: torch.Tensor) -> nn.Parameter:
-        """A parameter that every rank holds in full, with the values of the group's first rank."""
+        """Makes a parameter that every rank holds in full, with the values of the group's first rank."""
         parameter = self._marked(full.detach().clone(memory_format=torch.contiguous_format), None, None, full)
         if self.mesh.size() > 1 and type(full) in (torch.Tensor, nn.Parameter) and not full.is_meta:
             dist.broadcast(parameter.detach(), group_src=0, group=self.group)
         return parameter
 
     def layout_of(self, name: str) -> ParallelMark | None:
-        """How the parameter `name` of this layer is split; None if that is not known of it."""
+        """How the parameter `name` is split; None if it did not come from :meth:`split` or :meth:`replicate`."""
         layout = self._layouts.get(name)
         if layout is None:
             return None
@@ -135,7 +151,7 @@ class ParallelModule(ConvertibleModule):
             self._mark(name)
 
     def _mark(self, name: str) -> None:
-        """Marks a parameter that was assigned, copied or converted as the one that it stands for."""
+        """Marks a parameter that was assigned, copied or converted in the way of the one that it replaces."""
         parameter, layout = own_parameters(self).get(name), self.layout_of(name)
         if parameter is None or isinstance(parameter, DTensor):
             return
@@ -146,7 +162,7 @@ class ParallelModule(ConvertibleModule):
             set_mark(parameter, layout)
 
     def _shape_held(self, name: str) -> tuple[int, ...]:
-        """Of this rank's shard of the parameter `name`."""
+        """The shape of this rank's shard of the parameter `name`."""
         dim, shape = self._layouts[name].dim, list(self._layouts[name].shape)
         if dim is not None:
             shape[dim] = shard_range(shape[dim], self.group.size(), self.group.rank())[1]
@@ -154,7 +170,7 @@ class ParallelModule(ConvertibleModule):
 
 
 def layout_of(tensor: torch.Tensor) -> ParallelMark | None:
-    """How a parameter or buffer is split; that of a parallel layer also where FSDP2 has made it a DTensor."""
+    """How a parameter or buffer is split; also where FSDP2 has made a parallel layer's parameter a DTensor."""
     if not isinstance(tensor, DTensor):
         return get_layout(tensor)
     for layer in list(_layers):
@@ -165,7 +181,7 @@ def layout_of(tensor: torch.Tensor) -> ParallelMark | None:
 
 
 def _take_own_shards(module: ParallelModule, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded, gives a parameter that is split this rank's shard of what is there in full."""
+    """Before a state dict is loaded: puts this rank's shards in place of the full tensors of split parameters."""
     for name, layout in module._layouts.items():
         value, parameter = state_dict.get(prefix + name), own_parameters(module).get(name)
         if not isinstance(value, torch.Tensor) or isinstance(parameter, DTensor):

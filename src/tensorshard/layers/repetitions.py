@@ -1,4 +1,4 @@
-"""Loops whose turns are alike. What only counts what they do, and computes nothing, may take fewer turns."""
+"""Loops whose iterations are alike. An estimate, which counts operations and computes nothing, may run fewer of them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,13 +9,17 @@ _shorten: list[Turns] = []
 
 
 def repetitions(turns: list[slice]) -> Iterable[slice]:
-    """`turns`: the slices that a loop works on one after the other, of one length but for the last."""
+    """The iterations that a loop runs: all `turns`, or fewer inside :func:`shortened`.
+
+    Args:
+        turns: the slices that the loop works on, one after the other. All but the last have the same length.
+    """
     return _shorten[-1](turns) if _shorten else turns
 
 
 @contextmanager
 def shortened(turns: Turns) -> Iterator[None]:
-    """Inside, loops take those of their turns that `turns` chooses. Their results are of no use then."""
+    """Inside this context, loops run only the iterations that `turns` chooses. Their results are not valid then."""
     _shorten.append(turns)
     try:
         yield

@@ -12,7 +12,7 @@ from tensorshard.layers.arguments import as_rows, autocast
 
 
 class _RowLinear(Function):
-    """This rank's columns of the input and of the weight: the output, summed over the ranks."""
+    """Multiplies this rank's columns of the input and of the weight, and sums the products over the ranks."""
 
     @staticmethod
     def forward(
@@ -48,11 +48,11 @@ def row_linear(
     Args:
         input: [*, this rank's part of in_features], with all positions.
         weight: [out_features, this rank's part of in_features].
-        bias: [out_features]. Its gradient is of the positions that this rank has of the output.
-        sharding: how the output is to lie on the ranks.
+        bias: [out_features]. Its gradient counts those positions of the output that this rank has.
+        sharding: how the output is to be laid out over the ranks.
 
     Returns:
-        [*, out_features], which lies as `sharding` says.
+        [*, out_features], laid out as `sharding` says.
     """
     given, weight, bias = autocast(input, weight, bias)  # type: ignore[assignment]
     return _RowLinear.apply(given, weight, bias, sharding)

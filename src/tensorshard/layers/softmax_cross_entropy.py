@@ -1,14 +1,14 @@
-"""The softmax cross entropy of classes that may be split over a group: every formula of it, once.
+"""The formulas of the softmax cross entropy, whose classes may be split over a group.
 
 For a token of logits z and target t, with C classes over all ranks and class weights w:
 
     lse  = log sum_j exp(z_j)
     loss = (1 - label_smoothing) w_t (lse - z_t) + label_smoothing / C sum_j w_j (lse - z_j) + z_loss lse^2
 
-Each rank reduces its own classes to a few numbers a token; one exchange of these gives every rank those of all classes
-(the idea of Megatron-LM's vocabulary-parallel cross entropy, with one exchange in place of three). Loss and gradient
-follow from them without further communication. Whether logits are all there (:mod:`split_cross_entropy`) or made a
-tile at a time (:mod:`tensorshard.heads.loss.two_passes`) makes no difference here.
+Each rank reduces its own classes to a few numbers a token. One exchange of these gives every rank the numbers of all
+classes (the idea of Megatron-LM's vocabulary-parallel cross entropy, with one exchange in place of three). Loss and
+gradient follow from them without further communication. The formulas are the same where all logits are held
+(:mod:`split_cross_entropy`) and where they are made a tile at a time (:mod:`tensorshard.heads.loss.two_passes`).
 """
 
 import math
@@ -24,15 +24,22 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What a loss returns that was asked for more than the loss.
+    """A loss with what its ``return_`` options asked for.
 
     Attributes:
-        loss: what is returned alone where nothing else was asked for.
-        lse: with ``return_lse``: each token's log-sum-exp of the logits, of the targets' shape, of ignored ones too.
-            It may be differentiated, as for a z-loss of one's own.
-        token_accuracy: with ``return_token_accuracy``: the share of the targets, but for ignored ones, whose class has
-            the largest logit (the lowest class, where several have); nan of no targets. With ``reduction="none"`` 1 or
-            0 a token, 0 for ignored ones.
+        loss: a scalar; with ``reduction="none"`` of the targets' shape.
+        lse: with ``return_lse``, of the targets' shape: the log-sum-exp of each token's logits, also of ignored tokens.
+            It is differentiable, for a z-loss of your own.
+        token_accuracy: with ``return_token_accuracy``, a scalar: the share of targets whose class has the largest
+            logit. Of equal logits, that of the lowest class counts as the largest. Ignored targets do not count; if all
+            are ignored, it is nan. With ``reduction="none"`` it is of the targets' shape: 1 or 0, and 0 where ignored.
+
+    Examples:
+        >>> logits = torch.tensor([[0.0, 2.0], [0.0, 2.0]])
+        >>> cross_entropy = ts.nn.functional.parallel_cross_entropy
+        >>> output = cross_entropy(logits, torch.tensor([0, 1]), return_token_accuracy=True)
+        >>> output.token_accuracy
+        tensor(0.5000)
     """
 
     loss: torch.Tensor
@@ -42,19 +49,19 @@ class CrossEntropyOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossEntropySpec:
-    """One loss.
+    """The options of one loss.
 
     Args:
         classes: of all ranks.
         ignore_index, label_smoothing, reduction: as in ``F.cross_entropy``.
-        z_loss: times the squared log-sum-exp is added (Chowdhery et al. 2022).
-        softcap: logits are softcap * tanh(logits / softcap) (Gemma 2, 2024); None: they are taken as they are.
+        z_loss: this times the squared log-sum-exp is added (Chowdhery et al. 2022).
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, 2024); None: they are taken as they are.
         token_scaling: whether a token's loss is multiplied by its target's probability, taken as a constant (dynamic
             fine-tuning: Wu et al. 2025).
         return_lse, return_token_accuracy: what is returned beside the loss.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value is out of its range.
     """
 
     classes: int
@@ -94,14 +101,14 @@ class CrossEntropySpec:
 
 
 class Statistics(NamedTuple):
-    """Of each token, over the classes of some rank or of all.
+    """A few numbers for each token, over the classes of one rank or of all.
 
     Args:
         lse: [N]: log-sum-exp of the logits.
-        target_logit: [N]: 0 where the target is ignored or held elsewhere.
-        weighted_sum: [N]: of the logits by the class weights; None without label smoothing.
-        largest: [N]: the largest logit; None without token accuracy, as the next.
-        hit: [N]: 1 where the first class with that logit is the target, else 0.
+        target_logit: [N]: the target's logit; 0 where the target is ignored or held by another rank.
+        weighted_sum: [N]: the sum of class weights times logits; None without label smoothing.
+        largest: [N]: the largest logit; None without token accuracy.
+        hit: [N]: 1 where the first class with that logit is the target, else 0; None without token accuracy.
     """
 
     lse: torch.Tensor
@@ -112,10 +119,10 @@ class Statistics(NamedTuple):
 
 
 def combine(own: Statistics, group: dist.ProcessGroup | None) -> Statistics:
-    """Those of all classes, from this rank's. One exchange of 2 to 5 numbers a token.
+    """The statistics of all classes, from this rank's. One exchange of 2 to 5 numbers a token.
 
     Args:
-        group: the ranks that hold the classes; None where this one holds all.
+        group: the ranks that hold the classes; None if this one holds all.
     """
     if group is None or group.size() == 1:
         return own
@@ -124,7 +131,7 @@ def combine(own: Statistics, group: dist.ProcessGroup | None) -> Statistics:
     parts = dict(zip(names, gathered.unbind(1), strict=True))  # each [ranks, N]
     largest = hit = None
     if "largest" in parts:
-        largest, rank = parts["largest"].max(0)  # of equal ones the first, which has the lowest classes
+        largest, rank = parts["largest"].max(0)  # of equal logits that of the first rank, which has the lowest classes
         hit = parts["hit"].gather(0, rank[None])[0]
     weighted_sum = parts["weighted_sum"].sum(0) if "weighted_sum" in parts else None
     return Statistics(parts["lse"].logsumexp(0), parts["target_logit"].sum(0), weighted_sum, largest, hit)
@@ -133,7 +140,7 @@ def combine(own: Statistics, group: dist.ProcessGroup | None) -> Statistics:
 def local_columns(
     targets: torch.Tensor, ignore_index: int, start: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N]: the column of each target among classes [start, start + width), 0 if it has none; and whether it has."""
+    """[N]: the column of each target among the classes [start, start + width), or 0; and whether it is among them."""
     columns = targets - start
     here = (columns >= 0) & (columns < width) & (targets != ignore_index)
     return columns.where(here, 0), here
@@ -146,8 +153,10 @@ class TargetWeights(NamedTuple):
     """How much each target counts.
 
     Args:
-        valid: [N]: which are not ignored; num_valid: how many.
-        of_target: [N]: its class weight, 0 if it is ignored; normalizer: their sum, by which "mean" divides.
+        valid: [N]: which targets are not ignored.
+        num_valid: how many these are.
+        of_target: [N]: the class weight of each target, 0 if it is ignored.
+        normalizer: the sum of `of_target`, by which "mean" divides.
         of_all: the sum of all class weights.
     """
 
@@ -161,7 +170,7 @@ class TargetWeights(NamedTuple):
 def weigh_targets(
     targets: torch.Tensor, class_weight: torch.Tensor | None, spec: CrossEntropySpec, dtype: torch.dtype
 ) -> TargetWeights:
-    """For targets [N] and the weights [C] of all classes; sums are taken in `dtype`."""
+    """The weights of targets [N], given the weights [C] of all classes. Sums are taken in `dtype`."""
     valid = targets != spec.ignore_index
     if class_weight is None:
         of_target = valid.to(dtype)
@@ -172,7 +181,7 @@ def weigh_targets(
 
 
 def reduce_loss(found: Statistics, weights: TargetWeights, spec: CrossEntropySpec) -> torch.Tensor:
-    """The loss, of the statistics of all classes: [N] or a scalar, as ``spec.reduction`` says."""
+    """The loss, from the statistics of all classes: [N] or a scalar, as ``spec.reduction`` says."""
     losses = (1 - spec.label_smoothing) * weights.of_target * (found.lse - found.target_logit).where(weights.valid, 0)
     if found.weighted_sum is not None:
         smooth = weights.of_all * found.lse - found.weighted_sum
@@ -199,7 +208,7 @@ def token_accuracy(found: Statistics, weights: TargetWeights, spec: CrossEntropy
 
 
 def _target_probability(found: Statistics, weights: TargetWeights) -> torch.Tensor:
-    """[N]: what the softmax gives the target; 0 for ignored ones."""
+    """[N]: the softmax's probability of each target; 0 for ignored ones."""
     return (found.target_logit - found.lse).exp().where(weights.valid, 0)
 
 
@@ -207,8 +216,8 @@ def _target_probability(found: Statistics, weights: TargetWeights) -> torch.Tens
 
 
 class Slopes(NamedTuple):
-    """How the loss changes with a token's logits z: of_softmax * softmax(z) - smoothing * class weight, and at the
-    target `at_target`. All [N].
+    """The derivative of the loss with respect to a token's logits z: `at_target` at the target, and at the other
+    classes of_softmax * softmax(z) - smoothing * class weight. All are [N].
     """
 
     of_softmax: torch.Tensor
@@ -223,10 +232,10 @@ def find_slopes(
     weights: TargetWeights,
     spec: CrossEntropySpec,
 ) -> Slopes:
-    """The slopes, given those of whatever is differentiated with respect to the loss and to [N] log-sum-exps.
+    """The slopes, from the gradients that arrive for the loss and for the log-sum-exps [N].
 
-    At the target the two large terms are subtracted here, a number a token, where `found` may be of a wider type than
-    the logits.
+    The slope at the target is a small difference of two large terms. It is one number a token, so it is computed here,
+    where `found` may be of a wider type than the logits.
     """
     dtype, mean = found.lse.dtype, spec.reduction == "mean"
     grad = found.lse.new_zeros(()) if grad is None else grad.to(dtype)
@@ -261,20 +270,20 @@ def softmax_slope(
     class_weight: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Makes of a tile of logits the loss's gradient with respect to them, but for the targets'.
+    """The loss's gradient with respect to a tile of logits, except at the targets.
 
     Args:
         logits: [N, width].
-        reference: [N]: the log-sum-exp; or another number, of which `of_softmax` [N, 1] takes account.
-        smoothing: [N]: what label smoothing takes off, times the class weights [width] if there are any.
-        out: where it is written; None: over the logits.
+        reference: [N]: the log-sum-exp; or another number, for which `of_softmax` [N, 1] makes up.
+        smoothing: [N]: what label smoothing subtracts, times the class weights [width] if there are any.
+        out: where the gradient is written; None: over the logits.
     """
     slope = logits.sub_(reference[:, None]) if out is None else torch.sub(logits, reference[:, None], out=out)
     return smooth(slope.exp_().mul_(of_softmax), smoothing, class_weight)
 
 
 def smooth(slope: torch.Tensor, smoothing: torch.Tensor | None, class_weight: torch.Tensor | None) -> torch.Tensor:
-    """Takes label smoothing's share off a tile's slopes, in place."""
+    """Subtracts the share of label smoothing from a tile's slopes, in place."""
     if smoothing is None:
         return slope
     return slope.sub_(smoothing[:, None]) if class_weight is None else slope.addr_(smoothing, class_weight, alpha=-1)
@@ -284,7 +293,7 @@ def set_target_slopes(slope: torch.Tensor, column: torch.Tensor, inside: torch.T
     """Writes the targets' slopes into a tile's, in place.
 
     Args:
-        column: [N, 1]: where each target is in the tile; anywhere where it is not `inside` [N, 1].
+        column: [N, 1]: the target's column in the tile; any column where the target is not `inside` [N, 1].
         at_target: [N, 1].
     """
     slope.scatter_(1, column, at_target.where(inside, slope.gather(1, column)))
@@ -296,5 +305,5 @@ def cap(logits: torch.Tensor, softcap: float) -> torch.Tensor:
 
 
 def cap_slope(capped: torch.Tensor, softcap: float, out: torch.Tensor) -> torch.Tensor:
-    """How capped logits change with what they were: 1 - (capped / softcap)^2, written to `out`."""
+    """The derivative of capped logits with respect to the logits: 1 - (capped / softcap)^2, written to `out`."""
     return torch.div(capped, softcap, out=out).square_().neg_().add_(1)

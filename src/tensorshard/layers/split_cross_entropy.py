@@ -44,9 +44,9 @@ _DEVICE_TILE = 1 << 24
 
 
 class _CrossEntropy(Function):
-    """The loss, and what else was asked for, of this rank's columns of the logits, from its class `start` on.
+    """The loss and the optional outputs, from this rank's columns of the logits, which begin at class `start`.
 
-    A row of this rank's logits is read at once, some rows at a time.
+    It works on some rows of the logits at a time.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class _CrossEntropy(Function):
         weights = weigh_targets(targets, class_weight, spec, lse.dtype)
         slopes = find_slopes(grads[0], grads[1], Statistics(lse, target_logit), weights, spec)
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        # What is subtracted from the logits is of their type. What that leaves out is a factor of each sample.
+        # What is subtracted from the logits has their type. A factor for each sample makes up for its rounding.
         reference = lse.to(wide)
         left_out = (reference - lse).exp().where(lse.isfinite(), 1)
         of_softmax = (slopes.of_softmax * left_out).to(wide)
@@ -95,7 +95,7 @@ class _CrossEntropy(Function):
             if spec.softcap is not None:
                 tile = cap(tile.to(wide, copy=True), spec.softcap)
                 inner = cap_slope(tile, spec.softcap, torch.empty_like(tile))
-            # Written where it stays if the type allows, else over a tile of a wider type.
+            # Written to its final place if the type allows, else over a tile of a wider type.
             stays = grad_logits[rows] if logits.dtype == wide else None
             slope = softmax_slope(
                 tile.to(wide),
@@ -131,27 +131,27 @@ def parallel_cross_entropy(
     return_token_accuracy: bool = False,
     group: Group | None = None,
 ) -> Any:
-    """``F.cross_entropy`` of whole logits, or of logits whose classes are split over a group.
+    """``F.cross_entropy`` of full logits, or of logits whose classes are split over a group.
 
-    Which of the two is read from the mark on `input`: a parallel layer marks its output,
-    :func:`tensorshard.register_parallel_dim` marks what comes of it by other operations.
+    The mark on `input` says which of the two it is. A parallel layer marks its output. After other operations,
+    :func:`tensorshard.register_parallel_dim` marks the result.
 
     Args:
         input: logits [N, C], [C], or [N, C, d1, ...]; if split, also [d1, ..., C] with the last dimension
-            marked. Sums are taken in fp32 where the logits are of a narrower type, and the loss of split
-            logits is then fp32.
-        target: classes, numbered over all ranks, of the shape of `input` without the class dimension; the
-            same on every rank. For whole logits also class probabilities, as in ``F.cross_entropy``.
-        weight: [C]: of all classes, on every rank.
+            marked. If the logits are narrower than fp32, sums are taken in fp32, and the loss of split logits is fp32.
+        target: class numbers, counted over all ranks, of the shape of `input` without the class dimension; the
+            same on every rank. For full logits also class probabilities, as in ``F.cross_entropy``.
+        weight: [C]: the weights of all classes, on every rank.
         size_average, reduce: deprecated, as in ``F.cross_entropy``.
         ignore_index, reduction, label_smoothing: as in ``F.cross_entropy``. Smoothing counts the classes of
             all ranks.
-        z_loss: this times the squared log-sum-exp is added per target that is not ignored (Chowdhery et al.
-            2022); with "mean", its mean over those.
-        softcap: the loss is of softcap * tanh(logits / softcap) (Gemma 2, 2024); None: of the logits as they are.
-        use_token_scaling: whether each target's loss, its z-loss included, is multiplied by the probability that the
-            softmax gives it, taken as a constant (dynamic fine-tuning: Wu et al. 2025). What "mean" divides by stays.
-        return_lse, return_token_accuracy: what else is returned, as :class:`tensorshard.nn.CrossEntropyOutput` has it.
+        z_loss: this times the squared log-sum-exp is added for each target that is not ignored (Chowdhery et al.
+            2022); with "mean", its mean over these targets.
+        softcap: the loss is that of softcap * tanh(logits / softcap) (Gemma 2, 2024); None: of the logits as they are.
+        use_token_scaling: whether each target's loss, z-loss included, is multiplied by the probability that the
+            softmax gives the target, taken as a constant (dynamic fine-tuning: Wu et al. 2025). The number by which
+            "mean" divides does not change.
+        return_lse, return_token_accuracy: whether the log-sum-exp and the accuracy are returned, too.
         group: the ranks that hold the classes; by default those in the mark, else the model-parallel group.
 
     Returns:
@@ -159,11 +159,17 @@ def parallel_cross_entropy(
         :class:`tensorshard.nn.CrossEntropyOutput`.
 
     Raises:
-        IndexError: a target outside the classes.
-        ValueError: shapes that do not fit; split logits without a mark; a mark on whole ones; an option out of its
-            range; class probabilities with what ``F.cross_entropy`` does not have.
+        IndexError: a target is outside the classes.
+        ValueError: shapes do not fit; split logits have no mark, or full ones have one; an option is out of its range;
+            class probabilities are given with an option that ``F.cross_entropy`` does not have.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> logits = ts.register_parallel_dim(torch.zeros(8, 500), -1)  # this rank's half of 1000 classes
+        >>> ts.nn.functional.parallel_cross_entropy(logits, torch.arange(8))
+        tensor(6.9078)
     """
-    if has_torch_function_unary(input):  # logits of a Plan
+    if has_torch_function_unary(input):  # a subclass of Tensor, as a model under a Plan may return
         return handle_torch_function(
             parallel_cross_entropy,
             (input,),
@@ -232,7 +238,7 @@ def _statistics(
     spec: CrossEntropySpec,
     wide: torch.dtype,
 ) -> Statistics:
-    """Of this rank's classes, in fp64: a log-sum-exp of large logits in fp32 would be a coarse one."""
+    """The statistics of this rank's classes, in fp64: fp32 would round the log-sum-exp of large logits too much."""
     samples, width = logits.shape
     lse = logits.new_full((samples,), -torch.inf, dtype=torch.float64)
     zeros = logits.new_zeros((3, samples), dtype=torch.float64)
@@ -256,7 +262,7 @@ def _statistics(
 
 
 def _log_sum_exp(tile: torch.Tensor) -> torch.Tensor:
-    """Of each row, in fp64; the exponentials are of the type of the tile."""
+    """The log-sum-exp of each row, in fp64; the exponentials are of the type of the tile."""
     largest = tile.amax(1)
     finite = largest.where(largest.isfinite(), 0)
     return tile.sub(finite[:, None]).exp_().sum(1).double().log_().add_(finite)

@@ -16,7 +16,8 @@ from tensorshard.layers.arguments import check_dim, check_indices, full_size, pa
 
 
 class _VocabularyEmbedding(Function):
-    """Each rank looks up the rows it holds; the others' are zero; the sum is the full output (Shoeybi et al. 2019)."""
+    """Each rank looks up the rows that it holds, and has zeros for all others. The sum over the ranks is the output
+    (Shoeybi et al. 2019)."""
 
     @staticmethod
     def forward(
@@ -73,11 +74,12 @@ def parallel_embedding(
     """``F.embedding`` with a table that is split over a group.
 
     Args:
-        input: indices into the full vocabulary, the same on every rank of the group.
-        weight: [num_embeddings, embedding_dim]: this rank's shard of it, or a DTensor.
+        input: indices into the full vocabulary, of any shape, the same on every rank of the group.
+        weight: this rank's shard of [num_embeddings, embedding_dim], or a DTensor.
         padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in ``F.embedding``. `max_norm`
             changes `weight` in place. `sparse` needs ``dim=None``.
-        num_embeddings: size of the full vocabulary; needed with ``dim=0`` if `weight` is not a layer's or a DTensor.
+        num_embeddings: size of the full vocabulary. It is needed with ``dim=0``, unless `weight` is a DTensor or the
+            parameter of a parallel layer.
         dim: None: ``F.embedding``. 0: the vocabulary is split. 1 or -1: the features are split.
         group: the ranks that hold the shards; by default the weight's own, else the model-parallel group.
 
@@ -85,9 +87,15 @@ def parallel_embedding(
         [*input.shape, embedding_dim], full.
 
     Raises:
-        IndexError: an index outside the vocabulary.
+        IndexError: an index is outside the vocabulary.
         ValueError: `dim` is none of these; `sparse` with a split table; `num_embeddings` is needed and
-            missing, or is not what `weight` is a part of; `group` is not the weight's.
+            missing, or `weight` is not a shard of so many rows; `group` is not the weight's.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> table = torch.randn(500, 16)  # this rank's half of [1000, 16]
+        >>> ts.nn.functional.parallel_embedding(torch.tensor([3, 999]), table, num_embeddings=1000, dim=0).shape
+        torch.Size([2, 16])
     """
     check_dim(dim, "parallel_embedding")
     if dim is None:
@@ -120,11 +128,11 @@ def split_embedding(
     process_group: dist.ProcessGroup,
     shape: tuple[int | None, int | None],
 ) -> torch.Tensor:
-    """As :func:`parallel_embedding`, for a caller that knows how its table is split, whatever the table says.
+    """As :func:`parallel_embedding`, for a caller that knows how its table is split. Marks on the table are not read.
 
     Args:
         dim: 0, 1 or -1.
-        shape: of the full table; its features may be unknown, and so may its rows with `dim` 1 or -1.
+        shape: of the full table. The number of features may be None; so may that of rows, with `dim` 1 or -1.
     """
     num_embeddings, embedding_dim = shape
     with torch.no_grad():
@@ -171,7 +179,7 @@ def _positive(padding_idx: int | None, num_embeddings: int) -> int | None:
 def _renormalize_features(
     weight: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float, group: dist.ProcessGroup
 ) -> None:
-    """``embedding_renorm_`` of rows of which each rank holds some features: by the norms of full rows."""
+    """``embedding_renorm_`` where each rank holds some features of each row: it goes by the norms of full rows."""
     rows = indices.unique()
     parts = primitives.gather_flat(torch.linalg.vector_norm(weight[rows], norm_type, dim=1), group)
     norms = torch.linalg.vector_norm(parts, norm_type, dim=0)

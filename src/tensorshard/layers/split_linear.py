@@ -25,16 +25,24 @@ def parallel_linear(
 
     Args:
         input: [*, in_features], full; with ``dim=0`` it may also be this rank's shard of the input features.
-        weight: [out_features, in_features]: this rank's shard of it, or a DTensor.
+        weight: this rank's shard of [out_features, in_features], or a DTensor.
         bias: [out_features]: split as the weight's rows with ``dim=1``, full with ``dim=0``.
-        dim: None: ``F.linear``. 1 or -1: the output features are split (a column layer); the output is this
-            rank's shard, [*, shard of out_features], and marked as such. 0: the input features are split (a row
-            layer); the output is full.
+        dim: None: ``F.linear``. 1 or -1: the output features are split (a column layer). 0: the input features are
+            split (a row layer).
         group: the ranks that hold the shards; by default the weight's own, else the model-parallel group.
+
+    Returns:
+        [*, out_features]. With ``dim=1`` this rank's shard of the last dimension, marked as a shard.
 
     Raises:
         ValueError: `dim` is none of these; a shard was given where a full input is needed, or the reverse;
             `group` is not the weight's.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> weight = torch.randn(32, 16)  # this rank's half of [64, 16]
+        >>> ts.nn.functional.parallel_linear(torch.randn(8, 16), weight, dim=1).shape
+        torch.Size([8, 32])
     """
     check_dim(dim, "parallel_linear")
     if dim is None:
@@ -52,7 +60,7 @@ def split_linear(
     group: dist.ProcessGroup,
     size: int | None,
 ) -> torch.Tensor:
-    """As :func:`parallel_linear`, for a caller that knows how its weight is split, whatever the weight says.
+    """As :func:`parallel_linear`, for a caller that knows how its weight is split. Marks on the weight are not read.
 
     Args:
         dim: 0, 1 or -1.
@@ -91,7 +99,7 @@ def _is_split(mark: ParallelMark) -> bool:
 
 
 def _as_row_input(input: torch.Tensor, held: int, full: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's shard of the input of a row layer, which has `held` of `full` input features here."""
+    """This rank's shard of the input of a row layer: `held` of its `full` input features."""
     mark = get_mark(input)
     width = input.size(-1)
     is_shard = mark is not None and _is_of_features(mark, input)
@@ -101,7 +109,7 @@ def _as_row_input(input: torch.Tensor, held: int, full: int | None, group: dist.
         expected = shard_range(width, group.size(), group.rank())[1]
         if width == full or (full is None and width != held and expected == held):
             return scatter(input, -1, group)
-        if width == held:  # nobody marked it, but this is what this rank is to have
+        if width == held:  # it has no mark, but the size of this rank's shard
             return input
     needed = f"its shard of {held}" if full is None else f"all {full} input features, or its shard of {held}"
     raise ValueError(

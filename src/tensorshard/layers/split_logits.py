@@ -1,9 +1,8 @@
-"""Logits whose classes are split over a group, which look like the full logits to code that does not know.
+"""Logits whose classes are split over a group, in a tensor that looks like the full logits.
 
-A loss does not need the classes of other ranks; other code may. So the output layer of a model hands on its own
-shard under the shape of the full tensor, and what is done with it decides: layout changes, casts and scaling are done
-to the shard, a cross entropy takes the shard, and anything else gets the full tensor, for which the shards are gathered
-then.
+A loss does not need the classes of other ranks, but other code may. So the output layer of a model returns its own
+shard as a tensor of the full shape. Layout changes, casts and scaling are done to the shard, and a cross entropy takes
+the shard. For any other operation, the shards are gathered to the full tensor.
 """
 
 from collections.abc import Callable
@@ -33,12 +32,12 @@ from tensorshard.torch_private.tensors import tensor_version
 class SplitLogits(DeferredTensor):
     """This rank's shard of a tensor, under the shape of the full one. Made by :func:`split_logits`.
 
-    Operations on it are collectives wherever they need the full tensor: every rank of the group must do the same
-    with it. A hook registered on it is called with the gradient of this rank's shard.
+    An operation that needs the full tensor is a collective: every rank of the group must call it. A hook that is
+    registered on this tensor gets the gradient of this rank's shard.
 
     Attributes:
-        shard: a plain tensor; maybe of a narrower type than that in which the full tensor is seen.
-        class_dim: along which it is cut, not negative.
+        shard: a plain tensor. Its type may be narrower than the `dtype` of this tensor.
+        class_dim: the dimension along which it is cut, counted from the front.
         group: the ranks that hold the shards.
     """
 
@@ -67,21 +66,21 @@ class SplitLogits(DeferredTensor):
 
     @property
     def classes(self) -> int:
-        """Of all ranks."""
+        """Number of classes of all ranks."""
         return self._shape[self.class_dim]
 
     def full(self) -> torch.Tensor:
         """The full tensor, a plain one, gathered once. A collective of the group."""
         gathered = self._aliases.full_of(self)
         if gathered is None:
-            with torch.enable_grad():  # the next to ask may need its graph
+            with torch.enable_grad():  # a later caller may need its graph
                 joined = collectives.gather(self.shard, self.class_dim, self.group, size=self.classes)
                 gathered = joined.to(self._dtype)
             self._aliases.gathered(self, gathered)
         return gathered
 
     def rule(self, func: Rule) -> Rule | None:
-        """How `func` is done to the shard; None where it is to be done to the full tensor."""
+        """The function that does `func` to the shard; None if `func` needs the full tensor."""
         if self._aliases.modified(self) or (func in _OF_VIEWS and self._aliases.full_of(self) is not None):
             return None
         return _OF_VIEWS.get(func) or _OF_VALUES.get(func)
@@ -90,19 +89,19 @@ class SplitLogits(DeferredTensor):
 def split_logits(
     shard: torch.Tensor, dim: int, classes: int, group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> SplitLogits:
-    """The tensor of which this rank has `shard`, without gathering it.
+    """Makes the tensor of which this rank has `shard`, without gathering it.
 
     Args:
-        shard: this rank's own along `dim`, as :func:`tensorshard.distributed.scatter` cuts it.
+        shard: this rank's shard along `dim`, as :func:`tensorshard.distributed.scatter` cuts it.
         classes: elements of the full tensor along `dim`.
         group: the ranks that hold the shards.
-        dtype: in which the full tensor is seen: the shard's by default, else a wider one.
+        dtype: of the full tensor: the shard's by default, else a wider one.
     """
     return _Full.apply(shard, dim % shard.ndim, classes, group, dtype or shard.dtype, _Aliases())
 
 
 class _Full(torch.autograd.Function):
-    """Ties a full tensor to its shard, whose gradient is cut from that of the full one."""
+    """Connects the full tensor to its shard in autograd's graph: the shard gets its part of the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, *about: Any) -> SplitLogits:
@@ -117,27 +116,28 @@ class _Full(torch.autograd.Function):
 
 
 class _Aliases:
-    """Tensors of the same memory, had they been full: what is done in place to one is done to all.
+    """Views of one full tensor: an in-place operation on one of them changes all.
 
     A gathered tensor may be modified, directly or through a view. The shard is then out of date.
     """
 
     def __init__(self) -> None:
-        self._gathered: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # of a shard, the full tensor as it was then
+        # A shard, the full tensor that was gathered from it, and the version of that tensor at the time.
+        self._gathered: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def gathered(self, logits: SplitLogits, full: torch.Tensor) -> None:
         self._gathered.append((logits.shard, full, tensor_version(full)))
 
     def full_of(self, logits: SplitLogits) -> torch.Tensor | None:
-        """What was gathered of `logits`."""
+        """The full tensor of `logits`, if it was gathered before."""
         self.modified(logits)
         return next((full for shard, full, _ in self._gathered if shard is logits.shard), None)
 
     def modified(self, logits: SplitLogits) -> bool:
-        """Whether the full tensor of `logits`, and not its shard, is what counts.
+        """Whether the full tensor of `logits` was modified, so that its shard is out of date.
 
         Raises:
-            RuntimeError: the full tensor of an alias was modified, of which that of `logits` knows nothing.
+            RuntimeError: the full tensor of another view was modified, and `logits` does not have the change.
         """
         own = False
         for shard, full, version in self._gathered:
@@ -191,7 +191,7 @@ def _cast(func: Rule, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
     if dtype == logits._dtype:
         return logits
     if torch.promote_types(logits.shard.dtype, dtype) == dtype:
-        # A wider type says no more: the shard stays as it is, half as large on the way to other ranks.
+        # A wider type adds no information: the shard stays as it is, and fewer bytes travel if it is gathered.
         return _copied(logits, logits.shard, dtype)
     return _copied(logits, logits.shard.to(dtype))
 
@@ -219,7 +219,7 @@ def _cross_entropy(func: Rule, logits: SplitLogits, target: Any, *args: Any, **k
 
 
 _T: Any = torch.Tensor
-# What is a view of the full tensor once that is there.
+# Operations whose result is a view of the full tensor, once that exists.
 _OF_VIEWS: dict[Any, Rule] = {
     **dict.fromkeys(RESHAPES, _reshape),
     **dict.fromkeys(MOVES, _move),

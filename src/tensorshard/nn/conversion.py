@@ -23,8 +23,8 @@ def convert(
 
     Args:
         module: changed in place, unless it is itself such a layer.
-        parallel: what `build` makes.
-        names: of the layers to replace, ``*`` and ``?`` allowed; None for all that are exactly of class
+        parallel: the class of the layers that `build` makes.
+        names: the layers to replace; ``*`` matches any characters, ``?`` one. None: all that are exactly of class
             `plain`.
         build: makes the replacement of one layer.
 
@@ -32,10 +32,15 @@ def convert(
         `module`, or what replaces it.
 
     Raises:
-        ValueError: see :meth:`tensorshard.nn.ParallelLinear.convert_parallel_linear`.
+        TypeError: `module` is not a module.
+        ValueError: a name matches no such layer; a layer is parallel already; a parameter is tied to a module that is
+            not converted. Nothing was changed then.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"a {type(module).__name__} was given, in which layers are to be replaced: give an nn.Module")
+        raise TypeError(
+            f"a {type(module).__name__} was given where a model was expected, whose layers are to be replaced: give an "
+            "nn.Module"
+        )
     chosen = _choose(module, plain, parallel, names)
     _refuse_broken_ties(module, set(chosen))
     replacements: dict[int, ParallelModule] = {}

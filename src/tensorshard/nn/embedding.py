@@ -16,8 +16,8 @@ class ParallelEmbedding(ParallelModule):
     """``nn.Embedding`` with its table split over a group: by vocabulary (`dim` 0) or by feature (`dim` 1 or
     -1).
 
-    The output is whole either way. Sizes need not divide. Initial weights are those that ``nn.Embedding``
-    gets from the same random seed, which must be the same on the ranks of the group.
+    Every rank gets the full output in both cases. The sizes need not be multiples of the number of ranks. Initial
+    weights are those that ``nn.Embedding`` gets from the same random seed. All ranks of the group need the same seed.
 
     Args:
         num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse: as in
@@ -28,11 +28,20 @@ class ParallelEmbedding(ParallelModule):
         device, dtype: as in ``nn.Embedding``. Split parameters live on the device type of the group.
 
     Attributes:
-        weight: [num_embeddings, embedding_dim]: this rank's part of it, marked as such; all of it with ``dim=None``.
+        weight: this rank's shard of [num_embeddings, embedding_dim], marked as a shard; all of it with ``dim=None``.
 
     Raises:
-        ValueError: `dim` is none of these; `sparse` with a split table.
+        TypeError: a size is not an integer.
+        ValueError: `dim` is none of these; a size is negative; `sparse` with a split table.
         RuntimeError: there is no model-parallel group, and none was given.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> embedding = ts.nn.ParallelEmbedding(1000, 16, dim=0)
+        >>> embedding.weight.shape
+        torch.Size([500, 16])
+        >>> embedding(torch.tensor([[1, 2, 999]])).shape
+        torch.Size([1, 3, 16])
     """
 
     def __init__(
@@ -74,10 +83,15 @@ class ParallelEmbedding(ParallelModule):
     def from_embedding(
         cls, embedding: nn.Embedding, dim: int | None = None, group: Group | None = None
     ) -> "ParallelEmbedding":
-        """A parallel layer with the table of `embedding`, which must be the same on every rank of the group.
+        """Makes a parallel layer with the table of `embedding`, which must be the same on every rank of the group.
+
+        Args:
+            embedding: the layer whose table and settings are taken.
+            dim, group: as in the constructor.
 
         Raises:
-            ValueError: as the constructor.
+            ValueError: `dim` is none of the constructor's; `embedding` is sparse, and its table is to be split.
+            RuntimeError: there is no model-parallel group, and none was given.
         """
         layer = cls(1, 1, sparse=embedding.sparse, dim=dim, group=group, device="meta")
         layer._adopt(embedding)
@@ -91,7 +105,22 @@ class ParallelEmbedding(ParallelModule):
         names: Iterable[str] | None = None,
         group: Group | None = None,
     ) -> nn.Module:
-        """Replaces ``nn.Embedding`` layers: see :meth:`ParallelLinear.convert_parallel_linear`."""
+        """Replaces ``nn.Embedding`` layers inside `module` by parallel ones with the same tables.
+
+        Args:
+            module: changed in place. Its weights must be the same on every rank of the group.
+            dim: of all converted layers.
+            names: the layers to convert, relative to `module`; ``*`` and ``?`` are wildcards. None: all.
+            group: as in the constructor.
+
+        Returns:
+            `module`; or, if that is itself an ``nn.Embedding``, the layer that replaces it.
+
+        Raises:
+            TypeError: `module` is not a module.
+            ValueError: `dim` is none of the constructor's; a layer is parallel already; a name matches no
+                ``nn.Embedding``; a table is tied to a module that is not converted. Nothing was changed then.
+        """
         check_dim(dim, "convert_parallel_embedding")
         return convert(module, nn.Embedding, cls, names, lambda embedding: cls.from_embedding(embedding, dim, group))
 
@@ -107,7 +136,17 @@ class ParallelEmbedding(ParallelModule):
         self.weight = embedding.weight if self.dim is None else self.split(embedding.weight, self.dim)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Computes :func:`tensorshard.nn.functional.parallel_embedding` with this layer's table."""
+        """Computes :func:`tensorshard.nn.functional.parallel_embedding` with this layer's table.
+
+        Args:
+            input: indices of any shape, the same on every rank of the group.
+
+        Returns:
+            [*input.shape, embedding_dim], full on every rank.
+
+        Raises:
+            IndexError: an index is outside the vocabulary.
+        """
         options = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
         if self.dim is None:
             return parallel_embedding(input, self.weight, *options, self.sparse)

@@ -10,6 +10,8 @@ from tensorshard.comm import groups, primitives
 from tensorshard.comm.marks import _PARALLEL_DIM, get_layout, split_parameter_of
 from tensorshard.comm.sharded_tensors import own_group, own_shard
 
+__all__ = ["shard_init_helper_"]
+
 
 @torch.no_grad()
 def shard_init_helper_(
@@ -17,24 +19,33 @@ def shard_init_helper_(
 ) -> torch.Tensor:
     """Initialises a tensor in place as `init_method` would initialise the whole of it.
 
-    A split parameter gets its part of what an unsplit one would get on the first rank of the group, whatever the random
-    seeds of the others, and a parameter that a parallel layer holds in full gets all of it. The whole tensor exists for
-    that long on every rank, and all of them call this.
+    The values are those that the first rank of the group draws for the full tensor; the random seeds of the other ranks
+    do not matter. A split parameter gets its shard of them, and a parameter that every rank holds in full gets all of
+    them. Every rank of the group calls this, and holds the full tensor until it returns.
 
     Args:
         init_method: a function of ``torch.nn.init``.
-        tensor: a parameter of a parallel layer, or its ``.data``; any other tensor is initialised as it is.
-        args, kwargs: of `init_method`, after its tensor.
+        tensor: a parameter of a parallel layer, or its ``.data``. For any other tensor, this only calls `init_method`.
+        args, kwargs: further arguments of `init_method`.
 
     Returns:
         `tensor`.
+
+    Raises:
+        RuntimeError: the parameter's mark names no group, and there is no model-parallel group.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> layer = ts.nn.ParallelLinear(16, 64, dim=1)
+        >>> ts.nn.init.shard_init_helper_(torch.nn.init.normal_, layer.weight, std=0.02).shape
+        torch.Size([32, 16])
     """
     parameter = split_parameter_of(tensor)
     layout = get_layout(parameter)
     if layout is None:
         init_method(tensor, *args, **kwargs)
         if hasattr(tensor, _PARALLEL_DIM) and groups.is_initialized() and _has_values(tensor):
-            dist.broadcast(tensor.detach(), group_src=0, group=groups.get_group())  # of a layer with dim=None
+            dist.broadcast(tensor.detach(), group_src=0, group=groups.get_group())  # the layer has dim=None
         return tensor
     group, shape = own_group(parameter), list(tensor.shape)
     if layout.dim is not None:

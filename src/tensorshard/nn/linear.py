@@ -14,7 +14,7 @@ from tensorshard.nn.conversion import convert
 
 
 class ParallelLinear(ParallelModule):
-    """``nn.Linear`` with its weight split over a group. Sizes need not divide.
+    """``nn.Linear`` with its weight split over a group.
 
     ======  =========================  ===============================  ====================
     `dim`   what is split              input                            output
@@ -24,26 +24,37 @@ class ParallelLinear(ParallelModule):
     1, -1   output features (column)   full                            this rank's shard
     ======  =========================  ===============================  ====================
 
-    A part is of the last dimension; that of a column layer is marked as such.
+    Shards of inputs and outputs are cut along the last dimension. A column layer marks its output as a shard, for the
+    layer or loss that takes it next. The sizes need not be multiples of the number of ranks.
 
-    Initial weights are those that ``nn.Linear`` gets from the same random seed, which must be the same on the
-    ranks of the group. The full weight exists for that long on every rank.
+    Initial weights are those that ``nn.Linear`` gets from the same random seed. All ranks of the group need the same
+    seed. Each holds the full weight while the layer is built.
 
     Args:
         in_features, out_features: of the full layer.
-        bias: whether there is one. It is split with `dim` 1, and added once, on every rank alike, with `dim`
-            0.
-        dim: see above.
+        bias: whether the layer has one. It is split with `dim` 1. With `dim` 0 every rank holds all of it, and adds it
+            to the sum over the ranks.
+        dim: what is split, as in the table.
         group: a process group or a one-dimensional mesh; by default the model-parallel group.
         device, dtype: as in ``nn.Linear``. Split parameters live on the device type of the group.
 
     Attributes:
-        weight: [out_features, in_features]: this rank's shard of it, marked as such; all of it with ``dim=None``.
-        bias: [out_features] or None: a part with `dim` 1, all of it with `dim` 0 and None.
+        weight: this rank's shard of [out_features, in_features], marked as a shard; all of it with ``dim=None``.
+        bias: [out_features] or None. With `dim` 1 this rank's shard of it.
 
     Raises:
-        ValueError: `dim` is none of these.
+        TypeError: a size is not an integer.
+        ValueError: `dim` is none of these, or a size is negative.
         RuntimeError: there is no model-parallel group, and none was given.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> column, row = ts.nn.ParallelLinear(16, 64, dim=1), ts.nn.ParallelLinear(64, 16, dim=0)
+        >>> column.weight.shape, row.weight.shape
+        (torch.Size([32, 16]), torch.Size([16, 32]))
+        >>> hidden = column(torch.randn(8, 16))
+        >>> hidden.shape, row(hidden).shape
+        (torch.Size([8, 32]), torch.Size([8, 16]))
     """
 
     weight: nn.Parameter
@@ -68,10 +79,15 @@ class ParallelLinear(ParallelModule):
 
     @classmethod
     def from_linear(cls, linear: Any, dim: int | None = None, group: Group | None = None) -> "ParallelLinear":
-        """A parallel layer with the weights of `linear`, which must be the same on every rank of the group.
+        """Makes a parallel layer with the weights of `linear`, which must be the same on every rank of the group.
 
         Args:
-            linear: an ``nn.Linear``, or what has its attributes.
+            linear: an ``nn.Linear``, or a module with its attributes.
+            dim, group: as in the constructor.
+
+        Raises:
+            ValueError: `dim` is none of the constructor's.
+            RuntimeError: there is no model-parallel group, and none was given.
         """
         check_dim(dim, "ParallelLinear")
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, dim, group, device="meta")
@@ -88,22 +104,30 @@ class ParallelLinear(ParallelModule):
     ) -> nn.Module:
         """Replaces ``nn.Linear`` layers inside `module` by parallel ones with the same weights.
 
-        Subclasses of ``nn.Linear`` compute in their own way and are left as they are, unless named.
-        Afterwards ``DistributedDataParallel`` leaves the split parameters alone if the group is the whole
-        world; if it is smaller, call :func:`tensorshard.register_ddp_parameters_to_ignore`.
+        Subclasses of ``nn.Linear`` may compute something else, so they are converted only if `names` names them. If
+        the group is the whole world, ``DistributedDataParallel`` then leaves the split parameters alone. If it is
+        smaller, call :func:`tensorshard.register_ddp_parameters_to_ignore`.
 
         Args:
             module: changed in place. Its weights must be the same on every rank of the group.
             dim: of all converted layers.
-            names: of the layers to convert, relative to `module`, ``*`` and ``?`` allowed; None for all.
+            names: the layers to convert, relative to `module`; ``*`` and ``?`` are wildcards. None: all.
             group: as in the constructor.
 
         Returns:
             `module`; or, if that is itself an ``nn.Linear``, the layer that replaces it.
 
         Raises:
+            TypeError: `module` is not a module.
             ValueError: `dim` is none of the constructor's; a layer is parallel already; a name matches no
                 ``nn.Linear``; a weight is tied to a module that is not converted. Nothing was changed then.
+
+        Examples:
+            >>> ts.distributed.init_process_group()  # on two ranks
+            >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1000))
+            >>> model = ts.nn.ParallelLinear.convert_parallel_linear(model, dim=1, names=["2"])
+            >>> model[2].weight.shape
+            torch.Size([500, 32])
         """
         check_dim(dim, "convert_parallel_linear")
         return convert(module, nn.Linear, cls, names, lambda linear: cls.from_linear(linear, dim, group))
@@ -120,7 +144,17 @@ class ParallelLinear(ParallelModule):
         self.register_parameter("bias", bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Computes :func:`tensorshard.nn.functional.parallel_linear` with this layer's weight and bias."""
+        """Computes :func:`tensorshard.nn.functional.parallel_linear` with this layer's weight and bias.
+
+        Args:
+            input: [*, in_features]; with `dim` 0 also this rank's shard of it.
+
+        Returns:
+            [*, out_features]; with `dim` 1 this rank's shard of it.
+
+        Raises:
+            ValueError: `input` has another number of features, or is a shard where a full one is needed.
+        """
         if self.dim is None:
             return parallel_linear(input, self.weight, self.bias)
         size = self.in_features if self.dim == 0 else self.out_features

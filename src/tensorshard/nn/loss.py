@@ -1,4 +1,4 @@
-"""Losses of logits that are whole or split."""
+"""Losses of logits that are full or split."""
 
 from typing import Any
 
@@ -19,7 +19,14 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
             :func:`tensorshard.nn.functional.parallel_cross_entropy`.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: an option is out of its range.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> classifier = ts.nn.ParallelLinear(16, 1000, dim=1)
+        >>> logits = classifier(torch.randn(8, 16))  # this rank's half of the classes
+        >>> ts.nn.ParallelCrossEntropyLoss()(logits, torch.arange(8)).shape
+        torch.Size([])
     """
 
     def __init__(
@@ -45,7 +52,20 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
         self._mesh = None if group is None else resolve_mesh(group)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> Any:
-        """Computes :func:`tensorshard.nn.functional.parallel_cross_entropy` with this module's options."""
+        """Computes :func:`tensorshard.nn.functional.parallel_cross_entropy` with this module's options.
+
+        Args:
+            input: logits [N, C], [C] or [N, C, d1, ...], full or this rank's shard.
+            target: class numbers, of the shape of `input` without the class dimension, the same on every rank.
+
+        Returns:
+            The loss, the same on every rank of the group. With any ``return_`` option a
+            :class:`tensorshard.nn.CrossEntropyOutput`.
+
+        Raises:
+            IndexError: a target is outside the classes.
+            ValueError: the shapes or types do not fit.
+        """
         return parallel_cross_entropy(
             input,
             target,

@@ -12,15 +12,24 @@ Marked = TypeVar("Marked", torch.Tensor, tuple, list)
 
 
 class RegisterParallelDim(nn.Module):
-    """Marks what passes through as split along `dim`; with None, as whole. Changes nothing else.
+    """Marks the tensors that pass through as split along `dim`; with None, as full. Their values do not change.
 
-    Needed after operations between a layer that splits its output features and one that takes split input
-    features, since an operation's result carries no mark: ``Sequential(ParallelLinear(d, 4 * d, dim=1),
-    GELU(), RegisterParallelDim(-1), ParallelLinear(4 * d, d, dim=0))``.
+    The result of an operation carries no mark. So this module follows the operations between a layer that splits its
+    output features and a layer that takes split input features.
 
     Args:
-        dim: as in :func:`tensorshard.register_parallel_dim`.
-        group: the ranks that hold the parts, if they are not the model-parallel group.
+        dim: the dimension of the tensors that is split; None for full tensors.
+        group: the ranks that hold the shards, if they are not the model-parallel group.
+
+    Raises:
+        TypeError: `group` is neither a process group nor a mesh.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> column, row = ts.nn.ParallelLinear(16, 64, dim=1), ts.nn.ParallelLinear(64, 16, dim=0)
+        >>> mlp = torch.nn.Sequential(column, torch.nn.GELU(), ts.nn.RegisterParallelDim(-1), row)
+        >>> mlp(torch.randn(8, 16)).shape
+        torch.Size([8, 16])
     """
 
     def __init__(self, dim: int | None = None, group: Group | None = None) -> None:
@@ -29,10 +38,11 @@ class RegisterParallelDim(nn.Module):
         self._mesh = None if group is None else resolve_mesh(group)
 
     def forward(self, input: Marked) -> Marked:
-        """Takes a tensor, or a tuple or list of them, and returns it.
+        """Marks a tensor, or each tensor of a tuple or list, and returns what it was given.
 
         Raises:
-            TypeError: `input` is neither.
+            TypeError: `input` is none of these.
+            IndexError: a tensor has no dimension `dim`.
         """
         tensors = [input] if isinstance(input, torch.Tensor) else input
         if not isinstance(tensors, (tuple, list)) or not all(isinstance(t, torch.Tensor) for t in tensors):
