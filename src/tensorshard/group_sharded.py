@@ -1,7 +1,7 @@
 """Paddle's entry points to ZeRO: `group_sharded_parallel` and `save_group_sharded_model`.
 
-They keep the training loop of the caller: forward, backward, ``optimizer.step()``, ``optimizer.zero_grad()``. Gradients
-are averaged over the group. :func:`tensorshard.parallelize` offers more; this is for scripts that have the two calls.
+The caller keeps its training loop: forward, backward, ``optimizer.step()``, ``optimizer.zero_grad()``. Gradients are
+averaged over the group. :func:`tensorshard.parallelize` offers more; this is for scripts that have the two calls.
 """
 
 import os
@@ -38,10 +38,10 @@ _ATTRIBUTE = "_tensorshard_layout"
 
 @dataclass(frozen=True)
 class _Layout:
-    """What a model of group_sharded_parallel carries along.
+    """What group_sharded_parallel attaches to the model, for saving it.
 
     Args:
-        split: how parameters of parallel layers are split over ranks outside of the mesh, by name.
+        split: how the parameters of parallel layers are split over ranks outside of the mesh, by name.
     """
 
     sharded: ShardedModel
@@ -173,7 +173,8 @@ def save_group_sharded_model(
     state = layout.sharded.full_state_dict(keep=writes)
     states = [state] if optimizer is None else [state, _whole_optimizer_state(layout.sharded, optimizer, layout.split)]
     if writes:
-        # The first ranks of all groups hold every part of what parallel layers split. The first of them writes.
+        # Each group that shards the model has its own parts of what parallel layers split. The first ranks of these
+        # groups gather them, and the first of these ranks writes.
         state.update({name: _whole(state[name], mark).cpu() for name, mark in layout.split.items() if name in state})
         writes = all(group.rank() == 0 for group in _groups_of(layout.split))
     if writes:
@@ -237,7 +238,8 @@ def _groups_of(split: dict[str, ParallelMark]) -> list[dist.ProcessGroup]:
 
 
 def _unscaler(groups: list[dist.ProcessGroup]) -> Any:
-    """GradScaler's own works on whole tensors of one process; this one on shards, and agrees on overflows."""
+    """What GradScaler unscales with. Its own way takes the full tensors of one process; this one takes shards, and if
+    one rank finds an overflow, all skip the step."""
 
     def unscale(
         scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, allow_fp16: bool

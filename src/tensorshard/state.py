@@ -99,6 +99,9 @@ def collect_state_dict(
     Returns:
         A dict of the structure of `state_dict`, of plain tensors. Tied tensors stay tied.
 
+    Raises:
+        TypeError: `model` is neither a module nor an optimizer.
+
     Examples:
         >>> ts.distributed.init_process_group()
         >>> layer = ts.nn.ParallelLinear(16, 4, dim=1)
@@ -125,7 +128,7 @@ def collect_state_dict(
         original = (originals.get(path[0], path[0]), *path[1:])
         if original not in done:
             key = path if isinstance(model, nn.Module) else path[:-1]
-            if len(path) > 1 and key in held:  # the first rank's may be full, as complete_states has it
+            if len(path) > 1 and key in held:  # on the first rank it may be full already, through complete_states
                 tensor = own_part(tensor, held[key], str(path[-1]))
                 tensor = tensor.to(held[key].device) if tensor.ndim else tensor
             cut = len(path) == 1 or path[-1] == MOMENTUM_SCALES or (key in held and tensor.shape == held[key].shape)
@@ -183,7 +186,7 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
         layout, like = layouts.get(key), held.get(key)
         if like is None or (layout is None and not isinstance(like, DTensor)):
             return full
-        # What is not like the parameter: a step count, or the scales of 8-bit rows, which their optimizer cuts itself.
+        # Not split like the parameter: a step count, or the scales of 8-bit momenta, which their optimizer cuts itself.
         if len(path) > 1 and (full.ndim != like.ndim or path[-1] == MOMENTUM_SCALES):
             return full
         try:
@@ -244,7 +247,7 @@ def _check_stateful(model: object, call: str) -> None:
 
 
 def _consolidate(optimizer: Any, keep: bool) -> dict[str, Any]:
-    """The state of all ranks of an optimizer that splits it: on the ranks that `keep` it; {} elsewhere."""
+    """The full state of a ``ZeroRedundancyOptimizer``, on the ranks with `keep`; {} on the others."""
     flag = torch.tensor([int(keep)], device=_communication_device(optimizer.process_group))
     keepers = primitives.gather_flat(flag, optimizer.process_group).flatten().tolist()
     state: dict[str, Any] = {}
@@ -256,7 +259,7 @@ def _consolidate(optimizer: Any, keep: bool) -> dict[str, Any]:
 
 
 def _is_first_rank() -> bool:
-    """Whether this rank is the first of its model-parallel group; of the world where there are no groups."""
+    """Whether this rank is the first of its model-parallel group, or of the world if there are no groups."""
     return groups.get_rank() == 0 if groups.is_initialized() else dist.get_rank() == 0
 
 
@@ -283,8 +286,8 @@ def _announce_state(
     """Tells all ranks what the first one holds.
 
     Returns:
-        Its state, with descriptions for tensors on the other ranks; and what to call on each tensor or
-        description, on all ranks in order, to have it.
+        The state, with descriptions in place of tensors on all ranks but the first; and a function that returns the
+        tensor of a description, which all ranks call on each tensor or description in the same order.
     """
     skeleton = [_map_tensors(state_dict, lambda _, tensor: _Description(tensor.shape, tensor.dtype))]
     dist.broadcast_object_list(skeleton, group_src=0, group=group, device=device)
@@ -303,7 +306,7 @@ def _announce_state(
 
 
 def _layouts(model: Stateful) -> dict[_Path, ParallelMark]:
-    """How tensors are split: by name; for an optimizer, by the place of the parameter whose states are."""
+    """How tensors are split, by name; for an optimizer, by the position of the parameter whose states they are."""
     tensors: dict[_Path, torch.Tensor] = {}
     if isinstance(model, nn.Module):
         tensors.update(((name,), p) for name, p in model.named_parameters(remove_duplicate=False))
@@ -315,7 +318,7 @@ def _layouts(model: Stateful) -> dict[_Path, ParallelMark]:
 
 
 def _tensors_held(model: Stateful) -> dict[_Path, torch.Tensor]:
-    """The tensors like which loaded ones are cut: by name; for an optimizer, by the place of the parameter."""
+    """The tensors whose shapes loaded ones must have, by name; for an optimizer, by the position of the parameter."""
     if isinstance(model, nn.Module):
         return {(name,): value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     parameters = [parameter for group in model.param_groups for parameter in group["params"]]

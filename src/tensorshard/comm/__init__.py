@@ -1,1 +1,1 @@
-"""Communication: collectives, how a dimension is cut into shards, process groups, decisions of the first rank."""
+"""Communication: collectives, how a dimension is cut into shards, process groups, decisions of one rank for all."""

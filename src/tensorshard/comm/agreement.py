@@ -1,4 +1,4 @@
-"""What the ranks of a group exchange before tensors travel whose sizes the others do not know."""
+"""How the ranks of a group learn the sizes of each other's tensors, before a collective that needs them."""
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,16 @@ _DTYPES = (
 
 
 def held_sizes(tensor: torch.Tensor, dim: int, size: int | None, group: dist.ProcessGroup, what: str) -> list[int]:
-    """How many elements along `dim` each rank holds: by convention if the whole `size` is known, else asked.
+    """How many elements along `dim` each rank holds.
 
     Args:
         dim: counted from the front.
-        what: the collective that wants to know: gather, gather_for_sum, or all_to_all.
+        size: of the full tensor along `dim`, cut as `sharding` says; None: the ranks exchange their sizes.
+        what: the collective that needs the sizes: gather, gather_for_sum, or all_to_all.
 
     Raises:
-        ValueError: `size` is given and this rank does not hold its part of it; or it is asked, and the ranks make
-            different calls, or their tensors differ in more than their size along `dim`. Every rank raises then.
+        ValueError: `size` is given and this rank does not hold its part of it. Without `size`, on every rank: the ranks
+            make different calls, or their tensors differ in more than their size along `dim`.
     """
     if size is None:
         return _ask(tensor, dim, group, what)

@@ -93,13 +93,13 @@ class _Call:
     """A collective that is made of sends and receives.
 
     Args:
-        what: for whom it is, which all ranks say alike; "" for the name of the collective.
+        what: names the tensor in errors, the same on all ranks; "" for the name of the collective alone.
         nbytes: of the full tensor, the same on all ranks.
-        waits: whether the caller does nothing until it is over.
+        waits: whether the caller waits until it is over.
     """
 
     under_way: "ClassVar[_Call | None]" = None
-    """Whose send or receive is being made."""
+    """The collective whose send or receive is being made."""
 
     def __init__(self, name: str, what: str, nbytes: int, group: dist.ProcessGroup, waits: bool) -> None:
         self.name, self.waits = name, waits
@@ -122,11 +122,11 @@ class _Call:
             _Call.under_way = None
 
     def timeout(self) -> timedelta:
-        """The group's, which Gloo's sends and receives would not learn of if it was set after the group was made."""
+        """The group's timeout. Gloo's sends and receives would miss one that was set after the group was made."""
         return group_timeout(self.group, torch.device("cpu"))
 
     def failed(self, error: RuntimeError) -> CollectiveMismatchError:
-        """What is raised in the place of Gloo's `error`."""
+        """The error to raise in place of Gloo's `error`."""
         ranks = dist.get_process_group_ranks(self.group)
         cause = (str(error).splitlines() or ["no reason given"])[0]
         return CollectiveMismatchError(
@@ -138,25 +138,26 @@ class _Call:
 
 
 def collective_under_way() -> tuple[str, bool] | None:
-    """While a send or a receive is made: the collective that it is a part of, and whether the caller waits for that."""
+    """While a send or a receive is made: its collective, and whether the caller waits until that is over."""
     call = _Call.under_way
     return None if call is None else (call.name, call.waits)
 
 
 def advance(work: dist.Work | None) -> None:
-    """Gives a collective that goes in several stages the chance to start its next; others advance by themselves."""
+    """Lets a collective of several stages start its next stage. Other collectives advance by themselves."""
     if isinstance(work, _Pending):
         work.advance()
 
 
 def finish_unasked(work: dist.Work) -> None:
-    """Ends a collective whose result nobody wants, so that the next finds no rest of it.
+    """Finishes a collective whose result is no longer needed, so that the next one does not meet its messages.
 
-    Something has failed, or the Engine that began it is gone. Ranks that did so alike are all here. One that did so
-    alone does not wait for long: the others will not come, and its error is to be seen.
+    This is called after a failure, or when the Engine that began the collective is gone. If that happened on all ranks,
+    all of them finish it here. If it happened on one rank alone, that rank waits only briefly: the others will not
+    come, and its own error has to be seen.
     """
     if not isinstance(work, _Pending):
-        return  # a collective of the backend, which goes on by itself
+        return  # a collective of the backend, which finishes by itself
     try:
         work.wait(_PATIENCE)
     except RuntimeError as error:
@@ -166,7 +167,8 @@ def finish_unasked(work: dist.Work) -> None:
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether tensors on `device` travel through Gloo in `group`, and may do so as sends and receives.
 
-    Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` they may not: torch compares what the ranks call for collectives alone.
+    Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` they may not: torch then compares the ranks' collectives, but not their
+    sends and receives.
     """
     if device.type != "cpu" or dist.get_debug_level() == dist.DebugLevel.DETAIL:
         return False
@@ -179,7 +181,7 @@ def all_gather_into(
     """Concatenates every rank's `input` into `output`, both flat; `input` may be this rank's shard of `output`.
 
     Args:
-        what: is gathered, for errors; calls that differ in it never meet. The same on all ranks.
+        what: names the tensor in errors, the same on all ranks. Calls with different names never meet.
     """
     if not is_gloo(group, output.device):
         return all_gather_single(output, input, group=group, async_op=async_op)
@@ -303,7 +305,7 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _others(rank: int, size: int) -> list[int]:
-    """The other ranks, each rank beginning with its successor so that no one is everybody's first."""
+    """The other ranks. Each rank begins with its successor, so that not all begin with the same one."""
     return [(rank + step) % size for step in range(1, size)]
 
 

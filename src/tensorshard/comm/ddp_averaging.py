@@ -14,21 +14,21 @@ from tensorshard.torch_private.ddp import active_ddp_module
 def ranks_averaged_by_ddp(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> int:
     """How many ranks of `group` have gradients that are to be added and that ``DistributedDataParallel`` averages.
 
-    That is so inside its forward, where dimension 0 is that of samples and the ranks have different ones: what is
-    computed from them gets, in backward, this rank's part of the gradient.
+    Inside DDP's forward, dimension 0 is that of samples, and each rank has different ones. In backward each rank then
+    has its own part of the gradient. These parts have to be added, but DDP averages them.
 
     Args:
-        tensor: what is gathered or scattered. What is computed from split parameters alone holds no samples, and DDP
-            averages none of its gradients.
-        dim: as it was given: 0 is the dimension of samples; -1 is that of features, even where there is only one.
-        group: over whose ranks.
+        tensor: what is gathered or scattered. A tensor that was computed from split parameters alone has no samples,
+            and DDP averages none of its gradients.
+        dim: as the user gave it: 0 is the dimension of samples; -1 is that of features, even if there is only one.
+        group: the ranks of the gather or scatter.
 
     Returns:
-        1 where there is nothing to make up for.
+        The number of ranks; 1 if DDP averages nothing that has to be added.
 
     Raises:
         RuntimeError: a reentrant ``torch.utils.checkpoint`` is computing again during backward, where it is not
-            known whether it was DDP that called.
+            known whether DDP called the forward.
     """
     along_samples = dim == 0 or (tensor.ndim > 1 and dim == -tensor.ndim)
     if not along_samples or not torch.is_grad_enabled() or not tensor.requires_grad or _is_of_split_parameters(tensor):
@@ -37,7 +37,7 @@ def ranks_averaged_by_ddp(tensor: torch.Tensor, dim: int, group: dist.ProcessGro
     if module is not None:
         averaged = set(dist.get_process_group_ranks(module.process_group))
         return len(averaged.intersection(dist.get_process_group_ranks(group)))
-    # The other kind of checkpoint saves what it computes again through such a hook, and keeps the first graph.
+    # A checkpoint with use_reentrant=False recomputes through such a hook, and keeps the graph of the first forward.
     if is_in_backward() and not are_saved_tensors_hooked():
         raise RuntimeError(
             "a gather or scatter along dimension 0 is being computed again by torch.utils.checkpoint with "
@@ -49,9 +49,10 @@ def ranks_averaged_by_ddp(tensor: torch.Tensor, dim: int, group: dist.ProcessGro
 
 
 def _is_of_split_parameters(tensor: torch.Tensor) -> bool:
-    """Whether nothing but split parameters is behind `tensor`; an input of the model counts as one, as DDP does.
+    """Whether `tensor` was computed from split parameters alone. A tensor that nothing computed, such as the model's
+    input, counts as one, as it does for DDP.
 
-    Looks until the first other parameter, which is few steps away where there is one.
+    The search ends at the first other parameter, which is usually a few steps away.
     """
     if tensor.is_leaf:
         return is_split(tensor) or not isinstance(tensor, nn.Parameter)

@@ -29,8 +29,8 @@ def decide_once(
         device: where the message travels; None for the backend's own.
 
     Raises:
-        Exception: what it raised there, of the same class and with the same message on every rank; as a RuntimeError on
-            the others where the class itself cannot travel.
+        Exception: the error that ``decide()`` raised, of the same class and with the same message on every rank. If
+            that error cannot be pickled, the other ranks raise a RuntimeError with its message.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return decide()
@@ -59,7 +59,8 @@ def succeed_together(action: Callable[[], _Result], group: dist.ProcessGroup, ca
         call: what the user called, for the message.
 
     Raises:
-        Exception: on a rank whose action raised, that; on the others a RuntimeError that names it.
+        Exception: on a rank whose action raised, its error; on the others a RuntimeError that names the rank and the
+            error.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return action()
@@ -81,7 +82,7 @@ def succeed_together(action: Callable[[], _Result], group: dist.ProcessGroup, ca
 
 
 def meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Waits until every rank of `group` makes the same `call`, which the error names where one does not come.
+    """Waits until every rank of `group` makes the same `call`. If one does not come, the error names the call.
 
     Args:
         device: on which messages travel.
@@ -94,8 +95,8 @@ def check_same(given: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup,
     """Refuses arguments that differ between the ranks of `group`. A collective of the group.
 
     Args:
-        given: for each argument, by a word such as "plans", what it is made of, by name: of what prints alike where it
-            is alike.
+        given: the arguments to compare, by a word such as "plans". Each is a dict of its parts by name. Equal parts
+            must have equal reprs.
         call: what the user called, for the message.
 
     Raises:
@@ -126,5 +127,5 @@ def check_same(given: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup,
 def _travels(error: Exception) -> bool:
     try:
         return type(pickle.loads(pickle.dumps(error))) is type(error)
-    except Exception:  # exceptions whose constructors take other arguments than they keep
+    except Exception:  # such as an exception whose constructor needs more than its args
         return False

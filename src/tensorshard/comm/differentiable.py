@@ -1,7 +1,7 @@
 """Differentiable collectives over a model-parallel group.
 
-Each comes with the backward of its conjugate, as in Megatron-LM (Shoeybi et al. 2019, section 3): what is
-computed on every rank alike in forward has, in backward, a gradient that is alike on every rank.
+Each has the backward of Megatron-LM (Shoeybi et al. 2019, section 3): a tensor that is the same on every rank
+has a gradient that is the same on every rank.
 
 =================  ==========================  ==========================
 function           forward                     backward
@@ -10,6 +10,7 @@ function           forward                     backward
 `reduce`           all-reduce (sum)            identity
 `scatter`          this rank's slice           all-gather
 `gather`           all-gather                  this rank's slice
+`gather_for_sum`   all-gather                  sum, this rank's slice
 `reduce_scatter`   sum, this rank's slice      all-gather
 `all_to_all`       split, exchange, join       the reverse exchange
 =================  ==========================  ==========================
@@ -112,7 +113,7 @@ class _ReduceScatter(Function):
 
 
 class _GatherForSum(Function):
-    """The conjugate of reduce-scatter: all-gather whose backward is a reduce-scatter."""
+    """All-gather whose backward is a reduce-scatter."""
 
     @staticmethod
     def forward(
@@ -146,12 +147,27 @@ class _AllToAll(Function):
 
 
 def copy(tensor: torch.Tensor, group: Group | None = None) -> torch.Tensor:
-    """Hands a full tensor to computations that differ by rank: the identity, whose gradients are summed.
+    """Hands a full tensor to computations that differ by rank: it is the identity, and its backward sums the gradients.
 
-    Put it where a replicated activation enters a region in which each rank computes its own part.
+    Put it where an activation that all ranks have enters a region in which each rank computes its own part.
+
+    Args:
+        tensor: of any shape, the same on every rank.
+        group: the ranks; by default the model-parallel group.
+
+    Returns:
+        A tensor of the same values.
 
     Raises:
-        TypeError: a DTensor.
+        TypeError: `tensor` is a DTensor.
+        RuntimeError: there is no model-parallel group, and none was given.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> ts.distributed.copy(x).sum().backward()  # each rank's own gradient is 1
+        >>> x.grad
+        tensor([2., 2., 2.])
     """
     refuse_dtensor(tensor, "copy")
     process_group = resolve_group(group)
@@ -163,8 +179,21 @@ def copy(tensor: torch.Tensor, group: Group | None = None) -> torch.Tensor:
 def reduce(tensor: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     """The sum of `tensor` over the ranks, on every rank. The input is left as it is.
 
+    Args:
+        tensor: of any shape, the same shape on every rank.
+        group: the ranks; by default the model-parallel group.
+
+    Returns:
+        The sum, of the shape of `tensor`.
+
     Raises:
-        TypeError: a DTensor.
+        TypeError: `tensor` is a DTensor.
+        RuntimeError: there is no model-parallel group, and none was given.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> ts.distributed.reduce(torch.ones(3))
+        tensor([2., 2., 2.])
     """
     refuse_dtensor(tensor, "reduce")
     process_group = resolve_group(group)
@@ -176,17 +205,30 @@ def reduce(tensor: torch.Tensor, group: Group | None = None) -> torch.Tensor:
 def scatter(
     tensor: torch.Tensor, dim: int = -1, group: Group | None = None, *, grad_scale: float | None = None
 ) -> torch.Tensor:
-    """This rank's shard of a tensor that every rank holds in full, cut along `dim`; marked as such.
+    """This rank's shard, along `dim`, of a tensor that every rank holds in full.
 
     Args:
-        grad_scale: multiplies the gradient of `tensor`. By default 1; inside the forward of a
-            ``DistributedDataParallel`` over the ranks of the group and along dimension 0, that of the samples,
-            one over their number: the opposite of what `gather` does there.
+        tensor: the same on every rank.
+        dim: along which it is cut.
+        group: the ranks; by default the model-parallel group.
+        grad_scale: multiplies the gradient of `tensor`; by default 1. Inside the forward of a
+            ``DistributedDataParallel`` over n ranks of the group, and along dimension 0, that of the samples, it is
+            1 / n by default: the opposite of what `gather` does there.
+
+    Returns:
+        The shard, marked as split along `dim`. The last ranks' may be smaller, or empty.
 
     Raises:
-        IndexError: the tensor has no dimension `dim`.
-        TypeError: a DTensor.
-        RuntimeError: inside DDP, without `grad_scale`, while a reentrant ``torch.utils.checkpoint`` computes again.
+        IndexError: `tensor` has no dimension `dim`.
+        TypeError: `tensor` is a DTensor.
+        RuntimeError: there is no model-parallel group, and none was given; or this is called inside DDP, without
+            `grad_scale`, while a reentrant ``torch.utils.checkpoint`` computes again.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> shard = ts.distributed.scatter(torch.randn(4, 6), dim=-1)
+        >>> shard.shape, ts.get_parallel_dim(shard)
+        (torch.Size([4, 3]), -1)
     """
     refuse_dtensor(tensor, "scatter")
     process_group = resolve_group(group)
@@ -211,20 +253,31 @@ def gather(
     """The ranks' tensors, concatenated along `dim`, on every rank.
 
     Args:
-        tensor: equal in shape on all ranks but along `dim`. A DTensor that is split along `dim`, such as a
-            parameter of a parallel layer, is put together over its own ranks.
-        size: elements of the result along `dim`, if known, cut over the ranks as `scatter` cuts. Without it
-            the ranks first exchange their sizes, which may then be anything.
-        grad_scale: multiplies the gradient of `tensor`. By default 1; inside the forward of a
-            ``DistributedDataParallel`` over the ranks of the group and along dimension 0, their number. There
-            each rank has other samples, and gets the gradient of their part of the group's mean loss: these
-            parts are to be added, and DDP averages them. So it is exactly the gradient of a single device.
+        tensor: this rank's. All ranks' have the same shape, except along `dim`. A DTensor that is split along `dim`,
+            as FSDP2 makes them, is gathered over its own ranks.
+        dim: along which the tensors are concatenated.
+        group: the ranks; by default the model-parallel group.
+        size: elements of the result along `dim`, if it is cut over the ranks as `scatter` cuts. Without it, the ranks
+            first exchange their sizes, which may be anything.
+        grad_scale: multiplies the gradient of `tensor`; by default 1. Inside the forward of a
+            ``DistributedDataParallel`` over n ranks of the group, and along dimension 0, it is n by default. There each
+            rank has other samples, and its gradient is a part of the gradient of the group's mean loss. These parts
+            have to be added, but DDP averages them. With n, the result is the gradient of a single device.
+
+    Returns:
+        The concatenation, without a mark.
 
     Raises:
-        IndexError: the tensor has no dimension `dim`.
+        IndexError: `tensor` has no dimension `dim`.
         ValueError: `size` is given and this rank does not hold its shard of it; the ranks' tensors differ in more
-            than their size along `dim`; a DTensor that is not split along `dim`, or over another group.
-        RuntimeError: inside DDP, without `grad_scale`, while a reentrant ``torch.utils.checkpoint`` computes again.
+            than their size along `dim`; a DTensor is not split along `dim`, or over another group.
+        RuntimeError: there is no model-parallel group, and none was given; or this is called inside DDP, without
+            `grad_scale`, while a reentrant ``torch.utils.checkpoint`` computes again.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> ts.distributed.gather(torch.randn(4, 3), dim=-1).shape
+        torch.Size([4, 6])
     """
     check_tensor(tensor, "gather")
     if isinstance(tensor, DTensor):
@@ -240,11 +293,25 @@ def gather(
 
 
 def reduce_scatter(tensor: torch.Tensor, dim: int = -1, group: Group | None = None) -> torch.Tensor:
-    """This rank's shard, along `dim`, of the sum of `tensor` over the ranks; marked as such.
+    """This rank's shard, along `dim`, of the sum of `tensor` over the ranks.
+
+    Args:
+        tensor: of the same shape on every rank.
+        dim: along which the sum is cut.
+        group: the ranks; by default the model-parallel group.
+
+    Returns:
+        The shard, marked as split along `dim`. The last ranks' may be smaller, or empty.
 
     Raises:
-        IndexError: the tensor has no dimension `dim`.
-        TypeError: a DTensor.
+        IndexError: `tensor` has no dimension `dim`.
+        TypeError: `tensor` is a DTensor.
+        RuntimeError: there is no model-parallel group, and none was given.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> ts.distributed.reduce_scatter(torch.ones(6))
+        tensor([2., 2., 2.])
     """
     refuse_dtensor(tensor, "reduce_scatter")
     process_group = resolve_group(group)
@@ -265,18 +332,31 @@ def all_to_all(
     *,
     size: int | None = None,
 ) -> torch.Tensor:
-    """Turns a tensor split along `concat_dim` into one split along `split_dim`; marked as such.
+    """Turns a tensor that is split along `concat_dim` into one that is split along `split_dim`.
 
     Args:
         tensor: this rank's shard along `concat_dim`; full along `split_dim`.
+        split_dim: along which the result is split.
+        concat_dim: along which the result is full.
+        group: the ranks; by default the model-parallel group.
         size: elements of the full tensor along `concat_dim`, if known; else the ranks first exchange what
             they hold.
 
+    Returns:
+        This rank's shard along `split_dim`, marked as such; full along `concat_dim`.
+
     Raises:
-        IndexError: the tensor has no such dimension.
-        TypeError: a DTensor.
+        IndexError: `tensor` has no such dimension.
+        TypeError: `tensor` is a DTensor.
         ValueError: the dimensions are the same, or `size` is given and this rank does not hold its shard of
             it.
+        RuntimeError: there is no model-parallel group, and none was given.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> tokens = torch.randn(5, 8)  # this rank's 5 of 10 tokens, with all 8 features
+        >>> ts.distributed.all_to_all(tokens, split_dim=1, concat_dim=0).shape
+        torch.Size([10, 4])
     """
     refuse_dtensor(tensor, "all_to_all")
     process_group = resolve_group(group)
@@ -297,15 +377,31 @@ def all_to_all(
 def gather_for_sum(
     tensor: torch.Tensor, dim: int = -1, group: Group | None = None, *, size: int | None = None
 ) -> torch.Tensor:
-    """Gathers as :func:`gather` does, for a result on which each rank computes its own part: in backward the ranks'
-    gradients are summed and each keeps its slice (the conjugate of :func:`reduce_scatter`).
+    """Gathers as :func:`gather` does, for a result from which each rank computes something different: backward sums the
+    ranks' gradients, and each rank gets its slice of the sum.
 
-    This is how a sequence that is split between tensor-parallel regions enters one (Korthikanti et al. 2022).
+    With it, a sequence that is split between tensor-parallel regions enters one of them (Korthikanti et al. 2022).
+
+    Args:
+        tensor: this rank's. All ranks' have the same shape, except along `dim`.
+        dim: along which the tensors are concatenated.
+        group: the ranks; by default the model-parallel group.
+        size: elements of the result along `dim`, if known; else the ranks first exchange what they hold.
+
+    Returns:
+        The concatenation, without a mark.
 
     Raises:
-        IndexError: the tensor has no dimension `dim`.
-        TypeError: a DTensor.
-        ValueError: as :func:`gather`.
+        IndexError: `tensor` has no dimension `dim`.
+        TypeError: `tensor` is a DTensor.
+        ValueError: `size` is given and this rank does not hold its shard of it; the ranks' tensors differ in more
+            than their size along `dim`.
+        RuntimeError: there is no model-parallel group, and none was given.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> ts.distributed.gather_for_sum(torch.randn(5, 8), dim=0).shape
+        torch.Size([10, 8])
     """
     refuse_dtensor(tensor, "gather_for_sum")
     process_group = resolve_group(group)

@@ -18,10 +18,10 @@ class TriedInVain(Exception):
 
 
 def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, shown: bool = False) -> _Result:
-    """What `work` returns, run in a fork of this process, which has all imports. The fork is in no world of ranks.
+    """What `work` returns, run in a fork of this process, which has all imports. The fork has no process groups.
 
     Args:
-        seconds: after which it is ended; None for never.
+        seconds: after which it is killed; None for never.
         shown: whether what it prints is shown.
 
     Raises:
@@ -54,7 +54,7 @@ def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, sho
 
 
 def _be_the_fork(work: Callable[[], object], sender: Connection, shown: bool) -> NoReturn:
-    """Works, and ends without what an interpreter does at its end: that is the other process's."""
+    """Runs `work` and exits without the interpreter's clean-up, which is the parent's to do."""
     groups: list[Any] = []
     code = 1
     try:
@@ -72,7 +72,7 @@ def _be_the_fork(work: Callable[[], object], sender: Connection, shown: bool) ->
         sys.stdout.flush()
         code = 0
     finally:
-        os._exit(code)  # while `groups` live: their threads, which destroying them waits for, are in the other process
+        os._exit(code)  # before `groups` are freed: that would wait for their threads, which only the parent has
 
 
 def _work_and_send(work: Callable[[], object], sender: Connection) -> None:

@@ -28,9 +28,9 @@ class ParallelGroups:
         world: the default group at the time; when it is gone, so are these.
         mesh: the ranks, with axes "dp" and "tp".
         model_mesh: this rank's model-parallel group, the axis "tp" of `mesh`.
-        settings: what was asked for.
-        monitor: compares the ranks' calls, if that was asked for.
-        uninstall: takes away what was installed for as long as they exist.
+        settings: the arguments of the call.
+        monitor: compares the ranks' calls; None without ``check_collectives``.
+        uninstall: undoes what `install` did.
     """
 
     world: dist.ProcessGroup
@@ -42,7 +42,7 @@ class ParallelGroups:
 
 
 class _Session:
-    """Holds the process's groups: the only module-level state of the package."""
+    """Holds the groups of this process."""
 
     def __init__(self) -> None:
         self._groups: ParallelGroups | None = None
@@ -83,8 +83,8 @@ def init_process_group(
 
     Args:
         group_size, device_type, timeout, check_collectives: see :func:`tensorshard.distributed.init_process_group`.
-        install: what is to be in place while the groups exist: called with a function that returns whether they
-            do; returns what undoes it.
+        install: called once, with a function that says whether the groups still exist; returns a function that undoes
+            what it did, which is called when they are destroyed.
     """
     if not dist.is_initialized():
         join_world(default_device())
@@ -123,7 +123,7 @@ def init_process_group(
 
 
 def _own_group(ranks: torch.Tensor, timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
-    """Makes one group per row of `ranks`; returns this rank's. The world itself is not made again."""
+    """Makes one group per row of `ranks`; returns this rank's. One row of all ranks is the world, which exists."""
     if len(ranks) == 1 and backend is None:
         return world_group()
     groups = [dist.new_group(row, timeout=timeout, backend=backend) for row in ranks.tolist()]
@@ -139,12 +139,24 @@ def world_group() -> dist.ProcessGroup:
 
 
 def is_initialized() -> bool:
-    """Whether :func:`tensorshard.distributed.init_process_group` was called, and its world still exists."""
+    """Whether :func:`tensorshard.distributed.init_process_group` was called, and its groups still exist.
+
+    Examples:
+        >>> ts.distributed.is_initialized()
+        False
+    """
     return _session.get() is not None
 
 
 def destroy_process_group() -> None:
-    """Forgets the model-parallel and data-parallel groups and frees them. The world is left as it is."""
+    """Frees the model-parallel and data-parallel groups. torch's default group stays.
+
+    Examples:
+        >>> ts.distributed.init_process_group()
+        >>> ts.distributed.destroy_process_group()
+        >>> ts.distributed.is_initialized()
+        False
+    """
     groups = _session.get()
     _session.set(None)
     if groups is None:
@@ -158,42 +170,114 @@ def destroy_process_group() -> None:
 
 
 def get_mesh() -> DeviceMesh:
-    """All ranks, with axes "dp" and "tp": what ``fully_shard`` and ``distribute_tensor`` take."""
+    """All ranks, as a mesh with axes "dp" and "tp", for ``fully_shard`` and ``distribute_tensor``.
+
+    Raises:
+        RuntimeError: there are no model-parallel groups.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> ts.distributed.get_mesh()["dp"].size(), ts.distributed.get_mesh()["tp"].size()
+        (1, 2)
+    """
     return _session.require().mesh
 
 
 def get_group() -> dist.ProcessGroup:
-    """This rank's model-parallel group."""
+    """This rank's model-parallel group.
+
+    Raises:
+        RuntimeError: there are no model-parallel groups.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> torch.distributed.get_process_group_ranks(ts.distributed.get_group())
+        [0, 1]
+    """
     return _session.require().model_mesh.get_group()
 
 
 def get_rank(group: Group | None = None) -> int:
-    """This rank's place in its model-parallel group, or in `group`."""
+    """This rank's number in its model-parallel group, or in `group`, counted from 0.
+
+    Raises:
+        RuntimeError: there are no model-parallel groups, and no `group` was given.
+
+    Examples:
+        >>> ts.distributed.init_process_group()
+        >>> ts.distributed.get_rank()
+        0
+    """
     return resolve_group(group).rank()
 
 
 def get_group_size(group: Group | None = None) -> int:
-    """Number of ranks of the model-parallel group, or of `group`."""
+    """Number of ranks in the model-parallel group, or in `group`.
+
+    Raises:
+        RuntimeError: there are no model-parallel groups, and no `group` was given.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> ts.distributed.get_group_size()
+        2
+    """
     return resolve_group(group).size()
 
 
 def get_world_size() -> int:
-    """Number of processes in the world: model-parallel group size times data-parallel size."""
+    """Number of processes in the world: the size of a model-parallel group times the number of these groups.
+
+    Raises:
+        RuntimeError: there are no model-parallel groups.
+
+    Examples:
+        >>> ts.distributed.init_process_group(group_size=1)  # on two ranks
+        >>> ts.distributed.get_world_size()
+        2
+    """
     return _session.require().world.size()
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """The ranks at this rank's place in every model-parallel group: they hold the same shards."""
+    """The ranks with this rank's number in all model-parallel groups. They hold the same shards.
+
+    Raises:
+        RuntimeError: there are no model-parallel groups.
+
+    Examples:
+        >>> ts.distributed.init_process_group(group_size=1)  # on two ranks
+        >>> torch.distributed.get_process_group_ranks(ts.distributed.get_data_parallel_group())
+        [0, 1]
+    """
     return _session.require().mesh.get_group("dp")
 
 
 def get_data_parallel_rank() -> int:
-    """Which model-parallel group this rank is in, counted from 0."""
+    """Number of the model-parallel group that this rank is in, counted from 0.
+
+    Raises:
+        RuntimeError: there are no model-parallel groups.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> ts.distributed.get_data_parallel_rank()
+        0
+    """
     return get_data_parallel_group().rank()
 
 
 def get_data_parallel_size() -> int:
-    """Number of model-parallel groups."""
+    """Number of model-parallel groups.
+
+    Raises:
+        RuntimeError: there are none.
+
+    Examples:
+        >>> ts.distributed.init_process_group(group_size=1)  # on two ranks
+        >>> ts.distributed.get_data_parallel_size()
+        2
+    """
     return get_data_parallel_group().size()
 
 
@@ -241,7 +325,7 @@ def resolve_mesh(group: Group | None) -> DeviceMesh:
 
 
 def find_monitor(group: dist.ProcessGroup) -> CollectiveMonitor | None:
-    """What checks the calls over `group`, if that was asked for."""
+    """The monitor that compares the ranks' calls over `group`; None without ``check_collectives``."""
     groups = _session.get()
     if groups is None or groups.monitor is None or group is not groups.model_mesh.get_group():
         return None

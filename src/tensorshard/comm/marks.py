@@ -24,7 +24,7 @@ _PARALLEL_DIM = "parallel_dim"
 _ORDER_TYPE = "order_type"
 _DETAILS = "_tensorshard_mark"
 
-# Parameters that were marked as split: torch hands some of its functions their gradients alone, or their ``.data``.
+# Parameters that were marked as split. Where torch passes on only a gradient or ``.data``, its parameter is found here.
 _split_parameters: "WeakValueDictionary[int, nn.Parameter]" = WeakValueDictionary()
 
 
@@ -58,7 +58,7 @@ def get_mark(tensor: torch.Tensor) -> ParallelMark | None:
 
 
 def get_layout(tensor: torch.Tensor) -> ParallelMark | None:
-    """As :func:`get_mark`, and the mark, without a dimension, of a parameter that a parallel layer holds in full."""
+    """As :func:`get_mark`; and for a parameter that a parallel layer holds in full, a mark whose `dim` is None."""
     named = getattr(tensor, _PARALLEL_DIM, None)
     if not isinstance(named, int):
         return None
@@ -110,7 +110,7 @@ def register_parallel_dim(
 
     Args:
         tensor: marked in place.
-        dim: of an activation or buffer, its own dimension. Of an ``nn.Parameter``, the `dim` of its layer, as
+        dim: for an activation or buffer, its own dimension. For an ``nn.Parameter``, the `dim` of its layer, as
             :func:`register_parallel_attribute` takes it.
         size: elements of the full tensor along `dim`. Without it, code that needs it asks the other ranks.
         group: the ranks that hold the parts; by default those of the layer or loss that reads the mark.
@@ -187,7 +187,7 @@ def _refuse_dtensor(tensor: torch.Tensor) -> None:
 
 
 def _own_dim(parameter: torch.Tensor, layer_dim: int, order_type: int) -> int | None:
-    """The dimension of the parameter itself, along which a layer with `layer_dim` splits it."""
+    """The parameter's own dimension along which a layer with `layer_dim` splits it."""
     if order_type == 1:
         return layer_dim % max(1, parameter.ndim)
     if layer_dim not in (0, 1, -1):
@@ -201,7 +201,7 @@ def _own_dim(parameter: torch.Tensor, layer_dim: int, order_type: int) -> int | 
 
 
 def split_parameter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The marked parameter whose memory `tensor` is, as its ``.data`` is; `tensor` itself where there is none."""
+    """The marked parameter whose memory `tensor` shares, as its ``.data`` does; `tensor` itself if there is none."""
     if get_layout(tensor) is not None or type(tensor) is not torch.Tensor or tensor.is_meta:
         return tensor
     address = tensor.untyped_storage().data_ptr()
@@ -212,6 +212,6 @@ def split_parameter_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split_parameters_by_gradient() -> dict[int, nn.Parameter]:
-    """The marked parameters that have a gradient, by the ``id`` of that."""
+    """The marked parameters that have a gradient, by the ``id`` of the gradient."""
     trained = [parameter for parameter in list(_split_parameters.values()) if parameter.requires_grad]
     return {id(p.grad): p for p in trained if p.grad is not None and get_mark(p) is not None}

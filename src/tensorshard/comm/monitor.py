@@ -9,7 +9,7 @@ _MESSAGE_BYTES = 256
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks of a group called different collectives, or not all of them called one."""
+    """The ranks of a group called different collectives, or one of them did not call any."""
 
 
 class CollectiveMonitor:

@@ -1,7 +1,7 @@
 """Collectives on tensors split along any dimension, evenly or not. Nothing here is differentiable.
 
-The layers under them (`collectives`) move flat buffers; these cut, pad, and put together. Every call goes
-past the group's monitor, if it has one.
+The module `collectives` moves flat buffers; the functions here cut, pad and concatenate. If the group has a monitor, it
+checks every call first.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ def gather_flat(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def exchange_sizes(size: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """What each rank passed as `size`."""
+    """The `size` that each rank passed."""
     return gather_flat(torch.tensor([size], device=device), group).flatten().tolist()
 
 
@@ -47,14 +47,14 @@ class Started:
     finish: Callable[[], torch.Tensor]
 
     def wait(self) -> torch.Tensor:
-        """Its result."""
+        """Waits for it, and returns its result."""
         if self.work is not None:
             self.work.wait()
         return self.finish()
 
 
 def gather_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Concatenates along `dim` what the ranks hold, of which rank i's has ``sizes[i]`` elements there."""
+    """Concatenates the ranks' tensors along `dim`, where rank i's has ``sizes[i]`` elements."""
     return start_gather_dim(tensor, dim, sizes, group, async_op=False).wait()
 
 
@@ -122,9 +122,9 @@ def start_reduce_scatter_dim(
 
 
 def _stacked_shards(tensor: torch.Tensor, dim: int, sizes: Sequence[int], widest: int) -> torch.Tensor:
-    """One padded shard per rank, one after the other: what reduce-scatter takes."""
+    """One padded shard per rank, one after the other, as reduce-scatter takes them."""
     if min(sizes) == widest and (dim == 0 or all(size == 1 for size in tensor.shape[:dim])):
-        return tensor.contiguous()  # cut along its outermost dimension, it is that already
+        return tensor.contiguous()  # cut evenly along its outermost dimension, it is that already
     shape = list(tensor.shape)
     shape[dim] = widest
     stacked = tensor.new_empty((len(sizes), *shape))
@@ -144,7 +144,7 @@ def all_to_all_dims(
     concat_sizes: Sequence[int],
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Sends shard i of `tensor`, cut along `split_dim`, to rank i; joins along `concat_dim` what comes in."""
+    """Sends shard i of `tensor`, cut along `split_dim`, to rank i; concatenates what arrives along `concat_dim`."""
     monitored = tensor.new_empty(0)  # ranks may pass different amounts: only the call itself is compared
     _announce(f"all_to_all({split_dim}, {concat_dim})", monitored, group)
     outgoing = tensor.split(list(split_sizes), split_dim)
@@ -167,13 +167,13 @@ def all_to_all_dims(
 
 
 def exchange_among(pieces: torch.Tensor, together: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchanges within each `together` neighbouring ranks of `group`: ``pieces[i]`` goes to the i-th of them.
+    """An all-to-all within every `together` neighbouring ranks of `group`: ``pieces[i]`` goes to the i-th of them.
 
     Args:
         pieces: [together, *], of the same shape on all ranks.
 
     Returns:
-        [together, *]: what each of them had for this rank.
+        [together, *]: the pieces that these ranks had for this one.
     """
     _announce("exchange_among", pieces, group)
     first = group.rank() // together * together

@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds a shard, and tensors laid out like them: the full from its shards, and back.
+"""Split parameters, and tensors that are split like them: from shards to full tensors, and back.
 
 Parallel layers hold marked plain tensors (:mod:`tensorshard.comm.marks`), which FSDP2 may have made DTensors of.
 """
@@ -15,9 +15,9 @@ _WHOSE = "_tensorshard_part"
 
 
 def is_split(parameter: torch.Tensor) -> bool:
-    """Whether each rank of a group holds another shard of `parameter`: data parallelism must leave it alone.
+    """Whether each rank of a group holds its own shard of `parameter`, so that data parallelism must leave it alone.
 
-    True of any DTensor, which data parallelism cannot average with plain tensors.
+    This is True for any DTensor, which data parallelism cannot average with plain tensors.
     """
     return isinstance(parameter, DTensor) or get_mark(parameter) is not None
 
@@ -36,10 +36,12 @@ def own_group(parameter: torch.Tensor) -> dist.ProcessGroup:
 
 
 def gather_full(tensor: torch.Tensor, layout: ParallelMark | None) -> torch.Tensor:
-    """The full tensor that is cut as `layout` says. Every rank of its group calls this.
+    """The full tensor of which the ranks hold shards. Every rank of the group calls this.
 
     Args:
-        tensor: a shard; or a DTensor, which is put together over its own mesh first, as FSDP2 splits shards further.
+        tensor: this rank's shard; or a DTensor, which is gathered over its own mesh first, as FSDP2 splits shards
+            further.
+        layout: how the full tensor is cut; None if it is not.
     """
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
@@ -53,10 +55,11 @@ def gather_full(tensor: torch.Tensor, layout: ParallelMark | None) -> torch.Tens
 
 
 def own_shard(full: torch.Tensor, layout: ParallelMark | None, like: torch.Tensor | None = None) -> torch.Tensor:
-    """What this rank holds of `full` if that is cut as `layout` says, in memory of its own.
+    """This rank's shard of `full`, in memory of its own.
 
     Args:
-        like: what the result must look like: of the same shape, and a DTensor if it is one.
+        layout: how `full` is cut; None if it is not.
+        like: a tensor of the shape that the result must have. If it is a DTensor, so is the result.
 
     Raises:
         ValueError: `full` is not of the shape of which `like` is a shard.
@@ -80,12 +83,12 @@ def own_shard(full: torch.Tensor, layout: ParallelMark | None, like: torch.Tenso
 
 
 def own_part(value: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:
-    """This rank's shard of a state that is cut as a marked parameter is, and that may be there in full.
+    """This rank's shard of an optimizer state of a marked parameter, given as this shard or in full.
 
-    A state that is neither of the shape of the parameter nor of the full one is returned as it is.
+    A state of any other shape is returned as it is.
 
     Raises:
-        ValueError: it is another rank's shard.
+        ValueError: `value` is another rank's shard.
     """
     mark = get_mark(parameter)
     if mark is None or mark.dim is None or value.ndim != parameter.ndim or isinstance(value, DTensor):
@@ -107,20 +110,26 @@ def _group_of(layout: ParallelMark) -> dist.ProcessGroup:
 
 
 def check_tensor(tensor: object, what: str) -> None:
-    """Raises for what is no tensor.
+    """Refuses what is not a tensor.
+
+    Args:
+        what: the function that was given it, for the message.
 
     Raises:
-        TypeError: it is none; `what` was given it.
+        TypeError: it is not a tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} was given a {type(tensor).__name__}, where a tensor was expected")
 
 
 def refuse_dtensor(tensor: torch.Tensor, what: str) -> None:
-    """Raises for a DTensor where a collective needs a plain tensor, and for what is no tensor at all.
+    """Refuses a DTensor where a collective needs a plain tensor, and what is not a tensor at all.
+
+    Args:
+        what: the function that was given it, for the message.
 
     Raises:
-        TypeError: it is one.
+        TypeError: it is a DTensor, or not a tensor.
     """
     check_tensor(tensor, what)
     if isinstance(tensor, DTensor):
@@ -157,10 +166,10 @@ def say_whose(shard: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def refuse_foreign_shard(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
-    """Raises for a shard that another rank has saved, and that this one was given as if it were its own.
+    """Refuses a shard that another rank has saved.
 
     Raises:
-        ValueError: it is one, by what :func:`say_whose` noted.
+        ValueError: :func:`say_whose` has noted another rank on it.
     """
     saved = getattr(tensor, _WHOSE, None)
     if saved is not None and saved != (group.rank(), group.size()):

@@ -91,7 +91,7 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def on_mesh_device(tensor: DTensor) -> DTensor:
-    """`tensor` with its shard on a device of its mesh, where collectives need it: that of a master may be elsewhere."""
+    """`tensor` with its shard on a device of its mesh, as collectives need it. A master weight's may be on another."""
     return DTensor.from_local(  # copies it, if it has to
         tensor.to_local(),
         tensor.device_mesh,

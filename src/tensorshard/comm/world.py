@@ -10,7 +10,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective, unless told otherwise."""
 
 STORE_FILE = "TENSORSHARD_STORE_FILE"
-"""Environment variable: the file in which processes of one machine meet, in place of a port of their first."""
+"""Environment variable: the file through which processes of one machine find each other, in place of a port."""
 
 
 def as_timedelta(timeout: timedelta | float) -> timedelta:

@@ -1,8 +1,8 @@
 """Tensors that stand for full ones which do not exist yet. The full one is made only if an operation needs it.
 
 A subclass has a rule for each operation that can do without the full tensor. Any other operation gets the full tensor,
-which is a plain one and is made once. (DTensor, too, has a rule for each operation on a sharded tensor. Here an operation
-without a rule gets the full tensor.)
+which is a plain one and is made once. (DTensor, too, has a rule for each operation on a sharded tensor. Here an
+operation without a rule gets the full tensor.)
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class DeferredTensor(torch.Tensor):
 
 
 class _Written(torch.autograd.Function):
-    """Notes in autograd's graph that the full tensor was changed in place: later gradients flow through the full one."""
+    """Notes in autograd's graph that the full tensor was changed in place: gradients flow through the full one."""
 
     @staticmethod
     def forward(ctx: Any, deferred: DeferredTensor, full: torch.Tensor) -> DeferredTensor:

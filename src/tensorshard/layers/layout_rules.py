@@ -1,7 +1,7 @@
 """What reshapes, permutations and indexing do to a dimension that is split over ranks.
 
 Each rule takes a tensor's full shape and its split dimension. It returns how to do the operation on this rank's shard,
-and which dimension is split afterwards; or None, if the operation would cut the split dimension or merge it with others.
+and which dimension is split afterwards; None if the operation would cut the split dimension or merge it with others.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Loops whose iterations are alike. An estimate, which counts operations and computes nothing, may run fewer of them."""
+"""Loops whose iterations are alike. An estimate counts operations and computes nothing, so it may run fewer of them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

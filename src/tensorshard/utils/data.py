@@ -10,22 +10,27 @@ __all__ = ["DistributedGroupSampler"]
 
 
 class DistributedGroupSampler(DistributedSampler):
-    """torch's ``DistributedSampler`` with one share of the data per model-parallel group.
+    """torch's ``DistributedSampler`` with one share of the data for each model-parallel group.
 
-    The ranks of a group hold parts of one model and therefore need the same samples; different groups get
-    different ones. As with torch's, call ``set_epoch`` before each epoch, and hand it to a ``DataLoader`` as
-    its ``sampler``.
+    The ranks of a group hold parts of one model, so they need the same samples; different groups get different
+    ones. Pass it to a ``DataLoader`` as its ``sampler``, and call ``set_epoch`` before each epoch, as with torch's.
 
     Args:
-        dataset: what is sampled.
-        num_groups: how many shares; by default the number of model-parallel groups.
-        group_index: whose share; by default that of this rank's group.
-        shuffle, seed, drop_last: as in ``DistributedSampler``. Without `drop_last`, samples are repeated
-            where the data does not divide.
+        dataset: a map-style dataset, with a length.
+        num_groups: how many shares there are; by default the number of model-parallel groups.
+        group_index: which share this is; by default that of this rank's group.
+        shuffle, seed, drop_last: as in ``DistributedSampler``. Without `drop_last`, some samples are repeated if the
+            number of groups does not divide that of the samples.
 
     Raises:
         RuntimeError: there are no groups, and `num_groups` and `group_index` are not both given.
         ValueError: `group_index` is not below `num_groups`.
+
+    Examples:
+        >>> dataset = torch.utils.data.TensorDataset(torch.arange(10))
+        >>> sampler = ts.utils.data.DistributedGroupSampler(dataset, num_groups=2, group_index=1, shuffle=False)
+        >>> list(sampler)
+        [1, 3, 5, 7, 9]
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """A linear layer and the cross entropy of its outputs, with the classes split over a group and never all at once.
 
-However many classes there are, no more than a tile of their logits exists at a time: see
-:mod:`tensorshard.heads.loss.two_passes`. One exchange of a few numbers per sample and rank in forward, and the
-sum of the input's gradient in backward, are all that travels.
+However many classes there are, only a tile of their logits exists at a time: see
+:mod:`tensorshard.heads.loss.two_passes`. Forward exchanges a few numbers per sample and rank, and backward sums the
+input's gradient over the ranks. Nothing else travels.
 """
 
 from typing import Any
@@ -46,44 +46,52 @@ def parallel_linear_cross_entropy(
 ) -> Any:
     """``F.cross_entropy(F.linear(input, weight, bias), target)`` without its logits, the classes split over a group.
 
-    Exact: every class is in every softmax. Sums are in fp32, or fp64 for fp64 tensors, those over the classes of a
-    sample in fp64. Under ``torch.autocast`` a GPU multiplies in its type; the CPU in fp32. Under ``torch.compile`` it
-    runs as it is, between two graphs.
+    It is exact: every class is in every softmax. Sums over the classes of a sample are in fp64; other sums are in fp32,
+    or in fp64 for fp64 tensors. Under ``torch.autocast`` a GPU multiplies in autocast's type, the CPU in fp32. Under
+    ``torch.compile`` this function is not compiled.
 
     Args:
         input: [*, D], the same on every rank of the group.
-        weight: [C, D], as a DTensor split along 0, or this rank's rows of it.
-        target: [*]: classes, numbered over all ranks, the same on every rank.
+        weight: [C, D] as a DTensor that is split along 0, or this rank's rows of it.
+        target: [*]: class numbers, counted over all ranks, the same on every rank.
         bias: [C], split as the weight.
         ignore_index, label_smoothing, reduction: as in ``F.cross_entropy``. Smoothing counts the classes of all ranks.
-        class_weight: [C]: of all classes, on every rank. It gets no gradient.
-        z_loss: this times the squared log-sum-exp is added per target that is not ignored (Chowdhery et al. 2022);
-            with "mean", its mean over those.
-        softcap: the loss is of softcap * tanh(logits / softcap) (Gemma 2, 2024); None: of the logits as they are. Not
-            with `margin`, nor with ``keep_logits=True``.
-        use_token_scaling: whether each target's loss, its z-loss included, is multiplied by the probability that the
-            softmax gives it, taken as a constant (dynamic fine-tuning: Wu et al. 2025). What "mean" divides by stays.
-        return_lse, return_token_accuracy: what else is returned, as :class:`tensorshard.nn.CrossEntropyOutput` has it.
-            The log-sum-exp is of the logits that the loss sees; accuracy is without the margin.
-        num_classes: C, where `weight` is this rank's rows; without it the ranks exchange what they hold.
+        class_weight: [C]: the weights of all classes, on every rank. They get no gradient.
+        z_loss: this times the squared log-sum-exp is added for each target that is not ignored (Chowdhery et al. 2022);
+            with "mean", its mean over these targets.
+        softcap: the loss is that of softcap * tanh(logits / softcap) (Gemma 2, 2024); None: of the logits as they are.
+            It cannot be combined with `margin`, nor with ``keep_logits=True``.
+        use_token_scaling: whether each target's loss, z-loss included, is multiplied by the probability that the
+            softmax gives the target, taken as a constant (dynamic fine-tuning: Wu et al. 2025). The number by which
+            "mean" divides does not change.
+        return_lse, return_token_accuracy: whether these are returned, too. The log-sum-exp is that of the logits in the
+            loss; the accuracy is that without the margin.
+        num_classes: C, if `weight` is this rank's rows. Without it, the ranks exchange how many rows they hold.
         group: the ranks that hold the classes; by default the weight's own, else the model-parallel group. A process
-            that has not joined a process group holds them all.
-        keep_logits: whether backward finds this rank's logits (their exponentials, in bf16, whose rounding of 2^-9 is
-            then in the gradients) as forward left them, 2 bytes a sample and class, or computes them again. None: they
-            are kept, in bf16 for narrow inputs and without rounding for others, where that takes at most half of the
-            bytes of this rank's weight: for as many samples as half the features, where all are of one type.
+            that has not joined a process group holds all classes.
+        keep_logits: True: forward keeps the exponentials of this rank's logits for backward, in bf16: 2 bytes a sample
+            and class. Their rounding of 2^-9 is then in the gradients. False: backward computes the logits again. None:
+            they are kept if that takes at most half of the bytes of this rank's weight: in bf16 if input or weight has
+            16 bits, else without rounding. If all have one type, that holds for up to half as many samples as features.
         margin: ``ArcFace`` or ``CosFace``, for the target's logit; needs `normalize`.
         scale: multiplies the logits.
-        normalize: whether the rows of input and weight are taken at length 1, so that logits are `scale` times cosines.
+        normalize: whether the rows of input and weight are normalized to length 1, so that logits are `scale` times
+            cosines.
 
     Returns:
         The loss, the same on every rank of the group; fp32, or fp64 for fp64 tensors. With any ``return_`` option a
         :class:`tensorshard.nn.CrossEntropyOutput`.
 
     Raises:
-        IndexError: a target outside the classes.
-        ValueError: shapes, types or options that do not fit.
+        IndexError: a target is outside the classes.
+        ValueError: shapes, types or options do not fit.
         RuntimeError: there is a process group, but no model-parallel one, and none was given.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> weight = torch.zeros(500, 16)  # this rank's rows of 1000
+        >>> ts.nn.functional.parallel_linear_cross_entropy(torch.randn(8, 16), weight, torch.arange(8))
+        tensor(6.9078)
     """
     place = find_place(weight, num_classes, head_group(weight, group))
     loss = CrossEntropySpec(
@@ -129,7 +137,7 @@ def tiled_loss(
     normalize: bool,
     extras: Extras,
 ) -> Any:
-    """:func:`parallel_linear_cross_entropy` with what only the module asks for."""
+    """:func:`parallel_linear_cross_entropy`, with the `extras` that only the module uses."""
     local_weight, local_bias = to_local(weight), None if bias is None else to_local(bias)
     check_head(
         input,

@@ -13,7 +13,7 @@ _EDGE = 1e-7
 class ArcFace:
     """An additive angular margin (Deng et al. 2019): cos(a) becomes cos(a + margin).
 
-    Where a + margin exceeds pi, and cos(a + margin) would grow again, it is cos(a) - margin * sin(margin), as in
+    If a + margin exceeds pi, cos(a + margin) would grow again. Then it is cos(a) - margin * sin(margin), as in
     InsightFace.
 
     Args:
@@ -21,6 +21,11 @@ class ArcFace:
 
     Raises:
         ValueError: `margin` is outside [0, pi).
+
+    Examples:
+        >>> head = ts.nn.ParallelLinearCrossEntropy(16, 1000, margin=ts.nn.ArcFace(0.5))
+        >>> head(torch.randn(8, 16), torch.arange(8)).shape
+        torch.Size([])
     """
 
     margin: float = 0.5
@@ -30,7 +35,7 @@ class ArcFace:
             raise ValueError(f"ArcFace was given margin={self.margin}: use an angle from 0 to pi, in radians")
 
     def apply(self, cosine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosine with its margin, and its derivative."""
+        """The cosine with its margin, and the derivative of that; both of the shape of `cosine`."""
         clamped = cosine.clamp(-1 + _EDGE, 1 - _EDGE)
         angle = clamped.acos()
         turned = angle + self.margin
@@ -43,8 +48,16 @@ class ArcFace:
 class CosFace:
     """An additive cosine margin (Wang et al. 2018): cos(a) becomes cos(a) - margin.
 
+    Args:
+        margin: what is subtracted.
+
     Raises:
         ValueError: `margin` is outside [0, 2).
+
+    Examples:
+        >>> head = ts.nn.ParallelLinearCrossEntropy(16, 1000, margin=ts.nn.CosFace(0.35))
+        >>> head(torch.randn(8, 16), torch.arange(8)).shape
+        torch.Size([])
     """
 
     margin: float = 0.35
@@ -54,7 +67,7 @@ class CosFace:
             raise ValueError(f"CosFace was given margin={self.margin}: use a number from 0 to 2, the range of a cosine")
 
     def apply(self, cosine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosine with its margin, and its derivative."""
+        """The cosine with its margin, and the derivative of that; both of the shape of `cosine`."""
         return cosine - self.margin, torch.ones_like(cosine)
 
 

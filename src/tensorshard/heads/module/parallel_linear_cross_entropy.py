@@ -22,50 +22,62 @@ _DEFAULT_SCALE = 64.0  # of cosines, as in ArcFace and CosFace
 
 
 class ParallelLinearCrossEntropy(HeadModule):
-    """``nn.Linear`` and ``nn.CrossEntropyLoss`` in one, its classes split over a group, its logits never all there.
+    """``nn.Linear`` and ``nn.CrossEntropyLoss`` in one: the classes are split over a group, and logits are never all
+    held.
 
-    Exact: see :func:`tensorshard.nn.functional.parallel_linear_cross_entropy`. Initial weights are ``nn.Linear``'s
-    for the same random seed, which must be the same on the ranks of the group; no rank ever holds the whole weight. The
-    state dict is that of ``nn.Linear``, and takes either whole tensors or parts.
+    It is exact, as :func:`tensorshard.nn.functional.parallel_linear_cross_entropy` is. Initial weights are those that
+    ``nn.Linear`` gets from the same random seed. All ranks of the group need the same seed; no rank ever holds the full
+    weight. The state dict has the names of ``nn.Linear``. Full tensors and this rank's parts can be loaded.
 
     Args:
-        in_features: of the input. num_classes: of all ranks; it need not divide. bias: whether there is one.
+        in_features: of the input.
+        num_classes: of all ranks. The number of ranks need not divide it.
+        bias: whether there is one.
         ignore_index, label_smoothing, class_weight, z_loss, reduction, softcap: as in the functional form.
-        use_token_scaling, return_lse, return_token_accuracy, keep_logits: likewise.
+        use_token_scaling, return_lse, return_token_accuracy, keep_logits: as in the functional form.
         margin: ``ArcFace(...)`` or ``CosFace(...)``, for the target's logit; without a bias.
-        normalize: whether logits are cosines times `scale`; None: where there is a margin.
+        normalize: whether logits are cosines times `scale`; None: if there is a margin.
         scale: multiplies the logits; None: 64 for cosines, else 1.
-        sample_rate: in training, the share of its classes that a rank computes with: those that are targets, the
-            others at random (Partial FC: An et al. 2022). Below 1 this is not exact: softmax is over the sample, and
-            only its rows are trained.
-        gather_inputs: over which ranks inputs and targets are to be gathered first, so that ranks with batches of their
-            own may hold parts of one head, as in TorchShard: a group or a one-dimensional mesh (the data axis), or
-            True for the group of the classes. The loss is then that of the whole batch, on every rank, and each rank's
-            input gets its own samples' gradient.
-        grad_scale: multiplies the input's gradient. Where ``DistributedDataParallel`` averages the gradients of what
-            comes before the head over n ranks whose batches were gathered, n makes their sum of it.
+        sample_rate: the share of its classes that a rank computes with in training: the targets' classes, and others at
+            random (Partial FC: An et al. 2022). Below 1 this is not exact: the softmax is over these classes, and only
+            their rows are trained.
+        gather_inputs: the ranks over which inputs and targets are gathered first: a group or a one-dimensional mesh
+            (the data axis), or True for the group of the classes. So ranks with different batches can hold parts of
+            one head, as in TorchShard. The loss is that of all their samples, on every rank, and each rank's input
+            gets the gradient of its own samples.
+        grad_scale: multiplies the input's gradient. If ``DistributedDataParallel`` averages the gradients of the layers
+            before the head over n ranks whose batches were gathered, use n: the average is then the sum.
         update: ``dict(lr=..., momentum=0.0, weight_decay=0.0, momentum_dtype="fp32", seed=0)`` makes backward update
-            the weight itself, tile by tile, so that no gradient tensor exists: exactly what ``torch.optim.SGD`` does.
-            A weight in bf16 is rounded stochastically. See `optimizer` and :meth:`accumulate`. Under a Plan the
-            weight gets a gradient, and an SGD in the Engine's optimizer does the same with it, in a group of its own.
-        group: a process group or a one-dimensional mesh; by default the model-parallel group. Where there is none, the
+            the weight itself, tile by tile, so that no gradient tensor exists. The update is that of
+            ``torch.optim.SGD``. A weight in bf16 is rounded stochastically. See `optimizer` and :meth:`accumulate`.
+            Under a Plan the weight gets a gradient, and the Engine's optimizer makes the same update.
+        group: a process group or a one-dimensional mesh; by default the model-parallel group. If there is none, the
             head holds all classes, as ``nn.Linear`` would, until ``parallelize(model, Plan(tp=...))`` splits them.
         device, dtype: as in ``nn.Linear``.
 
     Attributes:
-        weight: [num_classes, in_features]: this rank's rows, marked as such; all of them where there is no group.
-        bias: [num_classes] or None, likewise.
-        optimizer: a ``HeadSGD``, with ``update=``, else None: its ``param_groups`` are for schedulers, its state
-            saved as any optimizer's; call its ``step()`` where the other optimizer's is called. It is the only one
-            that may have this head's parameters.
+        weight: this rank's rows of [num_classes, in_features], marked as a shard; all rows if there is no group.
+        bias: this rank's part of [num_classes], or None.
+        optimizer: with ``update=``, a ``HeadSGD``; else None. Schedulers set its ``param_groups``, and its state is
+            saved as any optimizer's. Call its ``step()`` beside the other optimizer's. No other optimizer may have
+            this head's parameters.
 
     Raises:
-        ValueError: options that do not fit.
+        ValueError: options do not fit.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> head = ts.nn.ParallelLinearCrossEntropy(16, 1000)
+        >>> head.weight.shape
+        torch.Size([500, 16])
+        >>> loss = head(torch.randn(8, 16), torch.arange(8))
+        >>> loss.shape, head.topk(torch.randn(8, 16), k=5)[1].shape
+        (torch.Size([]), torch.Size([8, 5]))
     """
 
     class_weight: torch.Tensor | None
 
-    takes_targets = True  # its forward is called with the targets, so that the model's is, too
+    takes_targets = True  # its forward needs the targets, so the model's forward gets them
 
     def __init__(
         self,
@@ -132,10 +144,14 @@ class ParallelLinearCrossEntropy(HeadModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> "ParallelLinearCrossEntropy":
-        """A head with the weights of `linear`, which must be the same on every rank of the group.
+        """Makes a head with the weights of `linear`, which must be the same on every rank of the group.
 
         Args:
-            options: of the constructor, but for the sizes, `bias`, `device` and `dtype`.
+            linear: the layer whose weight and bias are taken.
+            options: those of the constructor, without the sizes, `bias`, `device` and `dtype`.
+
+        Raises:
+            ValueError: options do not fit.
         """
         given = dict(linear.named_parameters(recurse=False))
         update = options.pop("update", None)
@@ -153,15 +169,18 @@ class ParallelLinearCrossEntropy(HeadModule):
     def forward(self, features: torch.Tensor, targets: torch.Tensor) -> Any:
         """The loss, the same on every rank of the group; with any ``return_`` option a ``CrossEntropyOutput``.
 
-        What that has for each token it has for those of all ranks whose inputs are gathered.
+        If inputs are gathered, the output's numbers for each token cover the tokens of all these ranks.
 
         Args:
             features: [*, in_features]: the same on every rank, unless inputs are gathered (along the first dimension).
-            targets: [*]: classes, numbered over all ranks.
+            targets: [*]: class numbers, counted over all ranks.
 
         Raises:
-            ValueError, TypeError, IndexError: as :func:`tensorshard.nn.functional.parallel_linear_cross_entropy`.
-            RuntimeError: with ``update=``: a loss in fp16; parameters that were replaced. As for :meth:`topk`.
+            IndexError: a target is outside the classes.
+            TypeError: targets are not integers.
+            ValueError: shapes or types do not fit.
+            RuntimeError: with ``update=``: the loss is in fp16, or parameters were replaced; or, as for :meth:`topk`, a
+                Plan has sharded the weight.
         """
         self._check_rows()
         features, targets = self._gather(features, targets)
@@ -192,7 +211,7 @@ class ParallelLinearCrossEntropy(HeadModule):
         )
 
     def _loss(self) -> CrossEntropySpec:
-        """As its attributes say now."""
+        """The options of the loss, as the attributes say now."""
         return CrossEntropySpec(
             self.num_classes,
             self.ignore_index,
@@ -206,14 +225,17 @@ class ParallelLinearCrossEntropy(HeadModule):
         )
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of the logits, all at once, without margins; marked as split along the last dimension.
+        """This rank's columns of the logits, all at once, without margins.
 
         Args:
             features: [*, in_features], the same on every rank; it is not gathered.
 
+        Returns:
+            [*, this rank's classes], marked as split along the last dimension.
+
         Raises:
-            RuntimeError: with ``update=`` and where a gradient is wanted: the weight would not get its own; or as for
-                :meth:`topk`.
+            RuntimeError: a gradient is needed on a head with ``update=``, whose weight would not get its own; or, as
+                for :meth:`topk`, a Plan has sharded the weight.
         """
         if self.optimizer is not None and torch.is_grad_enabled() and features.requires_grad:
             raise RuntimeError(
@@ -227,7 +249,7 @@ class ParallelLinearCrossEntropy(HeadModule):
 
     @torch.no_grad()
     def topk(self, features: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `k` largest logits over the classes of all ranks, and these classes; equal logits come in any order.
+        """The `k` largest logits over the classes of all ranks, and their classes; equal logits come in any order.
 
         Args:
             features: [*, in_features]: as in :meth:`forward`; if inputs are gathered, so is the result.
@@ -236,8 +258,8 @@ class ParallelLinearCrossEntropy(HeadModule):
             [*, k] logits, largest first, and [*, k] classes; the same on every rank.
 
         Raises:
-            ValueError: there are no `k` classes.
-            RuntimeError: a Plan has sharded the weight, outside of the model's forward.
+            ValueError: there are fewer than `k` classes, or `k` is below 1.
+            RuntimeError: a Plan has sharded the weight, and this is called outside of the model's forward.
         """
         if not 1 <= k <= self.num_classes:
             raise ValueError(f"k={k} was given for {self.num_classes} classes: use 1 to {self.num_classes}")
@@ -249,10 +271,14 @@ class ParallelLinearCrossEntropy(HeadModule):
 
     @torch.no_grad()
     def accuracy(self, features: torch.Tensor, targets: torch.Tensor, k: int = 1) -> torch.Tensor:
-        """The share of the targets, but for ignored ones, that are among the `k` largest logits. Of no targets: nan.
+        """The share of the targets whose logit is among the `k` largest. Ignored targets do not count.
 
         Args:
             features, targets: as in :meth:`forward`.
+            k: how many of the largest logits count.
+
+        Returns:
+            A scalar from 0 to 1; nan if all targets are ignored.
         """
         _, targets = self._gather(None, targets)
         hit = (self.topk(features, k)[1] == targets[..., None]).any(-1)
