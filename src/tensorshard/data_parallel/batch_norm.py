@@ -37,7 +37,7 @@ def synchronize_batch_norm(modules: Mapping[str, nn.Module], group: dist.Process
     """
     for name, module in modules.items():
         if runs_forward_of(module, nn.SyncBatchNorm):
-            # It would synchronize over the world, of which the data ranks may be a part, and on GPUs alone.
+            # nn.SyncBatchNorm's own forward synchronizes over the whole world, and only on GPUs.
             replace_forward(module, Role.LOCAL_STATISTICS, MethodType(BatchNormBase.forward, module))
         around = None if group is None else _synchronization(name, module, group)
         if around is not None:
@@ -45,7 +45,7 @@ def synchronize_batch_norm(modules: Mapping[str, nn.Module], group: dist.Process
 
 
 def _synchronization(name: str, module: nn.Module, group: dist.ProcessGroup) -> Forward | None:
-    """What goes around the forward of `module`; None for nothing."""
+    """The context for the forward of `module`; None if it needs none."""
     if isinstance(module, INSTANCE_NORMS):
         return partial(_averaged, module, group) if module.track_running_stats else None
     if isinstance(module, BatchNormBase) and runs_forward_of(module, BatchNormBase, nn.SyncBatchNorm):
@@ -59,7 +59,7 @@ def _synchronization(name: str, module: nn.Module, group: dist.ProcessGroup) -> 
 
 
 def _plain(module: BatchNormBase, group: dist.ProcessGroup, forward: Forward, /, input: torch.Tensor) -> torch.Tensor:
-    """The forward of torch's own classes, which needs no interception, and can be compiled without."""
+    """The forward of torch's own classes. It is written out, so that it can be compiled."""
     if not module.training and not (module.running_mean is None and module.running_var is None):
         return forward(input)
     check_batch_norm_input(module, input)
@@ -81,7 +81,7 @@ def _plain(module: BatchNormBase, group: dist.ProcessGroup, forward: Forward, /,
 def _synchronized(
     name: str, module: nn.Module, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """A forward of a subclass's own, whose calls of ``batch_norm`` are of all ranks' samples."""
+    """A context for the forward of a subclass: its calls of ``batch_norm`` see the samples of all ranks."""
     before = _running(module)
     with BatchNormCalls(partial(global_batch_norm, group=group)) as calls:
         output = forward(*args, **kwargs)

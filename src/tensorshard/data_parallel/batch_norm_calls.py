@@ -1,4 +1,4 @@
-"""What a module's forward computes by torch's function ``batch_norm``, computed otherwise."""
+"""Replaces the calls of torch's function ``batch_norm`` inside a module's forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class BatchNormCalls(TorchFunctionMode):
-    """Within this, `batch_norm` is called for each call of torch's that takes batch statistics; others go through.
+    """A context in which `batch_norm` takes the place of torch's function in each call that uses batch statistics.
 
     Args:
         batch_norm: takes ``(input, running_mean, running_var, weight, bias, momentum, eps)``.

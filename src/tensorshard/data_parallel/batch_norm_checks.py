@@ -1,4 +1,4 @@
-"""Which batch normalizations can be synchronized exactly: by numbers, on a few samples, before anything is changed."""
+"""Checks which batch normalizations can be synchronized exactly, by running them on a few samples."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,19 +18,19 @@ from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 from tensorshard.torch_private.modules import BatchNormBase, clear_forward_hooks, own_buffers
 
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-"""Of 1, 2 and 3 dimensions beside the channels: they normalize each sample by itself."""
+"""These normalize each sample by itself."""
 
 _SAMPLES, _FEWER = 4, 2
-_SIZES: tuple[tuple[int, ...], ...] = ((), (3,), (3, 3), (3, 3, 3))  # of what follows samples and channels
+_SIZES: tuple[tuple[int, ...], ...] = ((), (3,), (3, 3), (3, 3, 3))  # of the dimensions after samples and channels
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What a training forward was seen to do.
+    """What a module does in a training forward.
 
     Args:
         calls_batch_norm: whether it calls torch's function, whose statistics can be taken over all ranks.
-        samples_alone: whether, but for those calls, what it computes of a sample depends on that sample alone.
+        samples_alone: whether a sample's output, apart from those calls, depends on that sample alone.
     """
 
     calls_batch_norm: bool
@@ -43,7 +43,7 @@ def check_batch_norms(model: nn.Module, *, ranks: int, data_ranks: int) -> None:
     Args:
         model: built, or on the meta device.
         ranks: of the plan.
-        data_ranks: those among which a batch is divided.
+        data_ranks: the ranks over which a batch is divided.
 
     Raises:
         ValueError: a module that computes batch statistics by itself, or a subclass of ``nn.SyncBatchNorm`` that has a
@@ -65,7 +65,7 @@ def check_batch_norms(model: nn.Module, *, ranks: int, data_ranks: int) -> None:
 
 
 def by_hand(name: str, module: nn.Module) -> str:
-    """What is said of a module whose statistics cannot be synchronized."""
+    """The message about a module whose statistics cannot be synchronized."""
     return (
         f"module {name!r} ({type(module).__name__}) computes statistics of its batch in a way of its own, so that each "
         f"data rank would normalize by its own samples alone; let its forward call torch.nn.functional.batch_norm or "
@@ -76,7 +76,7 @@ def by_hand(name: str, module: nn.Module) -> str:
 def examine(module: nn.Module) -> Examined | None:
     """Runs a copy of `module`, with random weights, on a batch of small samples and on its first samples alone.
 
-    Calls of ``batch_norm`` normalize by constants meanwhile.
+    During these runs, calls of ``batch_norm`` normalize by constants.
 
     Returns:
         None if it does not run on one tensor [samples, channels, ...].
@@ -90,7 +90,7 @@ def examine(module: nn.Module) -> Examined | None:
         try:
             with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 examined, keeps_shape = _examine(module, shape)
-        except Exception:  # whatever a module makes of inputs that are not its own
+        except Exception:  # a module may raise anything on inputs that it was not made for
             continue
         if keeps_shape:
             return examined
@@ -103,7 +103,7 @@ def _examine(module: nn.Module, shape: tuple[int, ...]) -> tuple[Examined, bool]
     generator = torch.Generator().manual_seed(0)
     copied = copy_with(module, random_values(generator))
     copied.eval()
-    copied.training = True  # alone: dropout in it would draw, and norms in it are examined by themselves
+    copied.training = True  # not its submodules: dropout would draw random numbers, and norms are examined by themselves
     for inner in copied.modules():
         clear_forward_hooks(inner)
     input = torch.randn(shape, generator=generator)
@@ -130,7 +130,7 @@ def _constants(
 
 @contextmanager
 def _unchanged_after(module: nn.Module, values: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The buffers of `module`, which get these values back."""
+    """A context after which the buffers of `module` have their values again."""
     buffers = list(module.buffers())
     try:
         yield buffers

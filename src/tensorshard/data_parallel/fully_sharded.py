@@ -41,8 +41,8 @@ class FullyShardedModel(ShardedModel):
 
     Args:
         model: the model on the meta device, its other transforms applied.
-        value_of: full value of the parameter of a name. Units are filled and sharded one after the other, so that
-            no more than one unit is whole at any time.
+        value_of: the full value of the parameter with a name. Units are filled and sharded one after the other, so that
+            no more than one unit is held in full at any time.
         units: lists of modules whose parameters travel together.
         reduce_dtype: gradients are summed over the ranks in this type.
         offloaded: where the shards are kept; None for the device.
@@ -63,7 +63,7 @@ class FullyShardedModel(ShardedModel):
         super().__init__(model, split)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._places = ParameterPlaces(model)
-        # One for all that are trained, it was checked. Of a pipeline's stage, nothing may be.
+        # All trained parameters have one type, as was checked. A pipeline's stage may train none.
         self._dtype = next((master_dtype(p.dtype) for p in self._names if p.requires_grad), torch.float32)
         hybrid = mesh.degrees["dp_replicate"] > 1
         self._dp_size = mesh.dp_size
@@ -83,8 +83,8 @@ class FullyShardedModel(ShardedModel):
             "ignored_params": set(self._scalars),
         }
         if offloaded is not None and offloaded.is_off_device:
-            # Shards and their gradients are then the host's; what is read into memory goes to the device when it is
-            # gathered. Pinning all of them would be memory beyond any budget.
+            # Shards and their gradients are then in host memory, and go to the device when a unit is gathered. They are not
+            # pinned: pinned memory for all of them would exceed any budget.
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
             narrow = options["mp_policy"].param_dtype
             offloaded.gathered_as = narrow if narrow != self._dtype else None
@@ -98,10 +98,10 @@ class FullyShardedModel(ShardedModel):
         fully_shard(model, reshard_after_forward=False, **options)
         self._note_unit([model])
         gather_for_heads(model)
-        # Kept, because between a forward and its backward the modules show whole parameters.
+        # Kept here, because between a forward and its backward the modules show full parameters.
         self._masters = dict(model.named_parameters())
         for template, name in self._names.items():
-            vars(self._masters[name]).update(vars(template))  # what users hung on it
+            vars(self._masters[name]).update(vars(template))  # attributes that users have set on it
         self._gradients = ShardedGradients(
             model, self._masters, self._scalars, mesh.dp_group, torch.device(mesh.device_mesh.device_type)
         )
@@ -139,7 +139,7 @@ class FullyShardedModel(ShardedModel):
         return {n: OffloadedMaster(self._slots[m], None) for n, m in self._masters.items() if m in self._slots}
 
     def _forward_over(self) -> None:
-        # The loss may still need what logits follow from.
+        # The loss may still compute logits from the parameters.
         if not torch.is_grad_enabled() and not self.logits.is_waiting:
             self._reshard()
 
@@ -149,7 +149,7 @@ class FullyShardedModel(ShardedModel):
             self._reshard()
 
     def _reshard(self) -> None:
-        """No backward will come and shard the root's parameters again."""
+        """Shards the root's parameters again, where no backward follows that would do it."""
         assert isinstance(self.model, FSDPModule)
         self.model.reshard()
 
@@ -200,7 +200,7 @@ class FullyShardedModel(ShardedModel):
                     self._places.replace(parameter, like(parameter, value.contiguous()))
 
     def _note_unit(self, unit: list[nn.Module]) -> None:
-        """Notes the masters of `unit`, which was just sharded, and moves their shards to where they are kept."""
+        """Notes the master weights of `unit`, which was just sharded, and moves their shards to where they are kept."""
         groups = [group for module in unit for group in parameter_groups(module)]
         known = {master for _, masters in self._unit_masters for master in masters}
         own: list[nn.Parameter] = []
@@ -214,7 +214,7 @@ class FullyShardedModel(ShardedModel):
             try:
                 moved = self._offloaded.add(list(shards.values()), list(shards))
             except (ValueError, OSError) as error:
-                # Other ranks may wait for this one's values of the units to come, which take no memory here.
+                # Other ranks may wait for this rank's values of later units. These take no memory here.
                 self._refused = self._refused or error
                 replace_shards(group, [shard.new_zeros(1).expand(shard.numel()) for shard in shards.values()])
                 continue
@@ -227,7 +227,7 @@ class FullyShardedModel(ShardedModel):
         """Called when the model is made.
 
         Raises:
-            ValueError, OSError: there is no room for its parameters where they are to be kept.
+            ValueError, OSError: there is no room for the parameters in host memory or on disk.
         """
         if self._refused is not None:
             raise self._refused
@@ -245,8 +245,8 @@ class FullyShardedModel(ShardedModel):
 
 
 def _shared_between(model: nn.Module, units: list[list[nn.Module]]) -> set[nn.Parameter]:
-    """Parameters that are tied across units, or to a place in none of them (such as one that another pipeline stage
-    computes); FSDP wants all who use one in one group, so these units join the root's."""
+    """Parameters that are tied across units, or to a module in no unit (such as one that another pipeline stage
+    computes). FSDP needs all modules that use a parameter in one group, so these units join the root's group."""
     seen = _parameters_outside(model, {module for unit in units for module in unit})
     shared: set[nn.Parameter] = set()
     for unit in units:
@@ -280,10 +280,10 @@ _CHECKED_GATHERS = 4
 
 
 class UnitOrder:
-    """Compares which unit each rank is about to gather: a model may call other modules on one rank than on another.
+    """Compares which unit each rank is about to gather, since a model may call different modules on different ranks.
 
-    That is done in the first steps alone, since the ranks wait for each other. Later on, such a call ends with the
-    timeout of its group, and names the unit.
+    It does so only in the first steps, since the ranks have to wait for each other. Later, such a call ends with the
+    timeout of its group, and the error names the unit.
 
     Args:
         names: of all units.
@@ -291,7 +291,7 @@ class UnitOrder:
 
     def __init__(self, names: list[str]) -> None:
         self._names = {zlib.crc32(name.encode()): name for name in names}
-        self._left = _CHECKED_GATHERS * len(names)  # the same on all ranks, which count alike until they differ
+        self._left = _CHECKED_GATHERS * len(names)  # the same on all ranks, until their calls differ
 
     def check(self, name: str, group: dist.ProcessGroup) -> None:
         """Waits, in the first steps, until every rank is about to gather its next unit.
@@ -299,7 +299,7 @@ class UnitOrder:
         Raises:
             CollectiveMismatchError: they are different ones.
         """
-        if self._left == 0 or active_fake_mode() is not None:  # fake ranks are alike, and have no values to compare
+        if self._left == 0 or active_fake_mode() is not None:  # fake ranks have no values to compare
             return
         self._left -= 1
         mine = torch.tensor([zlib.crc32(name.encode())])
@@ -318,7 +318,7 @@ class UnitOrder:
 
 
 class _AllGather(_Allocate, AllGather):
-    """FSDP's all-gather by our primitive."""
+    """FSDP's all-gather, done by :func:`all_gather_into`."""
 
     def __init__(self, name: str, order: UnitOrder) -> None:
         self._name, self._order = name, order
@@ -335,7 +335,7 @@ class _AllGather(_Allocate, AllGather):
 
 
 class _ReduceScatter(_Allocate, ReduceScatter):
-    """FSDP's reduce-scatter by our primitive."""
+    """FSDP's reduce-scatter, done by :func:`reduce_scatter_into`."""
 
     def __init__(self, name: str) -> None:
         self._name = name

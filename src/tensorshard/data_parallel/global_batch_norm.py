@@ -25,11 +25,12 @@ def global_batch_norm(
     eps: float,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """``F.batch_norm(..., training=True)`` where every rank of `group` has a part of the batch. A collective of it.
+    """``F.batch_norm(..., training=True)``, where every rank of `group` has a part of the batch. A collective of
+    `group`.
 
     Args:
         input: [samples, channels, ...]; ranks may have different numbers of samples.
-        running_mean, running_var: [channels], updated in place; None where nothing is kept.
+        running_mean, running_var: [channels], updated in place; None if none are kept.
         weight, bias: [channels].
         momentum: the share of this batch in the running statistics; a tensor of one element, or a number.
     """
@@ -96,7 +97,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _reduced(input: torch.Tensor) -> list[int]:
-    """Every dimension but the channels', which are dimension 1."""
+    """All dimensions except 1, that of the channels."""
     return [dim for dim in range(input.dim()) if dim != 1]
 
 

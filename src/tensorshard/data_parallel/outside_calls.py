@@ -1,8 +1,8 @@
 """ZeRO 3 where a model's code calls a part of one unit from outside of it (``self.blocks[0].norm.embed(x)``, say).
 
-FSDP2 gathers a unit's parameters while the unit's own forward runs. A module of it that is called at another time has
-shards alone: it is given full parameters of its own then, and their gradients are reduced apart from the unit's.
-Which modules are called so is seen in the model's first forward; the others cost nothing after it.
+FSDP2 gathers a unit's parameters only while the unit's own forward runs. A module of the unit that is called at another
+time would have shards alone. So it gets full parameters for that call, and their gradients are reduced apart from the
+unit's. The model's first forward shows which modules need this; after it, the others cost nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,14 +28,14 @@ class OutsideCalls:
 
     Args:
         model: after ``fully_shard``.
-        units: the modules that FSDP2 gathers, the model itself apart. Compiled ones are left alone: code around their
+        units: the modules that FSDP2 gathers, without the model itself. Compiled ones are left alone: hooks on their
             modules would be compiled into them.
         gradients: of the model.
         dtype: of computation; None for that of the parameters.
 
     Attributes:
         wait: called with parameters before they are gathered; None for nothing.
-        is_of_all_blocks: says to those who compare blocks that one object is hooked to all of them.
+        is_of_all_blocks: tells code that compares blocks that this one object has hooks on all of them.
     """
 
     is_of_all_blocks = True
@@ -46,7 +46,7 @@ class OutsideCalls:
         self.wait: Callable[[list[nn.Parameter]], None] | None = None
         self._gradients, self._dtype = gradients, dtype
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
-        self._held: dict[nn.Module, dict[str, nn.Parameter]] = {}  # what the modules that are running had
+        self._held: dict[nn.Module, dict[str, nn.Parameter]] = {}  # the shards of the modules that are running
         self._outside: set[nn.Module] = set()
         for unit in units:
             if roles_of(unit).isdisjoint(_COMPILED):
@@ -86,7 +86,7 @@ class OutsideCalls:
 
 
 class _Gathered(Function):
-    """A parameter of which each rank holds a shard, in full; its gradient is averaged, and cut as it is."""
+    """Gathers the full parameter from the ranks' shards. Backward averages its gradient and cuts it into shards."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, gradients: ShardedGradients, dtype: torch.dtype | None) -> torch.Tensor:

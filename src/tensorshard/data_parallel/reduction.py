@@ -11,15 +11,15 @@ from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 
 ALONE_BYTES = 1 << 16
-"""A tensor of at least this many bytes travels by itself, without being copied."""
+"""A tensor of at least this many bytes is sent by itself, without being copied into a packed message."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Who averages gradients with whom."""
+    """The groups over which gradients are averaged."""
 
-    shard: dist.ProcessGroup | None  # each keeps a shard of the sum
-    sum: dist.ProcessGroup | None  # each keeps the same
+    shard: dist.ProcessGroup | None  # each rank keeps a shard of the sum
+    sum: dist.ProcessGroup | None  # each rank keeps all of it
     data_ranks: int
 
     @property
@@ -32,7 +32,7 @@ class Groups:
 
 
 class Bucket:
-    """The parameters of one unit, and the transfers that concern them."""
+    """The parameters of one unit, and the state of their transfers."""
 
     def __init__(self, parameters: list[ReplicatedParameter]) -> None:
         self.parameters = parameters
@@ -40,15 +40,15 @@ class Bucket:
         self.packed = [p for p in parameters if p not in self.alone]
         self.ready: set[ReplicatedParameter] = set()
         self.gathering: list[tuple[dist.Work, Any]] = []
-        self.is_behind = False  # its masters' update goes on, and what is computed with is to follow it
+        self.is_behind = False  # the update of its master weights goes on; what forwards compute with does not have it yet
 
 
 class Reduction:
     """The averaging of one bucket's gradients over the data ranks, under way.
 
-    A parameter that had no gradient on any rank must end with none, as on one device, while one that had some on
-    another rank ends with that one's share. So the packed message ends with a count for each parameter of the ranks
-    that had a gradient; it is read only where this rank had none.
+    A parameter that had no gradient on any rank must end without one, as on one device. If another rank had one, it
+    must end with that rank's share. So the packed message also counts, for each parameter, the ranks that had a
+    gradient. A rank reads the count only of parameters for which it had none.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Reduction:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Starts the second half of transfers that go in two."""
+        """Starts the second half of transfers that have two."""
         for _, work, _ in self._alone:
             advance(work)
         advance(self._packed[0])
@@ -146,5 +146,5 @@ class Reduction:
 
 
 def _travelling(dtype: torch.dtype, requested: torch.dtype) -> torch.dtype:
-    """The type that gradients of `dtype` are summed in: the requested one, unless the model is fp64."""
+    """The type in which gradients of `dtype` are summed: the requested one, except for fp64 models."""
     return dtype if dtype == torch.float64 else requested

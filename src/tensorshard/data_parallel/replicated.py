@@ -1,13 +1,12 @@
 """ZeRO 0, 1 and 2: every rank holds the whole parameters; gradients are averaged, optimizer states may be sharded.
 
-A parameter's storage is padded to a multiple of the ranks, and the part that a rank updates is a view of it. So the
-gather after an update writes straight into the parameters, and a reduction reads straight from the gradient that
-autograd made: no flat copies of the model exist, which is what this has over wrapping FSDP with parameters left
-unsharded (a second copy of the parameters) and over bucketed data parallelism (a second copy of the gradients).
-Small or uneven parameters of a unit travel packed together.
+A parameter's storage is padded to a multiple of the number of ranks, and the part that a rank updates is a view of it.
+So the gather after an update writes straight into the parameters, and a reduction reads straight from the gradient that
+autograd made. There are no flat copies of the model. (FSDP without resharding has a second copy of the parameters,
+bucketed data parallelism one of the gradients.) Small or uneven parameters of a unit are sent in one packed message.
 
-As with FSDP2, a module shows its masters as parameters, but for the time from the beginning of a forward to the end of
-the backward that follows: so ``model.parameters()`` is what an optimizer or ``clip_grad_norm_`` should be given.
+As with FSDP2, a module shows its master weights as parameters, except from the beginning of a forward to the end of the
+backward that follows. So optimizers and ``clip_grad_norm_`` take ``model.parameters()``.
 """
 
 import weakref
@@ -48,7 +47,7 @@ class ReplicatedModel(ShardedModel):
         units: lists of modules whose parameters travel together.
         level: 0, 1 or 2.
         reduce_dtype: gradients are summed over the ranks in this type.
-        slots: where masters go that are not what is computed with; None for the device.
+        slots: where master weights are kept that forwards do not compute with; None for the device.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class ReplicatedModel(ShardedModel):
         self._device = torch.device(mesh.device_mesh.device_type)
         self._units = units
         self._behind: UpdateBehind | None = None
-        self._to_follow: deque[Bucket] = deque()  # updates that go on, in one order on all ranks
+        self._to_follow: deque[Bucket] = deque()  # buckets whose update goes on, in the same order on all ranks
         self._copied: Container[torch.Tensor] = ()  # of these
         self._reduce_dtype = reduce_dtype
         self._shard_mesh, self._groups = _layout(mesh, level)
@@ -86,13 +85,13 @@ class ReplicatedModel(ShardedModel):
         self._in_flight: deque[Reduction] = deque()
         self._accumulated: dict[ReplicatedParameter, torch.Tensor] = {}
         self._in_backward = False
-        self._in_step = False  # of the Engine, which weighs losses so that gradients need only be summed
+        self._in_step = False  # in a step of the Engine, which scales losses so that gradients only need to be summed
         self._complete = True  # the gradients of the last backward have been averaged
         self._last = True
         self._final = True  # the step's gradients are complete after its next backward
         self._interleaved = False
-        # Backward of a batch normalization is a collective, too, and where a rank uses other parameters than another,
-        # their units are ready at other times. These come last, so that all ranks make the same calls in one order.
+        # The backward of a batch normalization is a collective, too. If ranks use different parameters, their units are
+        # ready at different times. So all reductions come at the end: all ranks then make the same calls in one order.
         self._at_the_end = self._groups.communicate and any(map(keeps_statistics, model.modules()))
         for parameter in self._parameters.values():
             self._watch(parameter)
@@ -178,9 +177,9 @@ class ReplicatedModel(ShardedModel):
 
     def watch_updates(self, behind: UpdateBehind) -> None:
         self._behind = behind
-        if self._groups.shard is None:  # else forwards wait for gathers already
+        if self._groups.shard is None:  # else forwards already wait for gathers
             self._wait_before_forward(self._units)
-        # What this forward did not call is gathered all the same: another rank may have called it.
+        # Units that this forward did not call are gathered, too: another rank may have called them.
         self.model.register_forward_hook(lambda *_: self._follow(), always_call=True)
 
     def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
@@ -191,7 +190,7 @@ class ReplicatedModel(ShardedModel):
             bucket.is_behind = True
 
     def _follow(self, last: Bucket | None = None) -> None:
-        """Has what is computed with follow updates that go on, up to those of the bucket `last`; None for all."""
+        """Waits for updates and copies them to what forwards compute with, up to the bucket `last`; None for all buckets."""
         while self._to_follow and (last is None or last.is_behind):
             assert self._behind is not None
             bucket = self._to_follow.popleft()
@@ -209,7 +208,7 @@ class ReplicatedModel(ShardedModel):
     def _materialize(
         self, values: Iterable[tuple[str, torch.Tensor]], precision: str
     ) -> dict[str, ReplicatedParameter]:
-        """Puts real parameters in the place of the meta ones, ties kept."""
+        """Replaces the parameters on the meta device by real ones. Ties are kept."""
         made: dict[str, ReplicatedParameter] = {}
         templates = dict(self.model.named_parameters())
         places = ParameterPlaces(self.model)
@@ -219,7 +218,7 @@ class ReplicatedModel(ShardedModel):
         return made
 
     def _fill_buckets(self, units: list[list[nn.Module]]) -> list[Bucket]:
-        """One bucket a unit; what stands before the first unit and what stands after it are two more."""
+        """One bucket for each unit, and two more: for the parameters before the first unit, and for all others in no unit."""
         by_compute = {p.compute: p for p in self._parameters.values()}
         unit_of: dict[ReplicatedParameter, int] = {}
         for index, unit in enumerate(units):
@@ -235,7 +234,7 @@ class ReplicatedModel(ShardedModel):
         return [Bucket(members[index]) for index in sorted(members)]
 
     def _registrations(self) -> list[tuple[nn.Module, str, ReplicatedParameter]]:
-        """Where what is computed with and what is updated take turns."""
+        """The places in modules where a master weight and what forwards compute with take turns."""
         everything = [*self._parameters.values(), *self._frozen.parameters]
         by_compute = {p.compute: p for p in everything if p.master is not p.compute}
         return [
@@ -257,7 +256,7 @@ class ReplicatedModel(ShardedModel):
     # -- gradients --
 
     def _watch(self, parameter: ReplicatedParameter) -> None:
-        # Weak, because the garbage collector does not see what such a hook refers to, and so would never free a model.
+        # Weak references: the garbage collector does not see what such a hook refers to, and would never free the model.
         model, watched = weakref.ref(self), weakref.ref(parameter)
 
         def ready(_: torch.Tensor) -> None:
@@ -305,7 +304,7 @@ class ReplicatedModel(ShardedModel):
         parameter.compute.grad = None
 
     def _take_local(self, parameter: ReplicatedParameter) -> None:
-        """Without other ranks the gradient is final as it is."""
+        """Takes a gradient on one rank, where it needs no reduction."""
         if parameter.master is not parameter.compute:
             gradient = self._take(parameter)
             assert gradient is not None
@@ -314,7 +313,7 @@ class ReplicatedModel(ShardedModel):
             self._take_gradient(parameter.master)
 
     def _take(self, parameter: ReplicatedParameter) -> torch.Tensor | None:
-        """The gradient of all micro-batches since the last reduction; the parameter gives it up."""
+        """Takes the parameter's gradient of all micro-batches since the last reduction."""
         gradient, parameter.compute.grad = parameter.compute.grad, None
         earlier = self._accumulated.pop(parameter, None)
         if earlier is None:
@@ -328,7 +327,7 @@ class ReplicatedModel(ShardedModel):
             self._finish_gradients()
 
     def _end_backward(self) -> None:
-        if self._interleaved:  # who runs the backwards says when one is over
+        if self._interleaved:  # the code that runs the backwards says when one is over
             return
         self._show(computing=False)
         if self._last:
@@ -343,7 +342,7 @@ class ReplicatedModel(ShardedModel):
             while self._in_flight:
                 self._in_flight.popleft().finish()
             self._launched = 0
-        else:  # what had a gradient in an earlier micro-batch alone
+        else:  # parameters that had a gradient only in an earlier micro-batch
             for parameter in list(self._accumulated):
                 self._take_local(parameter)
         if self._finish_gradients is not None:
@@ -402,7 +401,7 @@ class ReplicatedModel(ShardedModel):
         bucket.gathering.clear()
 
     def _wait_before_forward(self, units: list[list[nn.Module]]) -> None:
-        """Each unit's gather must be over when its forward begins; the rest's when the model's does."""
+        """Makes each unit's forward wait for the unit's gather, and the model's forward for the gather of all other parameters."""
         bucket_of = {p.master: bucket for bucket in self._buckets for p in bucket.parameters}
         in_units: set[int] = set()
         for unit in units:
@@ -431,7 +430,7 @@ class ReplicatedModel(ShardedModel):
 
 
 def _layout(mesh: Mesh, level: int) -> tuple[DeviceMesh | None, Groups]:
-    """Over which mesh parts are kept, and who averages with whom."""
+    """The mesh over which parts are kept, and the groups over which gradients are averaged."""
     if level == 0 or mesh.degrees["dp_shard"] == 1:
         return None, Groups(None, mesh.dp_group if mesh.dp_size > 1 else None, mesh.dp_size)
     replicate = mesh.group("dp_replicate") if mesh.degrees["dp_replicate"] > 1 else None

@@ -20,10 +20,10 @@ class ReplicatedParameter:
     """One parameter: what forward computes with, and the part of it that this rank updates.
 
     Args:
-        slots: where masters go; None for the device.
+        slots: where master weights are kept; None for the device.
 
     Attributes:
-        is_copy: whether what is computed with is a copy of the master, of another type or in other memory.
+        is_copy: whether forwards compute with a copy of the master weight, of another type or in other memory.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ReplicatedParameter:
         full.copy_(value)
         self.compute = like(template, full)
         self.own = slice(index * self.chunk, (index + 1) * self.chunk)
-        # The host updates what is in its memory, in 16 bits or not.
+        # The host updates all master weights in its memory, those of 16-bit parameters and others.
         on_host = slots is not None and slots.copies is not None and value.dim() > 0 and template.requires_grad
         self.is_copy = narrow != wide or on_host
         if shard_mesh is None and not self.is_copy:
@@ -75,7 +75,7 @@ class ReplicatedParameter:
             self.master = like(template, local)
 
     def _keep(self, local: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Has the master's shard in a slot; returns how it looks from there."""
+        """Moves the master weight's shard to a slot; returns the tensor that shows it there."""
         self.offloaded = slots.keep(local, self.storage[self.own][: local.numel()])
         return self.offloaded.slot.tensor.view(local.shape)
 
@@ -102,7 +102,7 @@ class ReplicatedParameter:
         local = self.local(self.master.detach())
         shard = flat[: local.numel()].view(local.shape)
         if self.offloaded is not None and self.offloaded.device_copy is not None:
-            assert self.take_gradient is not None  # the master is in the host's memory, and cannot hold it
+            assert self.take_gradient is not None  # the master weight is in host memory, and cannot hold this gradient
             self.take_gradient(self.master, shard)
             return
         shard = shard.to(self.master.dtype)

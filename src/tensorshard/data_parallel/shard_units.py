@@ -8,7 +8,7 @@ from tensorshard.modules.blocks import find_blocks, select_modules
 
 
 def shard_units(model: nn.Module, requested: int | list[str] | None) -> list[list[nn.Module]]:
-    """Lists of modules whose parameters travel together, in the order of the model; what they leave is one more.
+    """Lists of modules whose parameters are sent together, in the order of the model. All others form one more unit.
 
     Args:
         requested: as in :class:`tensorshard.Plan`: None, bytes of fp32 parameters, or names.
@@ -28,13 +28,13 @@ def stage_shard_units(
 ) -> list[list[nn.Module]]:
     """The sharding units of a pipeline's stage, as :func:`shard_units` gives those of a model.
 
-    A named module whose layers are on several stages makes one unit on each.
+    A named module with layers on several stages makes one unit on each of them.
 
     Args:
         whole: the model.
         stage: the stage's modules, under the model's names.
         blocks: those of the model's blocks that are the stage's own.
-        units: names of what the stage calls as a whole.
+        units: names of the modules that the stage calls as a whole.
     """
     if not isinstance(requested, list):
         return _block_units(blocks, requested)

@@ -1,9 +1,9 @@
-"""Gradients under FSDP2 where the ranks use different parameters, and FSDP2's state after a backward that failed.
+"""Gradients under FSDP2 where the ranks use different parameters, and FSDP2's state after a failed backward.
 
-FSDP2 reduces the gradients that a rank has: a rank that did not use a parameter sends a shorter message than others.
-Here it sends zeros in its place. A parameter that no rank used must end without a gradient, as on one device, where one
-of zeros would still decay its weight; so the ranks count who used each. FSDP2 leaves parameters without dimensions
-alone; their gradients are averaged in the same message.
+FSDP2 reduces the gradients that a rank has. A rank that did not use a parameter would send a shorter message than the
+others, so here it sends zeros for it. A parameter that no rank used must end without a gradient, as on one device: with
+a gradient of zeros, weight decay would change it. So the ranks count how many have used each parameter. FSDP2 ignores
+parameters without dimensions; their gradients are averaged in the same message.
 """
 
 import weakref
@@ -28,7 +28,7 @@ class ShardedGradients:
     Args:
         model: after ``fully_shard``.
         masters: its parameters, by name.
-        scalars: those that FSDP2 does not know.
+        scalars: the parameters without dimensions, which FSDP2 ignores.
         group: the data ranks.
         device: where they send tensors from.
 
@@ -53,30 +53,30 @@ class ShardedGradients:
         self._group = group
         self._scalars = [scalar for scalar in scalars if scalar.requires_grad]
         self._trained = [p for p in masters.values() if p.requires_grad]
-        self._used: set[nn.Parameter] = set()  # since there last were no gradients
-        self._apart: dict[nn.Parameter, torch.Tensor] = {}  # gradients that were not reduced with their unit's, summed
+        self._used: set[nn.Parameter] = set()  # since gradients were last cleared
+        self._apart: dict[nn.Parameter, torch.Tensor] = {}  # sums of gradients that were not reduced with their unit's
         self._in_backward = False
         this = weakref.ref(self)  # else the model would never be freed
         for fsdp_group in parameter_groups(model):
             fsdp_group.post_backward = partial(_post_backward, this, fsdp_group, fsdp_group.post_backward)
 
     def forget(self) -> None:
-        """Called after a backward that failed."""
+        """Called after a failed backward."""
         self._in_backward = False
         self._used.clear()
         self._apart.clear()
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Adds a `gradient` of a backward under way, summed over the data ranks, to that which FSDP2 reduces."""
+        """Adds a `gradient` of the backward under way, already summed over the data ranks, to the one that FSDP2 reduces."""
         self._enter_backward()
         before = self._apart.get(parameter)
         self._apart[parameter] = gradient if before is None else before + gradient
 
     def fill(self, fsdp_group: Any) -> None:
-        """Gives the parameters of `fsdp_group` that have no gradient one of zeros."""
+        """Gives those parameters of `fsdp_group` that have no gradient a gradient of zeros."""
         self._enter_backward()
         if self.finish is not None and any(p.sharded_param.grad is not None for p in fsdp_group.fsdp_params):
-            self.finish()  # a unit that is used twice: what was taken of it is about to be added to
+            self.finish()  # a unit that is used twice: this backward adds to gradients that were taken before
         for fsdp_param in fsdp_group.fsdp_params:
             unsharded = unsharded_parameter(fsdp_param)
             if unsharded is None or not unsharded.requires_grad:
@@ -121,7 +121,7 @@ class ShardedGradients:
         all_reduce_(message, self._group, what="which parameters were used")
         for scalar, total in zip(self._scalars, message[len(sums) :], strict=True):
             scalar.grad = (total / self._group.size()).to(scalar.dtype)
-        alike = detect_fake_mode(message) is not None  # there are no numbers then, and all ranks do the same
+        alike = detect_fake_mode(message) is not None  # fake tensors have no numbers, and fake ranks are alike
         for parameter, count in zip(self._trained, sums if alike else message[: len(sums)].tolist(), strict=True):
             if count < 0.5:
                 parameter.grad = None

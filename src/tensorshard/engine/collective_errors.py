@@ -5,15 +5,15 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-# What torch says where code computes with a parameter that is sharded at the time.
+# torch's words when code computes with a parameter that is sharded at the time.
 _SHARDED = "mixed torch.Tensor and DTensor"
-# What Gloo and NCCL say where another rank did not come, or is gone.
+# Gloo's and NCCL's words when another rank did not come, or is gone.
 _SIGNS = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL error")
 
 
 @contextmanager
 def explained(call: str) -> Iterator[None]:
-    """Adds to an error that comes of a collective, or of a sharded parameter, what would help.
+    """Adds advice to an error of a collective, or of a computation with a sharded parameter.
 
     Args:
         call: what the user called.

@@ -56,11 +56,11 @@ class Engine(LoopMethods):
             (``docs/your-own-loop.md``). With a pipeline it holds this rank's stages, and cannot be called.
         optimizer: updates the master weights. Build learning-rate schedulers on it. Its ``step()`` checks and clips
             the gradients as the plan says.
-        step_count: optimizer steps so far, with those that fp16 has skipped.
+        step_count: optimizer steps so far, including those that fp16 has skipped.
         measure_grad_norm: whether the next steps set :attr:`grad_norm` even if the plan does not clip.
         scaler: the loss scaler of fp16, or None.
-        random: where dropout and the like draw from, within the Engine's calls and the model's forward. Torch's global
-            generators are the user's.
+        random: the random streams for dropout and the like, within the Engine's calls and the model's forward. torch's
+            global generators are left to you.
 
     Examples:
         >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -106,7 +106,7 @@ class Engine(LoopMethods):
         self.random = random
         self._seed = seed
         self.loaders: dict[str, EngineLoader] = {}
-        self.loader_states: dict[str, dict[str, int]] = {}  # loaded, of loaders that are yet to be made
+        self.loader_states: dict[str, dict[str, int]] = {}  # of a loaded checkpoint, for loaders that are not made yet
         self._cache = cache
         self._check_samples = debug  # before the first step
         self._looked_for_schedulers = False
@@ -251,10 +251,10 @@ class Engine(LoopMethods):
         """The model's output for this data rank's batch, in evaluation mode, 16-bit tensors as fp32.
 
         Ranks that differ only along tp, cp or pp pass the same batch and all get the output. With a pipeline the batch
-        goes through it in micro-batches, whose outputs are put together along their first dimension.
+        goes through it in micro-batches, whose outputs are concatenated along their first dimension.
 
         Raises:
-            ValueError: outputs of micro-batches that cannot be put together; ranks that should pass the same batch do
+            ValueError: the outputs of micro-batches cannot be concatenated; ranks that should pass the same batch do
                 not.
         """
         with self._call("predict"), self._evaluation_mode():
@@ -262,7 +262,7 @@ class Engine(LoopMethods):
             return self._predict(inputs, compare=inputs)
 
     def _predict(self, inputs: Any, *, compare: Any) -> Any:
-        # Micro-batches of a pipeline have no cache in common.
+        # Micro-batches of a pipeline cannot share a cache.
         cache = self._cache.off() if self.plan.pp > 1 else nullcontext()
         with cache:
             output = self._step_runner.predict(inputs, compare=compare)
@@ -290,16 +290,17 @@ class Engine(LoopMethods):
         Args:
             prompts: token ids of shape [samples, tokens], all of one length.
             max_new_tokens: how many tokens each is extended by.
-            temperature: logits are divided by it before a token is drawn; 0 takes the likeliest.
-            top_k: draws among so many of the likeliest alone.
-            eos_token_id: ends a sample, which is filled up with it; generation stops when all have ended.
+            temperature: logits are divided by it before a token is drawn; 0 takes the likeliest token.
+            top_k: how many of the likeliest tokens are drawn from; None for all.
+            eos_token_id: the token that ends a sample; the rest of the sample is filled with it. Generation stops when
+                all samples have ended.
             seed: of the draws.
 
         Returns:
             Token ids of shape [samples, tokens + new ones], on the prompts' device.
 
         Raises:
-            ValueError: prompts, numbers or a model that this cannot be done with; more tokens than the model reads.
+            ValueError: the prompts, a number or the model do not allow it; the model cannot read so many tokens.
         """
         generator = Generator(self.sharded.structure, self._predict, self.mesh, self.plan.micro_batches)
         with self._call("generate"), self._evaluation_mode():
@@ -315,7 +316,7 @@ class Engine(LoopMethods):
 
     @contextmanager
     def _call(self, name: str) -> Iterator[None]:
-        """What surrounds a call of the Engine that runs the model."""
+        """The context of each call of the Engine that runs the model."""
         compiling = nullcontext() if self._compile_log is None else self._compile_log.watched()
         with (
             explained(f"engine.{name}"),
@@ -380,19 +381,20 @@ class Engine(LoopMethods):
     ) -> None:
         """Writes the weights to the directory `path` as Hugging Face does, for other programs and `from_pretrained`.
 
-        Full tensors in safetensors, in several files and an index where there are more than `max_shard_size` bytes;
-        for a model of transformers ``config.json`` too, so that its ``from_pretrained`` opens the directory. A tensor
-        at a time goes through rank 0, which needs room for one (for the experts of a layer, where these are stored
-        apart). Optimizer and step count are in :meth:`save`'s checkpoints alone. A collective.
+        It writes full tensors in safetensors: several files and an index if there are more than `max_shard_size` bytes.
+        For a model of transformers it also writes ``config.json``, so that the ``from_pretrained`` of transformers
+        opens the directory. One tensor at a time goes through rank 0, which needs room for it (for all experts of a
+        layer, if the files store them one by one). Optimizer and step count are only in the checkpoints of
+        :meth:`save`. Every rank calls this.
 
         Args:
-            dtype: of floating-point tensors in the files, such as ``torch.bfloat16``; by default that of the masters,
-                fp32.
+            dtype: of floating-point tensors in the files, such as ``torch.bfloat16``; by default that of the master
+                weights, fp32.
             max_shard_size: bytes in a file, or text such as "5GB".
 
         Raises:
-            FileExistsError: `path` is there already, and is no empty directory; nothing is overwritten.
-            ValueError: a size or dtype that is none.
+            FileExistsError: `path` is there already, and is not an empty directory; nothing is overwritten.
+            ValueError: `max_shard_size` is not a size, or `dtype` is not a floating-point type.
         """
         from tensorshard.engine.pretrained_files import save_pretrained
 
@@ -401,13 +403,14 @@ class Engine(LoopMethods):
             save_pretrained(self.sharded, self.mesh, as_path(path), dtype=dtype, max_shard_size=max_shard_size)
 
     def draw_schedule(self, path: Any = None, *, micro_batches: int | None = None) -> str:
-        """Who computes what when in a step of the plan's pipeline, and its bubble's share, as text.
+        """What each rank of the pipeline computes at which time of a step, and the share of its bubble, as text.
 
-        A forward is drawn as long as a backward of inputs, and as one of parameters, and all stages alike.
+        In the drawing, all stages take the same time, and so do a forward, a backward of inputs and a backward of
+        parameters.
 
         Args:
-            path: where to write a drawing, too: "schedule.svg", or "schedule.txt" for the text.
-            micro_batches: how many, if not as the plan says.
+            path: also writes the drawing there: "schedule.svg", or "schedule.txt" for the text.
+            micro_batches: how many micro-batches are drawn; None for the plan's number.
 
         Raises:
             ValueError: the plan has no pipeline.
@@ -427,7 +430,7 @@ class Engine(LoopMethods):
         return drawn.text()
 
     def summary(self) -> Summary:
-        """What is held where: dtypes, and parameters on this rank."""
+        """The types of parameters, gradients and states, and the sizes on this rank."""
         offload = None if self.slots is None else self.slots.describe()
         return summarize(self.plan, self.sharded, self._optimizer, offload)
 

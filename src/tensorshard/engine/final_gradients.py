@@ -22,7 +22,7 @@ class NonFiniteLossError(FloatingPointError):
 
 
 class HookHandle:
-    """Takes a gradient hook away again."""
+    """Removes a gradient hook."""
 
     def __init__(self, hooks: dict[int, GradientHook], key: int) -> None:
         self._hooks, self._key = hooks, key
@@ -41,8 +41,9 @@ class FinalGradients:
 
     Attributes:
         norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
-        offloaded: the gradients that are on another tier; None if they stay on the device.
-        left: what the last gradients were, or are still to be, multiplied by; None for nothing.
+        offloaded: the gradients in host memory or on disk; None if they stay on the device.
+        left: the factor of the last gradients: they were multiplied by it, or the update still has to do so. None for
+            no factor.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class FinalGradients:
         self._registered = 0
 
     def register_hook(self, hook: GradientHook) -> HookHandle:
-        """Has :meth:`prepare` call `hook`, after those registered before.
+        """Registers a `hook` that :meth:`prepare` calls, after earlier ones.
 
         Raises:
-            TypeError: it cannot be called.
+            TypeError: `hook` cannot be called.
         """
         if not callable(hook):
             raise TypeError(
@@ -84,14 +85,14 @@ class FinalGradients:
         measure: bool = False,
         scale: bool = True,
     ) -> bool:
-        """Normalizes, checks and clips the gradients in one pass; False if fp16 overflowed and the step is off.
+        """Normalizes, checks and clips the gradients in one pass. False: fp16 overflowed, and the step is skipped.
 
         Args:
-            loss: that they are of; None if it is not known.
-            factor: what they still have to be multiplied by; None for nothing.
+            loss: whose gradients they are; None if it is not known.
+            factor: the gradients still have to be multiplied by it; None for no factor.
             steps_taken: how many steps were taken before this one.
             measure: whether :attr:`norm` is set even where the plan does not need it.
-            scale: whether gradients are multiplied; else :attr:`left` says by what the update has to do so.
+            scale: whether this multiplies the gradients; else the update does, by :attr:`left`.
 
         Raises:
             NonFiniteLossError: the `loss`, or the gradient, is not finite.
@@ -127,7 +128,7 @@ class FinalGradients:
         """The L2 norm of the gradients as they are: a scalar in fp64, the same on every rank.
 
         Args:
-            dtype: in which squares are summed; the gradients' own by default.
+            dtype: of the sum of squares; that of the gradients by default.
         """
         return global_norm(
             self.trained.values(),
@@ -154,7 +155,7 @@ class FinalGradients:
 
     @torch.no_grad()
     def _call_hooks(self, factor: torch.Tensor | float | None) -> None:
-        """Calls the hooks with the gradients as they are to be; no factor is left after that."""
+        """Calls the hooks with the final gradients; no factor is left after that."""
         if factor is not None and not _is_one(factor):
             self.scale(factor)
         for hook in list(self._hooks.values()):
@@ -189,14 +190,14 @@ def _check_finite(value: torch.Tensor, what: str, steps_taken: int) -> None:
 
 
 def _are_finite(*values: torch.Tensor) -> bool:
-    """Whether all are, asked for once, because an answer from a GPU has to be waited for."""
+    """Whether all `values` are finite. They are read together, since each read from a GPU has to wait for it."""
     if detect_fake_mode(values) is not None:
         return True
     return all(map(math.isfinite, torch.stack([value.detach().double() for value in values]).tolist()))
 
 
 def _is_one(factor: torch.Tensor | float) -> bool:
-    """Whether multiplying can be left out; not asked of a GPU, where reading the answer costs more."""
+    """Whether `factor` is known to be 1. One on a GPU is not read, since that costs more than multiplying."""
     if isinstance(factor, torch.Tensor):
         return factor.device.type == "cpu" and detect_fake_mode(factor) is None and factor.item() == 1.0
     return factor == 1.0

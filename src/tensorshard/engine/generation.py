@@ -18,15 +18,15 @@ _LIMITS = ("context_length", "block_size", "n_positions", "max_position_embeddin
 class Generator:
     """Extends prompts by what a model predicts for their last token.
 
-    A model of transformers keeps keys and values of earlier tokens in its cache; others, and pipelines, whose
-    micro-batches have no cache in common, read the whole sequence for each token.
+    A model of transformers keeps keys and values of earlier tokens in its cache. Other models read the whole sequence
+    for each token, and so do pipelines, whose micro-batches cannot share a cache.
 
     Args:
         model: the original, for its forward's arguments and its limits.
-        predict: an output for inputs, as :meth:`tensorshard.Engine.predict`; ``compare=False`` for no comparison of
-            the ranks' inputs.
-        mesh: whose data ranks may have different prompts; all of them run the model equally often.
-        micro_batches: of a pipeline, which the samples must fill.
+        predict: returns the model's output, as :meth:`tensorshard.Engine.predict` does; with ``compare=False`` the
+            ranks' inputs are not compared.
+        mesh: its data ranks may have different prompts; all of them run the model equally often.
+        micro_batches: the pipeline's, each of which needs a sample.
     """
 
     def __init__(self, model: nn.Module, predict: Predict, mesh: Mesh, micro_batches: int) -> None:
@@ -75,7 +75,7 @@ class Generator:
 
         def next_logits(tokens: torch.Tensor) -> torch.Tensor:
             nonlocal read
-            # The prompts are compared between ranks; what follows from them need not be.
+            # The ranks compare the prompts. Later inputs follow from them, so they need no comparison.
             new = {"input_ids": tokens[:, read:]}
             output = self._predict(
                 {**new, "past_key_values": cache, "use_cache": True}, compare=new if not read else None
@@ -93,7 +93,7 @@ class Generator:
             nonlocal full_length
             last = tokens.size(1) - 1
             full_length = full_length or tokens.size(1) + max_new_tokens
-            if self._mesh.degrees["pp"] > 1:  # stages exchange one shape; a causal model does not see what follows
+            if self._mesh.degrees["pp"] > 1:  # stages exchange one shape; a causal model ignores padding at the end
                 tokens = nn.functional.pad(tokens, (0, full_length - tokens.size(1)))
             samples = len(tokens)
             missing = -samples % self._micro_batches if self._mesh.degrees["pp"] > 1 else 0
@@ -149,7 +149,7 @@ def _is_whole(number: Any, least: int) -> bool:
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """How many tokens `model` says that it can read at once; None where it says nothing."""
+    """How many tokens `model` says that it can read at once; None if it does not say."""
     owners = (model, getattr(model, "config", None))
     limits = [getattr(owner, name, None) for owner in owners for name in _LIMITS]
     return next((limit for limit in limits if isinstance(limit, int)), None)
@@ -159,7 +159,7 @@ def _logits(output: Any, tokens: torch.Tensor) -> torch.Tensor:
     """The logits in what a model returned for `tokens`: [samples, tokens, vocabulary].
 
     Raises:
-        ValueError: there are none.
+        ValueError: the output has none.
     """
     found = output
     if isinstance(output, dict) or hasattr(output, "logits"):

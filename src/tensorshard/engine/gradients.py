@@ -32,12 +32,12 @@ def global_norm(
     number of copies, and one sum over `group`, the world, does the rest.
 
     Args:
-        num_shards: over how many ranks each parameter's elements are spread; the others hold copies.
-        device: where the sum travels.
-        always_sum: whether ranks have different parameters, as in a pipeline, so that each takes part in the sum
-            whatever its own are like.
-        dtype: in which squares are summed; the gradients' own by default.
-        known: this rank's norm of a parameter's gradient where it is known already, else None.
+        num_shards: over how many ranks each parameter's elements are split; the other ranks hold copies.
+        device: on which the sum is sent.
+        always_sum: whether every rank takes part in the sum, even if it could compute the norm alone. This is needed
+            where ranks have different parameters, as in a pipeline.
+        dtype: of the sum of squares; that of the gradients by default.
+        known: this rank's norm of a parameter's gradient if it is known already, else None.
     """
     world_size = group.size()
     with_gradient = [p for p in parameters if p.grad is not None]
@@ -47,7 +47,7 @@ def global_norm(
             all_reduce_(total, group, what="the norm of the gradient")
         return total.sqrt()
     norms = _local_norms(with_gradient, dtype, known)
-    if device is not None:  # offloaded gradients may be on another
+    if device is not None:  # offloaded gradients may be on another device
         norms = [norm.to(device) for norm in norms]
     alike = len({n.dtype for n in norms}) == 1
     squares = (torch.stack(list(norms)).double() if alike else torch.stack([n.double() for n in norms])).square()
@@ -76,7 +76,7 @@ def _local_norms(
 
 
 def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
-    """What to multiply gradients by so that their norm is at most `largest` (Pascanu et al. 2013)."""
+    """The factor that makes the gradients' norm at most `largest` (Pascanu et al. 2013)."""
     return (largest / (norm + 1e-6)).clamp(max=1.0)
 
 

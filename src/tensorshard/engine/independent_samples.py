@@ -1,8 +1,8 @@
-"""Whether a loss treats each sample by itself, so that it is the same however samples are dealt to the ranks.
+"""Whether a loss treats each sample by itself, so that it does not depend on how samples are dealt to the ranks.
 
-A Plan splits the batch: each data rank, and each micro-batch, computes the loss of its own samples. The mean of these
-is that of the whole batch only where no sample's loss depends on others'. A contrastive loss, or a router's balance
-loss, couples samples, and then depends on the number of ranks, as under DistributedDataParallel.
+A Plan splits the batch: each data rank computes the loss of its own samples, one micro-batch at a time. The mean of
+these is the loss of the whole batch only if no sample's loss depends on other samples. A contrastive loss, or the
+balance loss of a router, couples samples. It then depends on the number of ranks, as under DistributedDataParallel.
 """
 
 import logging
@@ -26,11 +26,11 @@ def check_independent_samples(
 ) -> None:
     """Compares the loss of the batch with that of the same samples, dealt to ranks and micro-batches in another way.
 
-    Says in the log, on rank 0, if they differ. A collective of all ranks; the batch is gathered on each data rank.
+    If they differ, the log of rank 0 says so. A collective of all ranks; the batch is gathered on each data rank.
 
     Args:
-        runner: modules are in evaluation mode already.
-        tolerance: relative difference that rounding may make.
+        runner: its modules are in evaluation mode already.
+        tolerance: the relative difference that rounding may cause.
     """
     if mesh.dp_size * micro_batches == 1:
         return
@@ -59,7 +59,7 @@ def check_independent_samples(
 
 
 def _dealt_otherwise(batches: list[Any], rank: int) -> Any:
-    """As many samples as rank `rank` had, of all ranks' samples in another order; None if they cannot be joined."""
+    """As many samples as rank `rank` had, from all ranks' samples in another order; None if they cannot be joined."""
     flat = [tree_flatten(batch) for batch in batches]
     sizes = [batch_size(inputs) for inputs, _ in batches]
     start = sum(sizes[:rank])

@@ -1,4 +1,4 @@
-"""The DataLoader of one rank, whose order does not depend on the plan, and which goes on where a checkpoint stands."""
+"""The DataLoader of one rank. Its order does not depend on the plan, and it resumes where a checkpoint was saved."""
 
 import difflib
 import inspect
@@ -11,19 +11,19 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tensorshard.data import ShardedBatchSampler
 from tensorshard.modules.batches import to_device
 
-# What decides the order of the data, which is the plan's to divide.
+# Options that decide the order of the data. The Engine sets them, since it divides the data over the ranks.
 _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
 
 
 class EngineLoader:
     """Batches of one data rank; a pass over it is one epoch. Made by ``engine.loader``.
 
-    The first pass after a checkpoint was loaded is what is left of the epoch; a pass that was broken off is over, as
-    with a DataLoader.
+    The first pass after a checkpoint was loaded is the rest of its epoch. If you break off a pass, the next one begins
+    a new epoch, as with a DataLoader.
 
     Attributes:
         epoch: of the next batch, counted from 0.
-        samples_consumed: of this epoch, over all data ranks, by batches that were handed out.
+        samples_consumed: how many samples of this epoch were handed out, over all data ranks.
 
     Args:
         options: as for ``DataLoader``.
@@ -71,11 +71,11 @@ class EngineLoader:
             self._next_epoch()
         self._continues = False
         sampler = self._sampler(self.samples_consumed)
-        # A generator of its own: a loader draws from one whenever it is iterated, and the global one is the user's.
+        # A generator of its own: a DataLoader draws a number at each pass, and torch's global one is left to the user.
         generator = torch.Generator().manual_seed(self._order["seed"] + self.epoch)
         sizes = sampler.global_sizes()
         for batch in self._batches(batch_sampler=sampler, generator=generator):
-            # Counted as it is handed out: a checkpoint saved while it is computed with has it behind.
+            # Counted when it is handed out: a checkpoint that is saved during its step counts it as done.
             self.samples_consumed += next(sizes)
             yield to_device(batch, self._device)
         self._next_epoch()
@@ -85,11 +85,11 @@ class EngineLoader:
         self.samples_consumed = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands, on any number of ranks."""
+        """The epoch and the samples consumed, which are the same on any number of ranks."""
         return {"epoch": self.epoch, "samples_consumed": self.samples_consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where :meth:`state_dict` was called, with the next pass."""
+        """Lets the next pass begin where :meth:`state_dict` was called."""
         self.epoch, self.samples_consumed = int(state["epoch"]), int(state["samples_consumed"])
         self._continues = True
 

@@ -1,4 +1,4 @@
-"""The Engine's methods for a loop of one's own."""
+"""The Engine's methods for a loop of your own."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from tensorshard.engine.own_loop import OwnLoop
 from tensorshard.engine.waiting_for_updates import WaitingForUpdates
 from tensorshard.mesh import Mesh
 
-# What people look for on an Engine, and where it is.
+# Names that people look for on an Engine, and where to find what they mean.
 _ELSEWHERE = {
     "parameters": "engine.model.parameters(); they are trained by engine.optimizer",
     "named_parameters": "engine.model.named_parameters()",
@@ -34,7 +34,7 @@ _ELSEWHERE = {
 
 
 class LoopMethods(WaitingForUpdates):
-    """What a loop of one's own calls beside ``engine.model`` and ``engine.optimizer``: ``docs/your-own-loop.md``."""
+    """The methods of an Engine for a loop of your own, beside ``engine.model`` and ``engine.optimizer``."""
 
     mesh: Mesh
     device: torch.device
@@ -52,23 +52,23 @@ class LoopMethods(WaitingForUpdates):
         every call adds to the gradients, until ``engine.optimizer.zero_grad()``.
 
         Args:
-            loss: a scalar, the mean over the micro-batch's samples; or ``(sum, count)`` where samples or tokens vary,
-                whose gradient is exactly that of the global sum over the global count.
+            loss: a scalar, the mean over the micro-batch's samples; or ``(sum, count)`` if the numbers of samples or
+                tokens vary. The gradient is then exactly that of the global sum over the global count.
 
         Raises:
-            TypeError: it is neither.
-            ValueError: nothing that is trained is behind it.
+            TypeError: `loss` is neither.
+            ValueError: `loss` does not depend on anything that is trained.
             RuntimeError: the plan has a pipeline.
 
-        Whatever it raises, the gradients of this step are dropped.
+        After any error, the gradients of this step are dropped.
         """
         self._own_loop.backward(loss)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Surrounds one micro-batch of a loop of one's own: forward, :meth:`backward`, and perhaps the update.
+        """A context for one micro-batch of a loop of your own: forward, :meth:`backward`, and perhaps the update.
 
-        ``engine.optimizer.step()`` and ``zero_grad()`` do nothing within it before the step's last micro-batch, of
-        ``plan.micro_batches``. So the same loop serves any number of them.
+        Inside it, ``engine.optimizer.step()`` and ``zero_grad()`` do nothing until the last of the step's
+        ``plan.micro_batches``. So the same loop works for any number of micro-batches.
         """
         return self._own_loop.accumulate()
 
@@ -82,35 +82,38 @@ class LoopMethods(WaitingForUpdates):
         return self._own_loop.gradient_norm()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradients so that their norm over the whole model is at most `max_norm`; returns it as it was.
+        """Scales the gradients so that the whole model's norm is at most `max_norm`; returns the norm before that.
 
-        As ``torch.nn.utils.clip_grad_norm_``, under any plan without a pipeline. A collective. With
-        ``plan.clip_grad_norm`` the update does so by itself.
+        It does what ``torch.nn.utils.clip_grad_norm_`` does, under any plan without a pipeline. A collective. With
+        ``plan.clip_grad_norm`` the update clips by itself.
         """
         return self._own_loop.clip_grad_norm_(max_norm)
 
     def register_gradient_hook(self, hook: GradientHook) -> HookHandle:
-        """Has `hook` called before each update, by :meth:`Engine.step` and in a loop of one's own, before clipping.
+        """Registers a `hook` that is called before each update, by :meth:`Engine.step` and in your own loop, before
+        clipping.
 
         Args:
             hook: called as ``hook(name, gradient)`` for each trained parameter of this rank that has a gradient:
-                ``p.grad`` of ``engine.model``, complete, averaged and unscaled. It may change it in place, or return
-                another in its place. It must do alike on all ranks.
+                ``p.grad`` of ``engine.model``, complete, averaged and unscaled. It may change the gradient in place, or
+                return another one. It must do the same on all ranks.
 
         Returns:
-            A handle; its ``remove()`` takes the hook away.
+            A handle; its ``remove()`` removes the hook.
         """
         return self._gradients.register_hook(hook)
 
     def using_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Within it the model has `weights`, such as an average of a run's; afterwards its own again. A collective.
+        """A context in which the model has other `weights`, such as an average over a run. Then it has its own again.
+
+        Every rank calls it.
 
         Args:
-            weights: by names of ``engine.model.named_parameters()``, each like the parameter: made by
-                ``parameter.detach().clone()``.
+            weights: by names of ``engine.model.named_parameters()``, each laid out like its parameter, as
+                ``parameter.detach().clone()`` is.
 
         Raises:
-            ValueError: a name that no parameter has, or another shape; nothing was changed then.
+            ValueError: no parameter has a name, or a shape differs; nothing was changed then.
         """
         return using_weights(self.sharded, dict(self.model.named_parameters()), weights)
 
@@ -131,17 +134,18 @@ class LoopMethods(WaitingForUpdates):
         the Engine's device.
 
         Args:
-            dataset: with a length, and samples by their index.
+            dataset: a map-style dataset, with a length.
             batch_size: samples in one batch over all data ranks, so that training is the same on any number of them.
-            shuffle: whether each epoch has an order of its own, made of the seed and the epoch alone.
-            drop_last: whether to leave out an epoch's last, smaller batch. Else it is dealt as evenly as it can be.
-            seed: of the order; the Engine's if None.
-            name: of its place in checkpoints; by default "loader0", "loader1" and so on, as they are made.
+            shuffle: whether each epoch has its own order, which depends on the seed and the epoch alone.
+            drop_last: whether to leave out an epoch's last, smaller batch. Else it is dealt as evenly as possible.
+            seed: of the order; None for the Engine's.
+            name: the loader's name in checkpoints; by default "loader0", "loader1" and so on, in the order they are
+                made.
             options: as for ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory`` and so on.
 
         Raises:
-            ValueError: a batch size that does not divide over the data ranks; a name that is taken.
-            TypeError: a dataset without a length, or an option that the order of the data depends on.
+            ValueError: the number of data ranks does not divide `batch_size`; `name` is taken.
+            TypeError: `dataset` has no length; an option would change the order of the data.
         """
         made = EngineLoader(
             dataset,
@@ -160,11 +164,11 @@ class LoopMethods(WaitingForUpdates):
                 f"there is a loader called {name!r} already, whose place checkpoints hold; give another name"
             )
         self.loaders[name] = made
-        if name in self.loader_states:  # of a checkpoint that was loaded before
+        if name in self.loader_states:  # from a checkpoint that was loaded before this loader was made
             made.load_state_dict(self.loader_states.pop(name))
         return made
 
-    if not TYPE_CHECKING:  # else every name would pass for an attribute
+    if not TYPE_CHECKING:  # else mypy would accept any name as an attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in _ELSEWHERE:

@@ -1,4 +1,4 @@
-"""The loss of a step: what a loss function returned, and its sums and counts over micro-batches and data ranks."""
+"""The loss of a step: what the loss function returned, summed and counted over micro-batches and data ranks."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tensorshard.transforms.precision import widen_output
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss function, and what its results are to be made of.
+    """A loss function, with the type and the device of what it gets and returns.
 
     Args:
         loss_fn: as :func:`tensorshard.parallelize` takes it.
@@ -55,10 +55,11 @@ def sum_and_count(loss: Any, device: torch.device, what: str, verb: str) -> tupl
 
     Args:
         device: of the count.
-        what: where the loss came from, for errors, such as "loss_fn returned"; `verb`: what it must do instead.
+        what: where the loss came from, for errors, such as "loss_fn returned".
+        verb: what the user must do instead, for errors.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it has neither form.
     """
     if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
         total, count = loss
@@ -76,7 +77,8 @@ class LossTally:
     """Sums and counts of one step, over its micro-batches and the data ranks.
 
     Attributes:
-        normalizer: what backward divides by: the global count if every micro-batch counts as much as the first ones.
+        normalizer: the number by which backward divides: the global count, if every micro-batch counts as much as the
+            first ones.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -101,14 +103,14 @@ class LossTally:
         self.parts += 1
 
     def start_total(self) -> None:
-        """Starts the sum over the data ranks; it travels while backward computes."""
+        """Starts the sum over the data ranks, which goes on while backward computes."""
         assert self._sum is not None and self._count is not None
         self._total = torch.stack([self._sum.double(), self._count.double()])
         if self._group is not None:
             self._work = all_reduce_(self._total, self._group, async_op=True, what="the loss")
 
     def abandon(self) -> None:
-        """Ends what :meth:`start_total` started and nobody will ask for, since the step failed."""
+        """Ends what :meth:`start_total` started, after the step has failed."""
         work, self._work = self._work, None
         if work is not None:
             finish_unasked(work)
@@ -127,7 +129,7 @@ class LossTally:
         return (loss_sum / _nonzero(count)).to(self._sum.dtype)
 
     def correction(self) -> torch.Tensor | None:
-        """What gradients still have to be multiplied by, once every micro-batch was counted; None for nothing."""
+        """The factor that gradients still need, once every micro-batch was counted; None for no factor."""
         if self.parts == 1:
             return None
         assert self.normalizer is not None
@@ -135,15 +137,15 @@ class LossTally:
 
 
 def _nonzero(count: torch.Tensor) -> torch.Tensor:
-    """`count`, or one where nothing was counted: the loss is then zero, and so are the gradients."""
+    """`count`, or 1 if nothing was counted: the loss is then zero, and so are the gradients."""
     return torch.where(count == 0, 1.0, count)
 
 
 def check_has_gradient(loss: torch.Tensor) -> None:
-    """Refuses a loss that nothing can be trained from.
+    """Refuses a loss without a gradient.
 
     Raises:
-        ValueError: it was computed without a graph.
+        ValueError: autograd has no graph of it.
     """
     if not loss.requires_grad:
         raise ValueError(
@@ -154,7 +156,7 @@ def check_has_gradient(loss: torch.Tensor) -> None:
 
 
 def _check_count(count: Any, what: str) -> None:
-    """Looks at counts that are numbers of Python; those on a GPU would have to be waited for."""
+    """Checks a count that is a Python number. One on a GPU is not read, since that would wait for the GPU."""
     if isinstance(count, Real) and not 0 <= float(count) < math.inf:
         raise ValueError(f"{what} a sum and a count of {count}; the count must be 0 or more, and finite")
 

@@ -19,11 +19,11 @@ class LossScaler:
 
     @property
     def is_smallest(self) -> bool:
-        """Whether a smaller scale would not help: what overflows without any scaling is not the scale's fault."""
+        """Whether the scale is as small as it gets: gradients that overflow would do so without scaling, too."""
         return self.scale <= _SMALLEST
 
     def update(self, overflowed: bool) -> None:
-        """Takes note of how a step went."""
+        """Adapts the scale after a step."""
         if overflowed:
             self.scale = max(_SMALLEST, self.scale / 2)
             self.steps_since_overflow = 0

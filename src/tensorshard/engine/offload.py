@@ -1,4 +1,4 @@
-"""What an Engine offloads: checked before anything is allocated, and put in the place of its optimizer's step."""
+"""Offload in an Engine: checks it before anything is allocated, and takes the place of the optimizer's own step."""
 
 import logging
 import os
@@ -29,16 +29,16 @@ logger = logging.getLogger("tensorshard")
 
 
 def open_tiers(plan: Plan, mesh: Mesh, device: torch.device, *, off_device: bool | None = None) -> Slots | None:
-    """Where what `plan` offloads goes; None if that is nothing. A collective of the mesh.
+    """The places for what `plan` offloads; None if it offloads nothing. A collective of the mesh.
 
-    Nothing is allocated yet, but buffers for activations of a device whose memory is not the host's, which are pinned.
+    Nothing is allocated yet, except pinned buffers for activations if the device has memory of its own.
 
     Args:
-        off_device: whether the device's memory is another than the host's, where updates are made; None to ask `device`
-            (in an estimate, fake tensors of the CPU stand for a GPU's).
+        off_device: whether the device has memory of its own, apart from the host's, where updates are made. None: as
+            `device` says. (In an estimate, fake tensors of the CPU stand for a GPU's.)
 
     Raises:
-        ValueError: the folder cannot hold a scratch file, or the plan is none that `device` can offload under.
+        ValueError: the folder cannot hold a scratch file, or `device` cannot offload under this plan.
     """
     offload = plan.offloaded
     if offload is None:
@@ -67,10 +67,10 @@ def is_host_memory(device: torch.device) -> bool:
 
 
 def _off_device(plan: Plan, offload: Offload, *, say: bool) -> Offload:
-    """What goes where, from a device whose memory is not the host's.
+    """The offload of a device with memory of its own, with the fields set that the plan leaves open.
 
     Args:
-        say: whether this rank tells what the plan does not say.
+        say: whether this rank logs what was set.
 
     Raises:
         ValueError: the plan asks for what such a device cannot do.
@@ -101,14 +101,15 @@ def offload_states(
     mesh: Mesh,
     slots: Slots,
 ) -> OffloadedOptimizer:
-    """Has the states of `optimizer` in `slots`. A collective of the mesh.
+    """Moves the states of `optimizer` to `slots`. A collective of the mesh.
 
     Args:
-        factory, heads: what it was made of.
-        trained: the masters that it updates.
+        factory: what made `optimizer`.
+        heads: the parameters that are trained by their own rule.
+        trained: the master weights that it updates.
 
     Raises:
-        ValueError: it couples parameters; there is no space for its states.
+        ValueError: it does not update each parameter by itself; there is no space for its states.
     """
 
     def offload() -> OffloadedOptimizer:
@@ -140,15 +141,15 @@ def offload_states(
 def check_transfers(
     slots: Slots | None, group: torch.distributed.ProcessGroup, optimizer: OffloadedOptimizer | None = None
 ) -> None:
-    """Raises on all ranks what failed on any in moving parameters or activations, or in an update that went on.
+    """Raises an error on all ranks, if moving parameters or activations, or an update in the background, failed on one.
 
-    Called after forwards and backwards. A collective of `group`, where there is anything that may have failed.
+    Called after forwards and backwards. A collective of `group`, unless nothing can have failed.
 
     Args:
         optimizer: whose update is waited for; None not to wait.
 
     Raises:
-        OSError, ValueError: the disk failed, or is full. The gradients are of no use; weights are as before the step,
+        OSError, ValueError: the disk failed, or is full. The gradients are not valid. Weights are as before the step,
             unless the update failed.
     """
     updated = optimizer is not None and optimizer.is_behind
@@ -170,9 +171,9 @@ def check_transfers(
 
 
 def _stop_together(group: torch.distributed.ProcessGroup, slots: Slots, what: str, failure: Exception | None) -> None:
-    """Raises the `failure` of any rank on all of them, in doing `what`. A collective of `group`."""
+    """If one rank has a `failure` in doing `what`, raises it on all ranks. A collective of `group`."""
     if group.size() > 1:
-        # NCCL's groups have no other tensors than GPUs'.
+        # NCCL's groups take only tensors on GPUs.
         device = None if slots.copies is None else slots.copies.device
         failures = torch.tensor([float(failure is not None)], device=device)
         all_reduce_(failures, group, what="whether the scratch files could be read and written")

@@ -23,13 +23,13 @@ _CANNOT = {
 def build_optimizer(
     factory: OptimizerFactory, masters: Mapping[str, nn.Parameter], heads: Sequence[HeadGroup] = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer that `factory` makes of `masters`, on its fastest kernels where the choice was left open.
+    """The optimizer that `factory` makes of `masters`, with its fastest kernels if the user did not choose.
 
     Args:
-        heads: what is trained by a rule of its own; `factory` is given the other parameters.
+        heads: the parameters that are trained by a rule of their own; `factory` gets the others.
 
     Raises:
-        TypeError: it made something else.
+        TypeError: `factory` made something else.
         ValueError: the optimizer holds parameters that it was not given, or cannot train the `heads`.
     """
     apart = {name for head in heads for name in head.parameters}
@@ -47,7 +47,7 @@ def check_trains_heads(factory: OptimizerFactory, model: nn.Module, heads: Seque
     """
     if not heads:
         return
-    # Which class the optimizer is of shows only when it is made: of placeholders, one number each.
+    # The optimizer's class shows only when one is made. So one is made of placeholders of one number each.
     taken = {name for head in heads for name in head.parameters}
     trained = {
         name: nn.Parameter(torch.zeros((), dtype=master_dtype(p.dtype)).expand(p.shape))
@@ -58,7 +58,7 @@ def check_trains_heads(factory: OptimizerFactory, model: nn.Module, heads: Seque
 
 
 def _build(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    if not masters:  # of a pipeline's stage nothing may be trained; its optimizer then exists for schedulers' sake
+    if not masters:  # a pipeline's stage may train nothing; it has an optimizer all the same, for schedulers
         masters = {"none": nn.Parameter(torch.empty(0))}
     given: Any = list(masters.items()) if _wants_names(factory) else list(masters.values())
     try:

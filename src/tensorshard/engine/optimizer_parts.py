@@ -1,7 +1,7 @@
-"""``state_dict`` and ``load_state_dict`` of an Engine's optimizer: one rank's states are not taken for another's.
+"""``state_dict`` and ``load_state_dict`` of an Engine's optimizer: a rank does not load another rank's states.
 
-Each rank may keep its own, in a file of its own. Written by the first rank and read by all, as is right for a model on
-one device, they would often have the shapes of the others' states, and be those of other parameters.
+Each rank may keep its own states in its own file. But scripts for one device let the first rank write and all ranks
+read. The first rank's states would often have the right shapes, and belong to other parameters.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from tensorshard.mesh import Mesh
 from tensorshard.plan import Plan
 
 _HELD_BY = "tensorshard"
-"""The key that says whose states they are. Torch passes over keys that it does not know."""
+"""The key that says which rank's states these are. torch ignores keys that it does not know."""
 
 
 def guard_optimizer_states(optimizer: torch.optim.Optimizer, plan: Plan, mesh: Mesh) -> None:
-    """Has `optimizer`, which holds parts of the model's parameters, refuse the states of other parts."""
+    """Makes `optimizer`, which holds parts of the model's parameters, refuse the states of other parts."""
     axes = ("pp", "dp_shard", "tp") if plan.zero else ("pp", "tp")
     own = {axis: f"{mesh.index(axis)} of {mesh.degrees[axis]}" for axis in axes}
 

@@ -1,4 +1,4 @@
-"""Telling optimizers that would train nothing, or past the Engine: those built on a model's parameters by hand."""
+"""Refuses optimizers that the user built on a model's parameters: they would train nothing, or bypass the Engine."""
 
 import gc
 import logging
@@ -42,7 +42,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Called before every step of any optimizer.
 
     Raises:
-        RuntimeError: it is not an Engine's, and holds parameters of a model that was laid out.
+        RuntimeError: it is not an Engine's, and holds parameters of a model that a plan has laid out.
     """
     found = _trained_by(optimizer)
     if found is not None:
@@ -50,10 +50,11 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def warn_of_schedulers() -> None:
-    """Says which learning-rate schedulers move rates that nothing is trained with.
+    """Warns of learning-rate schedulers whose optimizer trains nothing.
 
-    Their optimizer, built on the parameters of a model that was laid out, may never step, and so never be told. Torch
-    calls nobody when a scheduler is made or steps: they are looked for among all objects, once for an Engine.
+    Such an optimizer was built on the parameters of a model that a plan has laid out. If it never steps, no error tells
+    the user. torch has no hook for making or stepping a scheduler. So this looks for them among all objects, once per
+    Engine.
     """
     for found in gc.get_objects():
         if not issubclass(type(found), LRScheduler) or not hasattr(found, "optimizer"):
@@ -67,7 +68,8 @@ def warn_of_schedulers() -> None:
 
 
 def _trained_by(optimizer: torch.optim.Optimizer) -> str | None:
-    """Who trains the parameters of `optimizer` in its place; None if it is an Engine's, or of models of no Engine's."""
+    """What became of the parameters of `optimizer` in an Engine: `_REPLACED` or `_LAID_OUT`. None if no Engine has
+    them, or `optimizer` is an Engine's."""
     if _OPTIMIZER in vars(optimizer):
         return None
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])

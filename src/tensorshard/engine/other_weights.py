@@ -14,13 +14,13 @@ from tensorshard.sharded_model import ShardedModel
 def using_weights(
     sharded: ShardedModel, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, torch.Tensor]
 ) -> Iterator[None]:
-    """Within this the masters hold `weights`; afterwards they are as before. A collective.
+    """A context in which the master weights hold `weights`; afterwards they are as before. A collective.
 
     Args:
-        parameters: the masters by the names that `weights` has.
+        parameters: the master weights, by the names of `weights`.
 
-    Raises:
-        ValueError: a name that no parameter has, or a tensor of another layout; nothing was changed then.
+        es:
+        ValueError: no parameter has a name, or a tensor is laid out differently; nothing was changed then.
     """
     for name, value in weights.items():
         if name not in parameters:

@@ -1,7 +1,7 @@
-"""What a loop of one's own does with an Engine, in place of ``engine.step``, and that it honours the Plan.
+"""A training loop of the user's own, in place of ``engine.step``, under any Plan.
 
-The user calls the model, a backward and the optimizer; this puts around each what the plan says: precision and loss
-scaling, micro-batches, finite gradients and clipping. What cannot be honoured is refused by the field's name.
+The user calls the model, a backward and the optimizer. The code here adds to each call what the plan says: precision
+and loss scaling, micro-batches, finite gradients and clipping. If a field cannot be honoured, an error names it.
 """
 
 import sys
@@ -33,9 +33,9 @@ from tensorshard.torch_private.operators import foreach_norm
 from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.transforms.precision import autocast, widen_output
 
-# How much the ranks may differ in the norm of gradients that all of them hold: by rounding, but not by clipping.
+# The largest relative difference between ranks, in the norm of gradients that all hold, that rounding explains.
 _ROUNDING = 1e-3
-_NOTHING = 1e-5  # of the norm of all gradients
+_NOTHING = 1e-5  # of the norm of all gradients; a smaller norm is rounding alone
 
 
 class OwnLoop:
@@ -74,14 +74,14 @@ class OwnLoop:
         self._in_backward = False
         self._accumulating = False
         self._done = 0  # micro-batches of the step under way whose backward is over
-        self._backwards = 0  # in all
-        self._tally: LossTally | None = None  # of these, if their losses are sums and counts
+        self._backwards = 0  # of all steps
+        self._tally: LossTally | None = None  # of the step under way, if its losses are sums and counts
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients from before the step under way
 
     # -- what surrounds the model and the optimizer --
 
     def surround(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Has forwards of `model`, and updates by `optimizer`, outside of the Engine's own calls, follow the plan."""
+        """Makes the user's own forwards of `model`, and updates by `optimizer`, follow the plan."""
         self._surround_optimizer(optimizer)
         if self._plan.pp > 1:  # its stages cannot be called
             return
@@ -92,7 +92,7 @@ class OwnLoop:
 
     @contextmanager
     def engines_own(self) -> Iterator[None]:
-        """Within this the Engine itself runs the model and the optimizer."""
+        """A context in which the Engine itself runs the model and the optimizer."""
         before, self._engines_own = self._engines_own, True
         try:
             yield
@@ -152,7 +152,7 @@ class OwnLoop:
             else:
                 self._zero_grad(clear, set_to_none)
 
-        # Bound methods, as learning-rate schedulers put theirs around what is bound here.
+        # Bound methods: learning-rate schedulers wrap them, and expect bound ones.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
@@ -226,7 +226,7 @@ class OwnLoop:
     def _begin(self, counted: bool) -> None:
         self._tally = LossTally(self._mesh) if counted else None
         self._earlier = []
-        if self._scaler is not None or counted:  # what is to be scaled in the end must not meet what is final
+        if self._scaler is not None or counted:  # these gradients still need a factor, and earlier ones do not
             for parameter in self._gradients.trained.values():
                 if parameter.grad is not None:
                     offloaded = self._gradients.offloaded is not None  # its place is that of the next one, too
@@ -235,7 +235,7 @@ class OwnLoop:
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Makes the gradients those of all micro-batches' mean loss."""
+        """Completes the gradients: those of the mean loss of all micro-batches."""
         self._sharded.finish_backward()
         factor: torch.Tensor | float | None = None if self._tally is None else self._tally.correction()
         self._tally = None
@@ -328,15 +328,16 @@ class OwnLoop:
             )
 
     def _check_alike(self) -> None:
-        """Refuses gradients that were clipped by each rank's own parts: under tp all ranks must do alike.
+        """Refuses gradients that each rank has clipped by the norm of its own parts. Under tp all ranks must clip
+        alike.
 
         Raises:
-            RuntimeError: the norms of what the tensor-parallel ranks all hold differ.
+            RuntimeError: the tensor-parallel ranks' norms differ, of gradients that all of them hold.
         """
         if self._mesh.degrees["tp"] == 1:
             return
         with_gradient = {name: p for name, p in self._gradients.trained.items() if p.grad is not None}
-        squares = torch.zeros(2, dtype=torch.float64, device=self._device)  # of what all ranks hold, and of all
+        squares = torch.zeros(2, dtype=torch.float64, device=self._device)  # of those that all ranks hold; of all
         if with_gradient:
             norms = foreach_norm(local_gradients(with_gradient.values()), 2.0, None)
             each = torch.stack([norm.double().to(self._device) for norm in norms]).square()
@@ -350,7 +351,7 @@ class OwnLoop:
             return
         shared, all_of_them = everyone.view(-1, 2).unbind(1)
         least, most = shared.min().item(), shared.max().item()
-        # Where what all ranks hold has no gradient but rounding, that may differ.
+        # A norm that is only rounding may differ.
         if most - least > _ROUNDING * most and most > _NOTHING * all_of_them.max().item():
             raise RuntimeError(
                 f"the tensor-parallel ranks hold different gradients of the same parameters (norms {least:.6g} to "

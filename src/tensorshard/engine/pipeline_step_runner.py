@@ -22,7 +22,7 @@ from tensorshard.plan import Plan
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.transforms.precision import autocast, widen_output
 
-# For forwards alone: schedules that have the stages in the same places, and work with any number of micro-batches.
+# For forwards alone: schedules with the same stages on each rank, and for any number of micro-batches.
 _FORWARD_SCHEDULES = {
     "1f1b": "gpipe",
     "interleaved_1f1b": "looped_bfs",
@@ -42,7 +42,7 @@ class PipelineStepRunner(StepRunner):
         super().__init__(sharded, plan, mesh, objective, device)
         self._group = mesh.group("pp")
         self._is_last = self._group.rank() == sharded.last_rank
-        self._predicts_whole = False  # whether the outputs of micro-batches cannot be put together
+        self._predicts_whole = False  # at once, as the outputs of micro-batches cannot be joined
         self._runner = self._make_runner(plan.pp_schedule)
         forward = _FORWARD_SCHEDULES.get(plan.pp_schedule, plan.pp_schedule)
         self._forward_runner = self._runner if forward == plan.pp_schedule else self._make_runner(forward)
@@ -109,7 +109,7 @@ class PipelineStepRunner(StepRunner):
         return self._shown_to_all(lambda: _joined(outputs))
 
     def _outputs(self, parts: list[tuple[Any, Any]]) -> list[Any]:
-        """What the model makes of each part, on the rank of the last stage."""
+        """The model's output for each part, on the rank of the last stage."""
         outputs: dict[int, Any] = {}
 
         def consume(index: int, output: Callable[[], Any]) -> None:
@@ -119,14 +119,14 @@ class PipelineStepRunner(StepRunner):
         return [outputs[index] for index in sorted(outputs)]
 
     def _on_device(self, parts: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        # Targets are of use where the loss is.
+        # Only the last stage, which computes the loss, needs the targets.
         return [
             (to_device(inputs, self._device), to_device(targets, self._device) if self._is_last else targets)
             for inputs, targets in parts
         ]
 
     def _broadcast_loss(self, tally: LossTally, parts: int) -> StepLoss:
-        """What the last stage's rank found, on every rank."""
+        """Sends the last stage's loss to every rank."""
         message = torch.zeros(3, dtype=torch.float64, device=self._device)
         if self._is_last:
             mean, correction = tally.mean(), tally.correction()
@@ -157,7 +157,7 @@ class PipelineStepRunner(StepRunner):
 
 
 class _GradientHooks(StageHooks):
-    """Tells the laid-out stages when gradients are about to be added to, and when that is over."""
+    """Tells the laid-out stages when backward is about to add to gradients, and when it is over."""
 
     def __init__(self, sharded: PipelinedModel) -> None:
         self._parts = {stage.index: part for stage, part in zip(sharded.stages, sharded.parts, strict=True)}
@@ -170,7 +170,7 @@ class _GradientHooks(StageHooks):
 
 
 def _can_join(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether the outputs of micro-batches of `sizes` are tensors of samples alone, and can be joined."""
+    """Whether the outputs of micro-batches of `sizes` can be joined: the first dimension of each is the samples."""
     if len(outputs) == 1:
         return True
     taken = [take_apart(output)[0] for output in outputs]
@@ -182,7 +182,7 @@ def _can_join(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
-    """The outputs of micro-batches as that of their batch."""
+    """The outputs of micro-batches, joined to the output of their batch."""
     if len(outputs) == 1:
         return outputs[0]
     columns = zip(*(take_apart(output)[0] for output in outputs), strict=True)

@@ -25,12 +25,12 @@ def save_pretrained(
     failure: Exception | None = None
     sharded.finish_gather()
     for name, tensor in sharded.full_tensors(keep=export is not None):
-        if export is not None and failure is None:  # the others give their parts all the same
+        if export is not None and failure is None:  # the other ranks only send their parts
             try:
                 export.add(name, tensor)
             except Exception as error:
                 failure = error
-        del tensor  # before the next is put together
+        del tensor  # before the next one is gathered
 
     def finish() -> None:
         assert export is not None

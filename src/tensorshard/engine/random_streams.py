@@ -1,4 +1,4 @@
-"""The Engine's own random numbers: torch's global generators are the user's, before, between and after its calls."""
+"""The Engine's own random streams. torch's global generators are left to the user, outside of the Engine's calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ States = dict[str, torch.Tensor]
 
 
 class RandomStreams:
-    """One random stream a device, which takes the place of torch's global one within :meth:`installed`.
+    """One random stream for each device, which replaces torch's global one inside :meth:`installed`.
 
     Args:
-        seed: where the streams begin.
+        seed: of the streams.
         device: of this rank. The CPU always has a stream.
     """
 
@@ -27,7 +27,7 @@ class RandomStreams:
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Begins the streams anew: at step 0 with the seed itself, later with a number made of the two."""
+        """Begins the streams anew: at step 0 with the seed itself, later with a number made from seed and step."""
         seed = (self._seed + step * 0x9E37_79B9_7F4A_7C15) % 2**63  # far apart for steps close to each other
         with unset_fake_temporarily():
             self._states = {"cpu": torch.Generator().manual_seed(seed).get_state()}
@@ -35,11 +35,11 @@ class RandomStreams:
                 self._states["cuda"] = torch.Generator(self._device).manual_seed(seed).get_state()
 
     def states(self) -> States:
-        """Where the streams are, for a checkpoint."""
+        """The states of the streams, for a checkpoint."""
         return dict(self._states)
 
     def load_states(self, states: States) -> None:
-        """Goes on where :meth:`states` was called.
+        """Continues the streams where :meth:`states` was called.
 
         Args:
             states: for every device that this rank has.
@@ -48,10 +48,9 @@ class RandomStreams:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within this, all that draws from torch's global generators draws from these streams.
+        """A context in which torch's global generators are these streams. It may be nested.
 
-        If an exception leaves it, the streams are where they were before, so that a step that is taken again draws the
-        same. May be nested.
+        After an exception, the streams are as before, so that a repeated step draws the same numbers.
         """
         if self._installed or active_fake_mode() is not None:
             yield
@@ -72,7 +71,7 @@ class RandomStreams:
         self._exchange()
 
     def _exchange(self) -> None:
-        """The streams' states become the global ones, and the other way round."""
+        """Swaps the states of the streams and of torch's global generators."""
         others = {"cpu": torch.get_rng_state()}
         torch.set_rng_state(self._states["cpu"])
         if "cuda" in self._states:
@@ -83,7 +82,7 @@ class RandomStreams:
 
 @contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
-    """Leaves torch's global generators, of the CPU and of `device`, as they were."""
+    """A context that leaves torch's global generators, of the CPU and of `device`, as they were."""
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and torch.cuda.is_initialized() else None
     try:

@@ -1,7 +1,7 @@
-"""Telling ranks that were given different batches though they compute the same samples together.
+"""Finds ranks with different batches, among ranks that compute the same samples together.
 
-Those are the ranks that differ only along pp, cp or tp. They would train on samples with others' targets, or on halves
-of different samples.
+Those are the ranks that differ only along pp, cp or tp. With different batches they would train on one rank's samples
+and another rank's targets, or on halves of different samples.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ _BITS = 62  # of a digest, as an int64
 class SameBatch:
     """Compares the ranks' batches: their shapes before every call, their values where the shapes are new.
 
-    Comparing shapes takes one message of 24 bytes. Values cost a copy to the host, and a sampler that is wrong is so
-    from the start.
+    Comparing shapes takes one message of 24 bytes. Comparing values needs a copy to the host, and a wrong sampler shows
+    at the first batch.
 
     Args:
         mesh: where the ranks are.
-        device: on which messages travel.
+        device: on which messages are sent.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class SameBatch:
             call: the Engine's method that was given the batch.
 
         Raises:
-            ValueError: on every one of them, if the batches differ in structure, shapes, types or values.
+            ValueError: on all these ranks, if the batches differ in structure, shapes, types or values.
         """
         leaves = tree_flatten((inputs, targets))[0]
         if not self._groups or dist.get_backend(self._groups[0]) == "fake" or detect_fake_mode(leaves) is not None:

@@ -1,8 +1,8 @@
-"""``state_dict`` and ``load_state_dict`` of a laid-out model: right, or refused, but never a part for the whole.
+"""``state_dict`` and ``load_state_dict`` of a laid-out model. They are right or raise an error.
 
-Where a rank holds parts of the parameters, what it would write is not a checkpoint of the model; so the model's own
-``state_dict`` is refused, and with it ``save_pretrained`` and the like, which call it. Full state dicts can be loaded:
-each rank takes its parts of them.
+If a rank holds only parts of the parameters, its ``state_dict`` would not be a checkpoint of the model. So the model's
+``state_dict`` raises an error, and so do ``save_pretrained`` and others that call it. Full state dicts can be loaded:
+each rank takes its own parts.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ class GuardedStateDicts:
         plan: for messages.
 
     Attributes:
-        holds_parts: whether this rank's parameters are not all that the model has.
+        holds_parts: whether this rank has only parts of the model's parameters.
     """
 
     def __init__(self, sharded: ShardedModel, plan: Plan) -> None:
         self._sharded = sharded
         self._plan = plan
-        self._loaded = False  # since the ranks' copies last followed the masters
+        self._loaded = False  # whether a state dict was loaded that the copies of the master weights do not have yet
         self._modules = {id(module) for module in sharded.model.modules()}
         sharded_names = {name for name, p in sharded.masters().items() if self._is_part(name, p)}
         self.holds_parts = plan.pp > 1 or bool(sharded_names)
@@ -48,12 +48,13 @@ class GuardedStateDicts:
         if plan.pp == 1:
             sharded.model.register_forward_pre_hook(lambda *_: self.follow(), prepend=True)
         if self.holds_parts:
-            vars(sharded.model)["__deepcopy__"] = self._refuse_copy  # which copy.deepcopy asks for
+            vars(sharded.model)["__deepcopy__"] = self._refuse_copy  # copy.deepcopy calls it
 
     def _for_own(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """`hook` for the laid-out modules alone: their deep copies have the same hooks, and state of their own.
+        """`hook` for the laid-out modules alone. Their deep copies have the same hooks, but are not laid out.
 
-        A plain function, which ``copy.deepcopy`` takes as it is; a bound method would have it copy the ranks' groups.
+        It is a plain function, which ``copy.deepcopy`` does not copy. A bound method would make it copy the process
+        groups.
         """
         return lambda module, *args: hook(module, *args) if id(module) in self._modules else None
 
@@ -66,7 +67,7 @@ class GuardedStateDicts:
         )
 
     def follow(self) -> None:
-        """Has what forwards compute with follow what was loaded. A collective, if something was."""
+        """Copies what was loaded to what forwards compute with. A collective, if something was loaded."""
         if self._loaded:
             self._loaded = False
             self._sharded.all_gather_loaded()
@@ -79,7 +80,7 @@ class GuardedStateDicts:
     # -- state_dict --
 
     def _refuse_part(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if keep_vars:  # asked for by code that knows what it gets, such as FSDP's and ours
+        if keep_vars:  # its callers, such as FSDP's code and ours, know what they get
             return
         raise RuntimeError(
             f"state_dict() of the laid-out model (as by torch.save(model.state_dict()) or save_pretrained) would hold "
@@ -94,7 +95,7 @@ class GuardedStateDicts:
         return f"a plan with zero={self._plan.zero}, {split}"
 
     def _show_masters(self, names: dict[str, str], _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        """What is saved are the masters, also where the module shows 16-bit copies at the moment."""
+        """Saves the master weights, also while the module shows 16-bit copies."""
         masters = self._sharded.masters()
         for name, full_name in names.items():
             shown = state.get(prefix + name)
@@ -118,7 +119,7 @@ class GuardedStateDicts:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Puts this rank's parts in the place of the full tensors of `state`, for `module` alone."""
+        """Replaces the full tensors of `state` by this rank's parts, for `module` alone."""
         if self._plan.pp > 1:
             raise RuntimeError(
                 f"load_state_dict was called on the stages of a pipeline (pp={self._plan.pp}); load the weights into "

@@ -18,11 +18,11 @@ from tensorshard.transforms.precision import autocast, widen_output
 
 @dataclass(frozen=True)
 class StepLoss:
-    """What a step's forwards and backwards came to.
+    """The result of a step's forwards and backwards.
 
     Args:
         mean: the global mean loss, on every rank.
-        correction: what the gradients still have to be multiplied by; None for nothing.
+        correction: the factor that the gradients still need; None for no factor.
     """
 
     mean: torch.Tensor
@@ -44,7 +44,7 @@ class StepRunner(ABC):
         self._tally: LossTally | None = None  # of the step under way
 
     def abandon(self) -> None:
-        """Called after a step that failed: ends what it left under way. A collective of the ranks that failed alike."""
+        """Ends what a failed step left under way. A collective of the ranks on which the step failed."""
         tally, self._tally = self._tally, None
         if tally is not None:
             tally.abandon()
@@ -63,7 +63,7 @@ class StepRunner(ABC):
         """The global mean loss, on every rank. Modules are in evaluation mode already.
 
         Args:
-            micro_batches: into how many parts of nearly one size the batch is cut; None for as few as possible.
+            micro_batches: into how many parts of nearly equal size the batch is cut; None for as few as possible.
         """
 
     @abstractmethod
@@ -71,7 +71,8 @@ class StepRunner(ABC):
         """The model's output for this data rank's batch. Modules are in evaluation mode already.
 
         Args:
-            compare: what of the inputs is compared between ranks that should have the same; None for nothing.
+            compare: the part of the inputs that is compared between ranks that should have the same; None for no
+                comparison.
         """
 
 
@@ -119,7 +120,7 @@ class WholeModelStepRunner(StepRunner):
     def _loss(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = to_device(inputs, self._device), to_device(targets, self._device)
         loss = self._objective(self._output(inputs), inputs, targets)
-        self._sharded.loss_is_over()  # the output is nobody's by now, but for who keeps it
+        self._sharded.loss_is_over()  # the output is no longer needed here
         return loss
 
     def _output(self, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a run holds where, said before it starts."""
+"""What a run will hold on each rank, printed before it starts."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""An Engine whose updates may go on behind its steps: what looks at the model or the optimizer waits here."""
+"""An Engine's model and optimizer. If an update goes on after its step, access to them waits for it."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from tensorshard.sharded_model import ShardedModel
 
 
 class WaitingForUpdates:
-    """What of an Engine shows finished updates alone."""
+    """The parts of an Engine that show only finished updates."""
 
     sharded: ShardedModel
     _model: nn.Module
@@ -17,29 +17,30 @@ class WaitingForUpdates:
 
     @property
     def model(self) -> nn.Module:
-        """The laid-out model. Asking for it waits for an update that goes on behind a step."""
+        """The laid-out model. Access waits until the last step's update is finished."""
         self.wait_for_update()
         return self._model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer. Asking for it waits for an update that goes on behind a step."""
+        """The optimizer. Access waits until the last step's update is finished."""
         self.wait_for_update()
         return self._optimizer
 
     def wait_for_update(self) -> None:
-        """Returns when this rank's part of the last step's update is over: at once without ``offload.overlap``.
+        """Returns when this rank's part of the last step's update is finished: at once without ``offload.overlap``.
 
-        What was taken out of the Engine before that step, such as a parameter, shows the update from then on.
+        A parameter that you took out of the Engine before that step shows the update from then on.
 
         Raises:
-            OSError: the update failed, as the disk did; names the folder. Other ranks raise it in their next call.
+            OSError: the disk failed during the update. The error names the folder. Other ranks raise it in their next
+                call.
         """
         if self._offloaded is not None:
             self._offloaded.wait()
 
     def _finish_update(self) -> None:
-        """Waits for the last update on all ranks, or raises on all what failed on any. A collective, if one goes on."""
+        """Waits for the last update on all ranks; if it failed on one, all raise. A collective, if one goes on."""
         if self._offloaded is not None:
             self._offloaded.finish()
 

@@ -1,6 +1,6 @@
-"""What torch and Python say in few words about a batch that does not fit the model or the loss, said in full.
+"""Explains torch's and Python's short errors about a batch that does not fit the model or the loss.
 
-Only errors are looked at, so that batches that fit cost nothing.
+This happens only after an error, so a batch that fits costs nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,16 +21,16 @@ _FLOATING_TARGETS = (
 
 
 class OutOfRangeError(IndexError):
-    """A batch has tokens, or class numbers, that the model does not have."""
+    """A batch has token ids or class numbers that the model does not have."""
 
 
 @contextmanager
 def explained_loss(output: Any, targets: Any) -> Iterator[None]:
-    """Surrounds a call of a loss function.
+    """A context for a call of a loss function.
 
     Raises:
-        OutOfRangeError, RuntimeError: a sentence about the targets in place of torch's, where they are why.
-        Exception: any other, with a note of what the loss function was called with.
+        OutOfRangeError, RuntimeError: the targets are the cause; the message says so, in place of torch's.
+        Exception: any other error, with a note of what the loss function was called with.
     """
     try:
         yield
@@ -58,11 +58,11 @@ def explained_loss(output: Any, targets: Any) -> Iterator[None]:
 
 @contextmanager
 def explained_forward(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """Surrounds a forward of `model`.
+    """A context for a forward of `model`.
 
     Raises:
         OutOfRangeError: an embedding has too few rows for the inputs.
-        Exception: any other, with a note of the inputs.
+        Exception: any other error, with a note of the inputs.
     """
     try:
         yield
@@ -75,13 +75,13 @@ def explained_forward(model: nn.Module, inputs: Any) -> Iterator[None]:
 
 
 def note_inputs(error: BaseException, model: nn.Module, inputs: Any) -> None:
-    """Adds to an `error` of a forward of `model` what it was called with, and, if known, what is wrong with that."""
+    """Adds a note to an `error` of a forward: what the inputs were and, if known, what is wrong with them."""
     sentence = _missing_rows(error, model, inputs)
     error.add_note(sentence or f"{type(model).__name__} was called with inputs of {_described(inputs)}")
 
 
 def _missing_rows(error: BaseException, model: nn.Module, inputs: Any) -> str | None:
-    """What is wrong with `inputs` where the `error` is that an embedding has too few rows; None for other errors."""
+    """What is wrong with `inputs`, if the `error` is that an embedding has too few rows; None for other errors."""
     if not isinstance(error, IndexError) or "index out of range" not in str(error):
         return None
     integers = [t for t in _tensors(inputs) if not t.is_floating_point() and t.numel()]
