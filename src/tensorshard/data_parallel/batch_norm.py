@@ -81,7 +81,7 @@ def _plain(module: BatchNormBase, group: dist.ProcessGroup, forward: Forward, /,
 def _synchronized(
     name: str, module: nn.Module, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """A context for the forward of a subclass: its calls of ``batch_norm`` see the samples of all ranks."""
+    """The forward of a subclass, whose calls of ``batch_norm`` see the samples of all ranks."""
     before = _running(module)
     with BatchNormCalls(partial(global_batch_norm, group=group)) as calls:
         output = forward(*args, **kwargs)

@@ -103,7 +103,7 @@ def _examine(module: nn.Module, shape: tuple[int, ...]) -> tuple[Examined, bool]
     generator = torch.Generator().manual_seed(0)
     copied = copy_with(module, random_values(generator))
     copied.eval()
-    copied.training = True  # not its submodules: dropout would draw random numbers, and norms are examined by themselves
+    copied.training = True  # not its submodules: dropout would draw, and norms are examined by themselves
     for inner in copied.modules():
         clear_forward_hooks(inner)
     input = torch.randn(shape, generator=generator)

@@ -83,8 +83,8 @@ class FullyShardedModel(ShardedModel):
             "ignored_params": set(self._scalars),
         }
         if offloaded is not None and offloaded.is_off_device:
-            # Shards and their gradients are then in host memory, and go to the device when a unit is gathered. They are not
-            # pinned: pinned memory for all of them would exceed any budget.
+            # Shards and their gradients are then in host memory, and go to the device when a unit is gathered. They are
+            # not pinned: pinned memory for all of them would exceed any budget.
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
             narrow = options["mp_policy"].param_dtype
             offloaded.gathered_as = narrow if narrow != self._dtype else None

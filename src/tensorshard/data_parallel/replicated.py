@@ -190,7 +190,7 @@ class ReplicatedModel(ShardedModel):
             bucket.is_behind = True
 
     def _follow(self, last: Bucket | None = None) -> None:
-        """Waits for updates and copies them to what forwards compute with, up to the bucket `last`; None for all buckets."""
+        """Waits for updates and copies them to what forwards compute with, up to the bucket `last`; None for all."""
         while self._to_follow and (last is None or last.is_behind):
             assert self._behind is not None
             bucket = self._to_follow.popleft()
@@ -218,7 +218,8 @@ class ReplicatedModel(ShardedModel):
         return made
 
     def _fill_buckets(self, units: list[list[nn.Module]]) -> list[Bucket]:
-        """One bucket for each unit, and two more: for the parameters before the first unit, and for all others in no unit."""
+        """One bucket for each unit, and two more for parameters in no unit: those before the first unit, and the
+        others."""
         by_compute = {p.compute: p for p in self._parameters.values()}
         unit_of: dict[ReplicatedParameter, int] = {}
         for index, unit in enumerate(units):
@@ -256,7 +257,7 @@ class ReplicatedModel(ShardedModel):
     # -- gradients --
 
     def _watch(self, parameter: ReplicatedParameter) -> None:
-        # Weak references: the garbage collector does not see what such a hook refers to, and would never free the model.
+        # Weak references: the garbage collector does not see those of such a hook, and would never free the model.
         model, watched = weakref.ref(self), weakref.ref(parameter)
 
         def ready(_: torch.Tensor) -> None:
@@ -401,7 +402,7 @@ class ReplicatedModel(ShardedModel):
         bucket.gathering.clear()
 
     def _wait_before_forward(self, units: list[list[nn.Module]]) -> None:
-        """Makes each unit's forward wait for the unit's gather, and the model's forward for the gather of all other parameters."""
+        """Makes each unit's forward wait for the unit's gather, and the model's forward for all other parameters."""
         bucket_of = {p.master: bucket for bucket in self._buckets for p in bucket.parameters}
         in_units: set[int] = set()
         for unit in units:

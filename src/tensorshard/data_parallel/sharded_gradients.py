@@ -67,7 +67,7 @@ class ShardedGradients:
         self._apart.clear()
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Adds a `gradient` of the backward under way, already summed over the data ranks, to the one that FSDP2 reduces."""
+        """Adds a `gradient` of this backward, already summed over the data ranks, to the one that FSDP2 reduces."""
         self._enter_backward()
         before = self._apart.get(parameter)
         self._apart[parameter] = gradient if before is None else before + gradient

@@ -12,8 +12,8 @@ def balanced_positions(
 ) -> list[int]:
     """Positions of ``stages - 1`` cuts, out of those `allowed`.
 
-    The largest stage is as small as can be; among cuts that come near to that, those that send the fewest bytes are
-    taken, and among those the ones whose stages are most alike.
+    The costliest stage costs as little as possible. Of the cuts that come near to that, those that send the fewest
+    bytes are taken, and of these the ones with the most equal stages.
 
     Args:
         costs: of the calls.

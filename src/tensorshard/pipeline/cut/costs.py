@@ -1,11 +1,11 @@
-"""What each unit call costs, in time and in memory, as far as that decides where to cut."""
+"""The cost of each unit call in time and memory, as exactly as a choice of cuts needs it."""
 
 from dataclasses import dataclass
 
 from tensorshard.pipeline.trace.call_graph import CallGraph
 
-# Floating-point operations in the time of moving one byte: 10 to 20 on CPUs, 150 to 300 on GPUs in bf16; what is fused
-# or stays in caches moves less than is counted here.
+# Floating-point operations in the time that moving one byte takes: 10 to 20 on CPUs, 150 to 300 on GPUs in bf16. Fused
+# operations and caches move fewer bytes than are counted here.
 _FLOPS_PER_BYTE = 20.0
 # A parameter, its gradient and Adam's two moments.
 _COPIES = 4
@@ -18,7 +18,7 @@ class CallCost:
     """Cost of one call.
 
     Args:
-        time: in floating-point operations, those that moving bytes would take the time of included.
+        time: in floating-point operations; moving bytes counts as the operations that would take as long.
         memory: bytes of parameters with their gradient and optimizer states, and of what is kept for backward.
         combined: the call's share of the model's time, and of its memory at a smaller weight.
     """

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: chosen so that the stages' costs are alike, or named by the user."""
+"""Where a model is cut into stages: at equal costs, or where the user says."""
 
 import difflib
 from collections import Counter
@@ -17,7 +17,7 @@ class Cut:
 
     Args:
         graph: the calls.
-        positions: index of each stage's first call, but for the first stage's.
+        positions: index of the first call of each stage except the first.
     """
 
     graph: CallGraph
@@ -57,7 +57,8 @@ class Cut:
     @cached_property
     def _holdings(self) -> tuple[frozenset[str], ...]:
         held = [self.graph.parameters_of(*span) for span in self.spans]
-        # What no call reads still belongs into checkpoints: it goes where its neighbours in the model are.
+        # Parameters that no call reads still belong into checkpoints. They go to the stage of their neighbours in the
+        # model.
         everywhere = frozenset().union(*held)
         nearest = 0
         for name in self.graph.bytes_of:
@@ -99,8 +100,8 @@ def cut_model(graph: CallGraph, stages: int, *, split: list[str] | None = None) 
             operations and bytes moved, parameters and what is kept for backward).
 
     Raises:
-        ValueError: there are fewer units than stages, no cut is possible where one is needed, or `split` names what
-            cannot start a stage. The message names the module in the way and what to name instead.
+        ValueError: there are fewer units than stages, no cut is possible where one is needed, or `split` names a module
+            that cannot start a stage. The message names the module in the way and what to name instead.
     """
     names = [call.unit for call in graph.calls]
     if stages < 1:

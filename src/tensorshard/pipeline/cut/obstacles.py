@@ -1,9 +1,9 @@
-"""What keeps a model from being cut at a place."""
+"""Why a model cannot be cut at a place."""
 
 from tensorshard.pipeline.trace.call_graph import CallGraph
 
-# The most tensors that a cut may send. Where more cross, the model's code adds up what units return outside of any
-# block, and each of them would have to travel.
+# The most tensors that a cut may send. If more cross, the model's code outside of blocks adds up what many units
+# return, and each of these tensors would have to be sent.
 _MOST_CROSSING = 16
 
 

@@ -1,4 +1,4 @@
-"""Where a cut model's calls are computed where it calls other units than in the run that it was cut by."""
+"""The stages of unit calls in a run that differs from the run by which the model was cut."""
 
 from collections.abc import Mapping
 
@@ -8,9 +8,9 @@ from tensorshard.pipeline.trace.call_graph import CallGraph
 
 
 def unit_stages(cut: Cut) -> dict[str, frozenset[int]]:
-    """The stages that can compute each unit: those that call it, or that hold the parameters of one that none calls.
+    """The stages that can compute each unit: those that call it; if none does, those that hold its parameters.
 
-    Units that the others call as a part of themselves, and those whose parameters no stage has all of, are left out.
+    Left out are units that other units call as a part of themselves, and units of which no stage has all parameters.
     """
     found: dict[str, set[int]] = {}
     for stage, (start, stop) in enumerate(cut.spans):
@@ -25,10 +25,10 @@ def unit_stages(cut: Cut) -> dict[str, frozenset[int]]:
 
 
 def place_calls(graph: CallGraph, cut: Cut, stages_of: Mapping[str, frozenset[int]], *, trains: bool) -> Cut | None:
-    """The calls of `graph` on the stages of `cut`, each where its unit is.
+    """The calls of `graph` on the stages of `cut`, each on a stage that has its unit.
 
-    A unit that several stages have (a cell that is called for each time step, say) is where the calls are divided as in
-    `cut`, as nearly as can be.
+    If several stages have a unit (a cell that is called for each time step, say), its calls are divided as nearly as
+    possible as in `cut`.
 
     Args:
         graph: another run of the model.
@@ -36,7 +36,7 @@ def place_calls(graph: CallGraph, cut: Cut, stages_of: Mapping[str, frozenset[in
         trains: whether every stage must compute something.
 
     Returns:
-        None where the order of the calls does not allow it.
+        None if the order of the calls does not allow it.
     """
     calls, last = graph.calls, cut.stages - 1
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by stage: how far from `cut`, and its positions

@@ -1,4 +1,4 @@
-"""What crosses the cuts for given inputs: found once for every shape that the inputs have."""
+"""Which tensors cross the cuts for given inputs, found once for each shape of the inputs."""
 
 import logging
 from collections import Counter, OrderedDict
@@ -22,15 +22,16 @@ _MANY_NUMBERS = 8
 
 
 class Shapes:
-    """Runs the model on fake tensors for inputs of shapes not seen before, and remembers what the last of these showed.
+    """Runs the model on fake tensors for inputs of new shapes, and keeps the results of the latest ones.
 
-    Every stage has the same inputs, so all of them find the same, without communication. A Python number may decide
-    what a model does, so that each new one counts as a new shape; where there are many, the log says so.
+    Every stage has the same inputs, so all find the same result without communication. A Python number among the inputs
+    may decide what a model does, so each new number counts as a new shape. If there are many, the log says so.
 
     Args:
         tracer: runs the whole model; one for all stages of a process.
-        cut: made with it.
-        graphs: of runs of `tracer`, which are used, and added to, for as long as others may need them; None for none.
+        cut: made with `tracer`.
+        graphs: results of `tracer` that are shared with other users: they are read here, and new ones are added. None
+            for none.
     """
 
     def __init__(self, tracer: Tracer, cut: Cut, graphs: dict[Any, CallGraph] | None = None) -> None:
@@ -39,7 +40,7 @@ class Shapes:
         self.cut = cut
         self.stages_of = unit_stages(cut)
         self._known: OrderedDict[Any, Cut] = OrderedDict()
-        self._numbers: Counter[Any] = Counter()  # runs that differ in numbers alone
+        self._numbers: Counter[Any] = Counter()  # how many runs differed only in numbers
         self._listed: tuple[nn.Module | None, list[nn.Module]] = None, []  # the modules of the last model
 
     def of(self, inputs: Any, model: nn.Module) -> Cut:
@@ -47,12 +48,11 @@ class Shapes:
 
         Args:
             inputs: of one micro-batch.
-            model: whose modules are in training or evaluation mode as is to be assumed.
+            model: whose modules say which are in training and which in evaluation mode.
 
         Raises:
-            ValueError: with these inputs the model calls units in another order than with those that it was cut with,
-                so that the stages cannot compute them one after the other, or needs parameters on a stage that has
-                them not.
+            ValueError: with these inputs the model calls units in another order than with those by which it was cut.
+                The stages cannot compute them one after the other, or a stage lacks parameters that it would need.
         """
         if model is not self._listed[0]:
             self._listed = model, list(model.modules())
@@ -127,7 +127,7 @@ class Shapes:
 
 
 def input_signature(inputs: Any, *, numbers: bool = True) -> Any:
-    """What tells inputs apart; without `numbers`, those of floating-point and whole ones are left out."""
+    """A key that differs for inputs of different shapes. Without `numbers`, ints and floats are left out."""
     leaves, spec = tree_flatten(inputs)
     return spec, tuple(
         (tuple(leaf.shape), leaf.dtype)

@@ -1,4 +1,4 @@
-"""Who computes what when: a schedule's own list of actions, played through, as text and as a picture."""
+"""Draws a schedule as text and as a picture, by playing its list of actions through."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from tensorshard.pipeline.run.torch_schedules import Action, actions
 from tensorshard.schedules import find_schedule
 
 DURATIONS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""A backward costs twice what a forward does: once for the inputs' gradients, once for the parameters'."""
+"""A backward takes as long as two forwards: one for the inputs' gradients, one for the parameters'."""
 
 _COLOURS = {"F": "#6baed6", "B": "#74c476", "I": "#a1d99b", "W": "#fdae6b"}
 _WORDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of parameters"}
@@ -17,7 +17,7 @@ _WORDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "back
 
 @dataclass(frozen=True)
 class Timed:
-    """An action, and from when to when it runs."""
+    """An action, with the times at which it begins and ends."""
 
     action: Action
     start: float
@@ -53,7 +53,7 @@ class Timeline:
         return 1 - busy / (self.length * len(self.ranks))
 
     def kept(self, rank: int) -> int:
-        """For how many forwards `rank` keeps activations at once, at most; each is of one of its stages."""
+        """The largest number of forwards for which `rank` keeps activations at once. Each is of one of its stages."""
         held = most = 0
         for timed in self.ranks[rank]:
             held += {"F": 1, "B": -1, "W": -1}.get(timed.action.kind, 0)
@@ -160,11 +160,11 @@ def timeline(
     durations: Mapping[str, float] | Sequence[Mapping[str, float]] = DURATIONS,
     message: float = 0.0,
 ) -> Timeline:
-    """Plays a schedule through: every rank does its actions in order, each as soon as what it needs is there.
+    """Plays a schedule through: every rank does its actions in order, each as soon as its inputs are there.
 
     Args:
-        durations: of "F", "B", "I" and "W"; a sequence has those of each rank.
-        message: how long it takes to send what one rank's stage hands to another rank's.
+        durations: of "F", "B", "I" and "W"; or a sequence of these, one for each rank.
+        message: how long it takes to send a stage's output to another rank.
 
     Raises:
         ValueError: as for :func:`tensorshard.schedules.check_schedule`.
@@ -201,7 +201,7 @@ def timeline(
 
 
 def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """What must be over before `action`; one of each tuple."""
+    """What must be over before `action`: one action of each tuple."""
     stage, index = action.stage, action.micro_batch
     if action.kind == "F":
         return [(Action("F", stage - 1, index),)] if stage else []

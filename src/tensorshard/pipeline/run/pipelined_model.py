@@ -37,7 +37,7 @@ class Stages(nn.Module):
 class PipelinedModel(ShardedModel):
     """A rank's stages, each laid out over the other axes.
 
-    A parameter that several stages have is held by each; their gradients are added, so that all take the same update.
+    A parameter that several stages use is held by each of them. Their gradients are added, so all make the same update.
 
     Args:
         whole: the model, on the meta device.
@@ -64,7 +64,7 @@ class PipelinedModel(ShardedModel):
             find_schedule(mesh.schedule).rank_of(stage, mesh.degrees["pp"]) for stage in range(self.cut.stages)
         ]
         self._masters: dict[str, nn.Parameter] = {}
-        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # of what an earlier stage of this rank has, too
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # of what an earlier stage of this rank has
         for part in parts:
             for name, master in part.masters().items():
                 first = self._masters.setdefault(name, master)
@@ -228,12 +228,12 @@ class PipelinedModel(ShardedModel):
         return found
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's, whole; the ranks of a pipeline have different ones."""
+        """This rank's full parameters. The ranks of a pipeline have different ones."""
         for part in self.parts:
             yield from part.full_parameters()
 
     def full_tensors(self, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        # Towards the world's first rank tensors travel along the pipeline that it is in.
+        # Tensors for the world's first rank are sent along the pipeline that it is in.
         first = dist.get_process_group_ranks(self._mesh.world_group)[0]
         travels = dist.get_process_group_ranks(self._group)[0] == first
         rank = self._group.rank()

@@ -21,9 +21,9 @@ class PipelineRunner:
         schedule: its name.
         group: the ranks of the pipeline; None for the world.
         device: of this rank.
-        context: of forwards: makes a new ``torch.autocast``, say.
-        hooks: around backwards.
-        split: whether gradients of inputs and of parameters may be computed apart, where the schedule does so.
+        context: makes the context of each forward, such as ``torch.autocast``.
+        hooks: called before and after backwards.
+        split: whether gradients of inputs and of parameters may be computed apart, if the schedule does so.
 
     Raises:
         ValueError: the stages are not those that the schedule gives this rank.
@@ -71,11 +71,11 @@ class PipelineRunner:
         Args:
             micro_batches: the model's inputs, the same on every rank of the pipeline, on its device. Shapes may differ
                 between them.
-            loss: called as ``loss(index, output)`` on the last stage's rank after each micro-batch's forward; what it
-                returns is where the micro-batch's backward starts: a scalar, scaled as its gradients are to be. What
-                else is to be known of the losses (sums, counts), it keeps for itself.
-            hand_over: whether `loss` is given a function in place of the output, which returns it once: so nobody
-                else keeps the output then.
+            loss: called as ``loss(index, output)`` on the last stage's rank after each micro-batch's forward. It
+                returns the scalar from which the micro-batch's backward starts, scaled as the gradients should be. It
+                keeps the sums and counts of losses itself.
+            hand_over: whether `loss` gets a function in place of the output, which returns the output once. Then
+                nothing else holds the output.
 
         Raises:
             ValueError: the schedule does not work with that many micro-batches.
@@ -120,10 +120,10 @@ class PipelineRunner:
         for stage in self._scheduled:
             stage.begin(micro_batches)
         try:
-            # The schedule cuts its target into one number for each micro-batch; the inputs it never sees.
+            # The schedule cuts its target into one number for each micro-batch. It never sees the inputs.
             run(schedule, torch.arange(count))
         except BaseException:
-            self._made.pop(count, None)  # it may wait for what never came
+            self._made.pop(count, None)  # its state may wait for messages that never came
             raise
         finally:
             self._consume = None

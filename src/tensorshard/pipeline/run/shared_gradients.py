@@ -1,4 +1,4 @@
-"""Gradients of parameters that stages on several pipeline ranks use: tied ones, a module called again, bare ones."""
+"""Gradients of parameters that stages on several pipeline ranks use, such as tied ones."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,16 +11,16 @@ from tensorshard.comm.sharding import dtensor_like
 
 
 class SharedGradients:
-    """Adds up, on every rank that has a parameter, the gradients of all that have it.
+    """Adds up the gradients of all ranks that have a parameter, on each of them.
 
-    Every rank sends its own to the others and sums in the order of the ranks: so all get the same to the last bit, and
-    weights that were equal stay equal.
+    Every rank sends its gradient to the others and sums in the order of the ranks. So all get the same to the last bit,
+    and equal weights stay equal.
 
     Args:
         ranks: for each parameter, the pipeline ranks that have it.
         masters: this rank's parameters.
         group: of the pipeline.
-        device: where its ranks send tensors from.
+        device: from which the ranks send tensors.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class SharedGradients:
 
     @torch.no_grad()
     def add(self) -> None:
-        """A collective of the ranks that have any of the parameters. One that has no gradient anywhere gets none."""
+        """A collective of the ranks that have any of the parameters. A parameter without a gradient on any rank gets
+        none."""
         if not self._ranks:
             return
         mine = self._group.rank()

@@ -1,8 +1,8 @@
 """Backward in two parts: the gradients of a stage's inputs now, those of its parameters later.
 
-The idea is that of Qi et al., "Zero Bubble Pipeline Parallelism" (2023); torch.distributed.pipelining finds the parts
-in the autograd graph as is done here. Unlike there, the second part accumulates as every backward does, so that
-hooks of parameters see it, and outputs may be views.
+The idea is that of Qi et al., "Zero Bubble Pipeline Parallelism" (2023). torch.distributed.pipelining finds the two
+parts in the autograd graph in the same way. Unlike there, the second part accumulates gradients as every backward does:
+hooks of parameters see them, and outputs may be views.
 """
 
 from collections import deque
@@ -19,10 +19,10 @@ from tensorshard.torch_private.autograd import accumulate_from
 
 @dataclass
 class _Group:
-    """Parameters whose gradients come from the same places.
+    """Parameters whose gradients come from the same nodes of the graph.
 
     Args:
-        gates: nodes of the graph on the way to inputs, from which the way to these parameters branches off.
+        gates: nodes on the paths to the inputs, at which the paths to these parameters branch off.
         parameters: the parameters.
     """
 
@@ -31,18 +31,18 @@ class _Group:
 
 
 class WeightBackward:
-    """The part of a backward that is left: the gradients of the parameters."""
+    """The second part of a backward: the gradients of the parameters."""
 
     def __init__(
         self, groups: list[_Group], gradients: dict[Node, list[torch.Tensor | None]], roots: list[GradientEdge]
     ) -> None:
-        self._roots = roots  # keep the graph, which nodes written in Python do not do by themselves
-        # Those with several gates may run through the nodes of others, which must still be there.
+        self._roots = roots  # they keep the graph alive, which nodes of Python functions do not
+        # Groups with several gates first: their paths may lead through nodes of other groups, which must still exist.
         self._groups = sorted(groups, key=lambda group: -len(group.gates))
         self._gradients = gradients
 
     def run(self) -> None:
-        """Adds to the parameters' gradients. Once only."""
+        """Adds to the parameters' gradients. It may be called once."""
         for group in self._groups:
             edges, values, handles = [], [], []
             for gate in group.gates:
@@ -52,7 +52,7 @@ class WeightBackward:
                         edges.append(GradientEdge(gate, index))
                         values.append(gradient)
                 if found is not None and len(group.gates) > 1:
-                    # What flows from one gate into the next is in the second one's gradient already.
+                    # A gradient that flows from one gate into another is already in the other's own gradient.
                     handles.append(gate.register_prehook(partial(_replaced, tuple(found))))
             try:
                 if edges:
@@ -69,7 +69,7 @@ def backward_of_inputs(
     inputs: Sequence[torch.Tensor],
     parameters: Iterable[torch.Tensor],
 ) -> tuple[list[torch.Tensor | None], WeightBackward]:
-    """The gradients of `inputs`, and what is left to do for those of `parameters`.
+    """The gradients of `inputs`, and the second part of the backward, for those of `parameters`.
 
     Args:
         outputs: tensors that require gradients.
@@ -86,7 +86,7 @@ def backward_of_inputs(
     on_the_way = _reaching(order, targets)
     found: dict[Node, list[torch.Tensor | None]] = {}
     for edge, gradient in zip(roots, given, strict=True):
-        if edge.node not in on_the_way:  # nothing of it is computed for the inputs' sake
+        if edge.node not in on_the_way:  # not on a path to the inputs
             slots = found.setdefault(edge.node, [])
             slots.extend([None] * (edge.output_nr + 1 - len(slots)))
             before = slots[edge.output_nr]
@@ -110,7 +110,7 @@ def backward_of_inputs(
 
 
 def _nodes(roots: list[Node]) -> list[Node]:
-    """Every node of the graph, each after all those that lead to it from the roots' side."""
+    """Every node of the graph, each after all nodes on the paths from the roots to it."""
     waiting: dict[Node, int] = {}
     queue = deque(dict.fromkeys(roots))
     seen = set(queue)
@@ -146,7 +146,7 @@ def _reaching(order: list[Node], targets: set[Node]) -> set[Node]:
 def _groups(
     order: list[Node], on_the_way: set[Node], roots: set[Node], leaves: dict[Node, torch.Tensor]
 ) -> list[_Group]:
-    """The parameters, put together where they share a gate."""
+    """The parameters, grouped by the gates that they share."""
     gates_of: dict[Node, set[Node]] = {}
     for node in order:
         if node in on_the_way:

@@ -1,4 +1,4 @@
-"""One stage of a pipeline: the model's own forward, of which only the stage's own units compute."""
+"""One stage of a pipeline: the model's own forward, in which only the stage's own units compute."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,8 +21,8 @@ from tensorshard.torch_private.pytree import tree_map_only
 class StageModule:
     """A stage, which runs the model's own forward on the original inputs.
 
-    Calls of units that are not the stage's own return what was received, if it was, else a placeholder of the right
-    shape. Code between units runs on every stage. At the first call of a later stage's unit the forward is left.
+    A call of another stage's unit returns the received tensors, or a placeholder of the right shape. Code between units
+    runs on every stage. The forward ends at the first call of a later stage's unit.
 
     Args:
         model: whole, on the meta device or built. It is not changed; the stage shares its tensors.
@@ -30,11 +30,11 @@ class StageModule:
         index: of the stage.
 
     Attributes:
-        module: what computes: the model's modules under their own names, with the stage's parameters alone, so that a
-            state dict has the model's names. It is what transforms are applied to; call the stage instead.
-        units: what it can compute, by name: units that it calls, and those that no run has called and whose parameters
-            it holds.
-        elsewhere: names of what other stages alone compute: of modules, and of what is in them.
+        module: the model's modules under their own names, with the stage's parameters alone, so that a state dict has
+            the model's names. Transforms are applied to it. Do not call it; call the stage.
+        units: the units that it can compute, by name: those that it calls, and those that no run has called and whose
+            parameters it holds.
+        elsewhere: names of the modules that only other stages compute, and of the modules inside them.
         blocks: those of the model's blocks that are the stage's own (for recomputation, compilation and sharding).
     """
 
@@ -43,7 +43,8 @@ class StageModule:
         graph = self.cut.graph
         own = {unit for unit, stages in shapes.stages_of.items() if index in stages}
         self._stubs = shapes.stages_of.keys() - own
-        # Units that no run called stay whole: a stage that holds their parameters may not know of all their uses.
+        # Units that no run has called stay whole: a stage that holds their parameters may use them in ways not seen
+        # yet.
         called_elsewhere = {call.unit for call in graph.calls} - own
         self.module, self._removed = skeleton(model, self.cut.parameters(index), called_elsewhere - graph.nested)
         self.elsewhere = frozenset(
@@ -58,7 +59,7 @@ class StageModule:
         self._device: torch.device | None = None
         self._attached = False
         if not self.is_last:
-            clear_forward_hooks(self.module)  # they are for the model's output
+            clear_forward_hooks(self.module)  # they take the model's output, which a stage does not have
         self._run: StageRun | None = None
         wrap_forward(self.module, Role.PIPELINE_STAGE, self._enter)
         for name in self._stubs:
@@ -80,9 +81,9 @@ class StageModule:
         return self.index == self.cut.stages - 1
 
     def owned_buffers(self) -> list[str]:
-        """Names of the buffers that are this stage's to save: those of its units; on the last stage, those of no unit.
+        """Names of the buffers that this stage saves: those of its units; on the last stage also those in no unit.
 
-        The last stage alone runs the model's forward to its end, so that it makes all changes to them.
+        Only the last stage runs the model's forward to its end, so it makes all changes to the latter.
         """
         units = list(self.cut.graph.parameters)
         inside = {name: any(name.startswith(f"{unit}.") for unit in units) for name, _ in self.module.named_buffers()}
@@ -102,22 +103,22 @@ class StageModule:
 
         Args:
             inputs: the model's own, as for ``Engine.step``, on the stage's device.
-            received: as :meth:`received` says; leaves that require gradients where it says so.
+            received: the tensors that :meth:`received` describes: leaves, which require gradients if it says so.
 
         Returns:
-            A tuple of tensors as :meth:`sent` says; on the last stage the model's output.
+            The tensors that :meth:`sent` describes; on the last stage the model's output.
 
-        Raises:
-            ValueError: `received` is not what it should be.
+            Raises:
+                ValueError: `received` does not have the shapes and types of :meth:`received`.
             RuntimeError: the model called other units than expected, or a unit returned another shape.
         """
         cut = self._shapes.of(inputs, self.module)
-        if cut.graph.overwrites_inputs:  # a rank's stages have the same ones
+        if cut.graph.overwrites_inputs:  # the stages of a rank have the same inputs
             inputs = tree_map_only(torch.Tensor, torch.clone, inputs)
         self._prepare(inputs, received)
         self._run = StageRun(cut, self.index, received)
         written = [removed for removed in self._removed if removed.path in cut.graph.written_parameters]
-        for removed in written:  # each stage changes its own; the others' are let change a tensor that nobody reads
+        for removed in written:  # each stage changes its own; other stages' code changes a tensor that nothing reads
             removed.put_own_placeholder(self._device or torch.device("cpu"))
         try:
             return call_model(self.module, inputs)
@@ -147,14 +148,14 @@ class StageModule:
             self._device = device
             put_placeholders(self._removed, device)
         if not self._attached:
-            # Only now, so that these hooks surround those of transforms: what is sent is what they return.
+            # Attached last, so that these hooks run after those of transforms, and send what these return.
             self._attached = True
             for name, unit in self.units.items():
                 unit.register_forward_pre_hook(partial(self._before, name), prepend=True)
                 unit.register_forward_hook(self._after)
 
     def _before(self, name: str, module: nn.Module, args: Any) -> None:
-        if self._run is not None:  # else a recomputation in backward
+        if self._run is not None:  # else backward is recomputing
             self._run.begin(name)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -162,7 +163,7 @@ class StageModule:
             self._run.end(output)
 
     def _sometimes(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a unit that other stages call as well."""
+        """The forward of a unit that other stages call, too."""
         run = self._run
         if run is None or not run.depth or not run.is_foreign():
             return forward(*args, **kwargs)
@@ -184,14 +185,14 @@ class StageModule:
 
 
 def _computed_elsewhere(unit: nn.Module, remains: nn.Module, *, nested: bool) -> Iterator[str]:
-    """Names in a `unit` that other stages call, itself ("") included, of what this stage does not compute.
+    """Names of the modules in another stage's `unit` that this stage does not compute; "" is the unit itself.
 
-    This stage may call modules inside of it by themselves, between units: a diffusion transformer's end lets its first
-    block embed the time step. Or the unit shares modules with a unit of this stage. In both cases the stage has these
-    modules' parameters.
+    This stage may call modules inside the unit by themselves, between units: the end of a diffusion transformer uses
+    its first block to embed the time step. Or the unit shares modules with a unit of this stage. In both cases the
+    stage has the parameters of these modules.
 
     Args:
-        remains: what the stage has of the unit.
+        remains: the part of the unit that the stage has.
         nested: whether other units call it as a part of themselves.
     """
     held = {name for name, _ in remains.named_parameters(remove_duplicate=False)}

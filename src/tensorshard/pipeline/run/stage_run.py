@@ -42,7 +42,7 @@ class StageRun:
         self._left = False
 
     def begin(self, unit: str) -> None:
-        """A call of `unit` begins."""
+        """Called when a call of `unit` begins."""
         if self.depth:
             self.depth += 1
             return
@@ -61,7 +61,7 @@ class StageRun:
         self.depth = 1
 
     def end(self, output: Any) -> None:
-        """The call that began last is over."""
+        """Called when the call that began last is over."""
         self.depth -= 1
         if self.depth:
             return
@@ -84,11 +84,11 @@ class StageRun:
             self._values[leaf] = tensor.clone() if leaf in self._graph.overwritten else tensor
 
     def is_foreign(self) -> bool:
-        """Whether the call that began last is another stage's."""
+        """Whether the call that began last belongs to another stage."""
         return not self._start <= self.position - 1 < self._stop
 
     def placeholder(self, device: torch.device | None) -> Any:
-        """What the call that began last, of another stage's unit, returns here."""
+        """The tensors that the call that began last, of another stage's unit, returns on this stage."""
         call = self.position - 1
         made = self._graph.calls[call]
         return made.structure.build(
@@ -99,7 +99,7 @@ class StageRun:
         overwritten = leaf in self._graph.overwritten
         if leaf in self._values and leaf[0] < self._start:
             return self._values[leaf].clone() if overwritten else self._values[leaf]
-        if overwritten:  # code outside of units writes into it, which one element in memory does not allow
+        if overwritten:  # code outside of units writes into it, so one shared element in memory is not enough
             return torch.zeros(layout.shape, dtype=layout.dtype, device=device)
         if layout.dtype not in self._zeros:
             self._zeros[layout.dtype] = torch.zeros((), dtype=layout.dtype, device=device)
@@ -114,7 +114,7 @@ class StageRun:
         return DetachedAlias.apply(tensor) if self._graph.sent_layout(leaf).requires_grad else tensor.detach()
 
     def check_ended(self) -> None:
-        """The model returned."""
+        """Called when the model's forward has returned."""
         if self._left:
             raise RuntimeError(
                 "the model returned although its forward was left: it catches every exception, by a bare `except:` or "

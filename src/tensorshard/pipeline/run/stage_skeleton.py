@@ -27,12 +27,12 @@ class Removed:
     dtype: torch.dtype
 
     def put_own_placeholder(self, device: torch.device) -> None:
-        """Puts a tensor of its shape there that is no parameter, and that code may write into."""
+        """Puts a tensor of its shape there that is not a parameter, and that code may write into."""
         vars(self.owner)[self.name] = torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
 def put_placeholders(removed: Iterable[Removed], device: torch.device) -> None:
-    """Puts a tensor of its shape, with one element in memory, where each was. Those that are alike share it."""
+    """Puts a tensor of its shape, with one element in memory, in the place of each. Those that are alike share one."""
     made: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
     for each in removed:
         key = (each.shape, each.dtype)
@@ -44,10 +44,10 @@ def put_placeholders(removed: Iterable[Removed], device: torch.device) -> None:
 def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[nn.Module, list[Removed]]:
     """A copy of `model`'s modules, under their names, with some of its own parameters and buffers.
 
-    Tensors that are kept are the model's own, not copies, so that a tie stays one.
+    Tensors that are kept are the model's own, not copies, so that ties are kept.
 
     Args:
-        keep: first names of the parameters to keep, each at all of its places.
+        keep: first names of the parameters to keep. Each is kept at all of its places.
         stubs: names of modules that lose their buffers.
     """
     memo: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

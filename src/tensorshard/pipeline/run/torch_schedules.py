@@ -7,18 +7,18 @@ from typing import Any
 
 from tensorshard.schedules import check_schedule, find_schedule
 
-# By torch's names; whatever else is in its lists moves or reduces tensors.
+# By torch's names. All other entries of its lists send or reduce tensors.
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
 @dataclass(frozen=True)
 class Action:
-    """What a rank does in one go.
+    """One step of a rank's work in a schedule.
 
     Args:
-        kind: "F": forward; "B": backward; "I": backward, of the inputs alone; "W": of the parameters.
-        stage: of which stage.
-        micro_batch: of which micro-batch.
+        kind: "F": forward; "B": backward; "I": backward of the inputs alone; "W": backward of the parameters.
+        stage: the stage's index.
+        micro_batch: the micro-batch's index.
     """
 
     kind: str
@@ -33,7 +33,7 @@ def actions(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int) 
         ValueError: as for :func:`check_schedule`.
     """
     check_schedule(name, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
-    if name == "1f1b":  # the list that torch makes of it numbers the last rank's micro-batches from 1; it runs this one
+    if name == "1f1b":  # torch's own list for it numbers the last rank's micro-batches from 1, but runs this one
         return [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     from torch import nn
 

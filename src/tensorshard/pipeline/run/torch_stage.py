@@ -1,8 +1,8 @@
-"""What the schedules of torch.distributed.pipelining drive.
+"""The stages that the schedules of torch.distributed.pipelining drive.
 
-Schedules ask a stage for its sends and receives and tell it when to compute. All that they ask for is answered here, so
-that nothing else of torch's stages is used: inputs of any structure, outputs that are no tensors, shapes that change,
-and tensors that travel without their shapes being sent first.
+A schedule asks a stage for its sends and receives and tells it when to compute. All of these methods are written here,
+and nothing else of torch's stages is used. So inputs may have any structure, outputs need not be tensors, shapes may
+change, and tensors are sent without sending their shapes first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,19 +21,19 @@ from tensorshard.torch_private.pipelining import ScheduleStage
 
 
 class StageHooks:
-    """What surrounds a stage's backwards; a subclass overrides what it needs."""
+    """Called before and after a stage's backwards. A subclass overrides what it needs."""
 
     def before_forward(self, stage: StageModule, micro_batch: int) -> None:
         """Called before each forward."""
 
     def before_backward(self, stage: StageModule, micro_batch: int, last: bool) -> None:
-        """Called before each backward that adds to parameters' gradients; `last` if the stage's are final after it."""
+        """Called before each backward that adds to parameters' gradients. After the `last` one, these are final."""
 
     def after_backward(self, stage: StageModule, micro_batch: int) -> None:
         """Called after each of them."""
 
     def after_last_backward(self, stage: StageModule) -> None:
-        """Called once a step, when the stage's gradients of all its micro-batches are there."""
+        """Called once a step, when the stage has the gradients of all its micro-batches."""
 
 
 @dataclass
@@ -44,8 +44,8 @@ class _MicroBatch:
     sent_layouts: tuple[Layout, ...]
     received: tuple[torch.Tensor, ...] = ()
     sent: tuple[torch.Tensor, ...] = ()
-    gradients: tuple[torch.Tensor | None, ...] = ()  # of what was sent
-    input_gradients: tuple[torch.Tensor | None, ...] = ()  # of what was received
+    gradients: tuple[torch.Tensor | None, ...] = ()  # of the tensors that were sent
+    input_gradients: tuple[torch.Tensor | None, ...] = ()  # of the tensors that were received
     weights: WeightBackward | None = None
 
 
@@ -55,11 +55,11 @@ class ScheduledStage(ScheduleStage):
     Args:
         stage: what computes.
         group: of the pipeline's ranks.
-        device: of what is received.
-        context: of forwards, as in ``torch.autocast``; made anew for each.
-        hooks: around backwards.
-        split: whether schedules that compute gradients of inputs and of parameters apart may do so; if not, both are
-            computed when the former are due.
+        device: of received tensors.
+        context: makes the context of each forward, such as ``torch.autocast``.
+        hooks: called before and after backwards.
+        split: whether schedules that compute gradients of inputs and of parameters apart may do so. If not, both are
+            computed at the time of the inputs' gradients.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class ScheduledStage(ScheduleStage):
         hooks: StageHooks,
         split: bool,
     ) -> None:
-        # An empty module: torch would gather and reduce a sharded one at times of its own.
+        # An empty module: torch would gather and reduce a sharded one by itself, at the wrong times.
         super().__init__(nn.Module(), stage.index, stage.cut.stages, device, group)
         self.stage = stage
         self._context, self._hooks = context, hooks
         self._split = split and not stage.cut.graph.unsplittable_backward
         self._inputs: Sequence[Any] = ()
         self._held: dict[int, _MicroBatch] = {}
-        self._backwards = 0  # of this step that added to parameters' gradients
+        self._backwards = 0  # those of this step that added to parameters' gradients
 
     def begin(self, inputs: Sequence[Any]) -> None:
-        """Sets the micro-batches of the next step, and forgets what one that failed left."""
+        """Sets the micro-batches of the next step, and forgets what a failed step left."""
         self._inputs = inputs
         self._held = {}
         self._backwards = 0
@@ -114,7 +114,7 @@ class ScheduledStage(ScheduleStage):
         with self._named("forward", fwd_chunk_id), self._context():
             output = self.stage(self._inputs[fwd_chunk_id], held.received)
         if self.is_last:
-            # The loss function of the schedule takes it from here, out of a list, so that nobody else keeps it.
+            # The schedule's loss function takes it out of this list, so that nothing else holds it.
             return fwd_chunk_id, [output]
         held.sent = output
         return output
@@ -201,19 +201,19 @@ class ScheduledStage(ScheduleStage):
         if self.has_backward:
             self._hooks.after_last_backward(self.stage)
 
-    # -- what schedules call, and what needs nothing done here --
+    # -- methods that schedules call, and that do nothing here --
 
     def clear_runtime_states(self) -> None:
-        """Nothing: :meth:`begin` does it."""
+        """Does nothing: :meth:`begin` clears the state."""
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Nothing: what backward starts from is scaled."""
+        """Does nothing: the loss is scaled already."""
 
     # -- internals --
 
     @contextmanager
     def _named(self, what: str, index: int) -> Iterator[None]:
-        """Says of an exception where it happened: the ranks that wait for this one raise others."""
+        """Adds to an exception where it happened, since the ranks that wait for this one raise other errors."""
         try:
             yield
         except Exception as error:
@@ -224,7 +224,7 @@ class ScheduledStage(ScheduleStage):
             raise
 
     def _before_gradients(self, index: int) -> None:
-        # Counted here, because schedules do not call a backward the last whose weights they think are still to come.
+        # Counted here: a schedule that splits backwards does not call a backward of inputs the last one.
         self._backwards += 1
         self._hooks.before_backward(self.stage, index, last=self._backwards == len(self._inputs))
 

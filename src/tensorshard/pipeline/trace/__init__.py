@@ -1,1 +1,1 @@
-"""One run of a model on fake tensors: which units are called, and what each needs of earlier ones."""
+"""One run of a model on fake tensors: which units are called, and which earlier outputs each of them needs."""

@@ -1,4 +1,4 @@
-"""What one run of a model showed: its unit calls in order, and what each of them needs of earlier ones."""
+"""The result of one run of a model: its unit calls in order, and which earlier outputs each of them needs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -35,11 +35,11 @@ class UnitCall:
     Args:
         unit: the unit's name.
         reads: what it needs.
-        gradients: of that, the outputs of earlier calls that gradients of its own outputs go to.
+        gradients: those outputs of earlier calls that get a gradient from its own outputs.
         structure, layouts: its output, and the tensors in it.
-        flops: floating-point operations of its forward, those of functional code before it included.
-        written_bytes: of all that its operations return, that code included.
-        saved_bytes: of what its forward keeps for backward, parameters excluded.
+        flops: floating-point operations of its forward and of the functional code before it.
+        written_bytes: bytes of all tensors that the operations of both return.
+        saved_bytes: bytes that its forward keeps for backward, without parameters.
     """
 
     unit: str
@@ -92,7 +92,7 @@ class CallGraph:
         return self.output if index == len(self.calls) else self.calls[index].reads
 
     def layout(self, leaf: Leaf) -> Layout:
-        """What is known of `leaf`."""
+        """The layout of `leaf`."""
         return self.calls[leaf[0]].layouts[leaf[1]]
 
     def sent_layout(self, leaf: Leaf) -> Layout:
@@ -102,7 +102,7 @@ class CallGraph:
 
     @cached_property
     def _with_gradients(self) -> frozenset[Leaf]:
-        # What later calls write into an output may have gradients where its first content has none.
+        # If later calls write into an output, it may need a gradient that its first content does not need.
         found = set(self.output_gradients | self.changed)
         with_gradients = {call for call, _ in found}
         for index in reversed(range(len(self.calls))):
@@ -124,11 +124,11 @@ class CallGraph:
         return tuple(sorted(leaf for leaf, last in self._last_use.items() if leaf[0] < position <= last))
 
     def crossing_bytes(self, position: int) -> int:
-        """Bytes that a cut at `position` sends forward for one micro-batch."""
+        """Bytes that a cut at `position` sends in the forward of one micro-batch."""
         return sum(self.layout(leaf).nbytes for leaf in self.crossing(position))
 
     def parameters_of(self, start: int, stop: int) -> frozenset[str]:
-        """First names of the parameters that a stage of the calls from `start` to before `stop` needs."""
+        """First names of the parameters that a stage needs for the calls from `start` to before `stop`."""
         needed: set[str] = set()
         for index in range(start, stop):
             needed |= set(self.parameters[self.calls[index].unit]) | self.calls[index].reads.parameters

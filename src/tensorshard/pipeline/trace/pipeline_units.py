@@ -1,4 +1,4 @@
-"""What of a model is called as a whole by a pipeline stage: its units."""
+"""The units of a model: modules that one pipeline stage computes as a whole."""
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -10,9 +10,9 @@ from tensorshard.torch_private.modules import DropoutBase, NormBase, own_paramet
 def find_units(model: nn.Module, named: list[str] | None = None) -> dict[str, nn.Module]:
     """The modules that are computed by one stage each, by name, in registration order; none is inside of another.
 
-    They are the blocks (see :func:`tensorshard.modules.blocks.find_blocks`, or as `named`), and outside of them every
-    module that holds parameters and is made of none that do, every normalization, and every dropout. What is left is
-    functional code and modules without parameters, which every stage runs for itself.
+    They are the blocks (see :func:`tensorshard.modules.blocks.find_blocks`, or as `named`). Outside of blocks they are
+    every module that holds parameters and has no submodule that does, every normalization, and every dropout. The rest
+    is functional code and modules without parameters, which every stage runs.
 
     Args:
         named: patterns of module names that are blocks instead, as in ``layers.*``.
@@ -40,7 +40,7 @@ def _collect(module: nn.Module, prefix: str, blocks: set[int], units: dict[str, 
 
 
 def _is_unit(module: nn.Module) -> bool:
-    # Two stages must not take different statistics, nor draw different masks for one value.
+    # Two stages must not compute different statistics, nor draw different masks, for the same value.
     if isinstance(module, NormBase) or (isinstance(module, DropoutBase) and module.p > 0):
         return True
     if not own_parameters(module) and not is_parametrized(module):

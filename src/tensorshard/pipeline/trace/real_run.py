@@ -1,4 +1,4 @@
-"""Finding the shapes that a unit returns by running it, where they depend on values: a mixture of experts, say."""
+"""Finds the shapes that a unit returns by running it, if they depend on values, as in a mixture of experts."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from tensorshard.modules.tensors import map_tensors
 def run_for_real(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a copy of `unit` with arbitrary weights returns for arbitrary values, on the CPU.
 
-    For as long as it takes, the memory of that one unit is held.
+    It takes the memory of that one unit until it returns.
 
     Args:
         unit: on fake tensors; it is not changed.
-        args, kwargs: tensors of which the shapes, types and need of gradients count.
+        args, kwargs: only the tensors' shapes, types and ``requires_grad`` count.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""One run of a model on fake tensors: which units were called, and what each of them needed of earlier ones."""
+"""One run of a model on fake tensors: which units are called, and which earlier outputs each of them needs."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -23,16 +23,16 @@ from tensorshard.torch_private.fake_tensors import (
 from tensorshard.torch_private.modules import NormBase
 from tensorshard.torch_private.tensors import tensor_version
 
-# Of autograd's nodes, what does more in backward than computing gradients one by one.
+# Autograd's nodes that cannot compute the gradients of inputs and of parameters apart.
 _ONE_PIECE = ("BackwardHookFunctionBackward", "CheckpointFunctionBackward")
 
 
 class UncuttableError(ValueError):
-    """A model cannot be cut into stages, whatever its inputs: the message says what stands in the way."""
+    """A model cannot be cut into stages for any inputs. The message says why."""
 
 
 class Recording:
-    """What is noted during one run.
+    """Notes what happens during one run.
 
     Args:
         fake_copy: the model's copy on fake tensors.
@@ -41,11 +41,11 @@ class Recording:
         device: of them.
 
     Attributes:
-        calls: of units, those that ended.
+        calls: calls of units that have ended.
         nested: units that others called as a part of themselves.
         stateful: units that changed their buffers.
         impure: modules outside of units whose own code made random numbers or changed a buffer.
-        unsplittable_backward: as of :class:`tensorshard.pipeline.trace.call_graph.CallGraph`.
+        unsplittable_backward: as in :class:`tensorshard.pipeline.trace.call_graph.CallGraph`.
     """
 
     def __init__(self, fake_copy: nn.Module, sources: UnitSources, fake: FakeTensorMode, device: torch.device) -> None:
@@ -56,15 +56,15 @@ class Recording:
         self.impure: set[str] = set()
         self.unsplittable_backward = False
         self._inside: list[str] = []  # the modules outside of units that are running
-        self._running: list[str] = []  # the units that are, and the version of the buffers of the outermost
+        self._running: list[str] = []  # the units that are running
         self._versions: list[int] = []
-        self._leaves: dict[int, Leaf] = {}  # which output of a unit a tensor that autograd starts from stands for
+        self._leaves: dict[int, Leaf] = {}  # the unit's output that a leaf tensor of autograd stands for
         self._saved: _SavedBytes | None = None
-        self._estimated = False  # whether the unit that is running was run for real, out of autograd's sight
+        self._estimated = False  # whether the unit that is running was run on real tensors, which autograd does not see
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Notes what runs inside."""
+        """A context in which everything that runs is noted."""
         with self.sources, without_fake_kernel_reports():
             yield
 
@@ -143,7 +143,8 @@ class Recording:
         try:
             return forward(*args, **kwargs)
         except Exception as error:
-            # Inside of a unit values may decide, and kernels may lack a fake one: shapes must be found otherwise.
+            # A unit may depend on values, or use a kernel without a fake version. Its shapes must be found in another
+            # way.
             self._estimated = True
             try:
                 with without_dispatch_modes():
@@ -152,7 +153,7 @@ class Recording:
                 raise error from None
 
     def _fresh(self, tensor: torch.Tensor, call: int, index: int) -> torch.Tensor:
-        """A tensor like one that a unit returned, of unknown value and that comes from nothing else."""
+        """A tensor like one that a unit returned, with an unknown value and no history in autograd."""
         layout = Layout.of(tensor)
         with without_dispatch_modes(), self._fake:
             fresh = layout.empty(self._device)
@@ -170,7 +171,8 @@ class Recording:
             self.sources.impure = False
 
     def leave(self, may_repeat: Callable[[str], bool]) -> None:
-        """The forward that was entered last is over; `may_repeat` says of a module whether all stages may run it."""
+        """The forward that was entered last is over. ``may_repeat(module)`` says whether all stages may run the
+        module."""
         if self.sources.call is not None:
             return
         name = self._inside.pop()
@@ -179,7 +181,7 @@ class Recording:
             self.sources.impure = False
 
     def gradient_leaves(self, tensors: Iterable[torch.Tensor]) -> frozenset[Leaf]:
-        """The outputs of earlier calls that gradients of `tensors` go to."""
+        """The outputs of earlier calls that get a gradient from `tensors`."""
         nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         seen = set(nodes)
         found = {self._leaves[id(tensor)] for tensor in tensors if id(tensor) in self._leaves}
@@ -197,7 +199,7 @@ class Recording:
 
 
 class _SavedBytes:
-    """Counts what autograd keeps for backward, parameters and repetitions aside."""
+    """Counts the bytes that autograd keeps for backward, without parameters; each tensor counts once."""
 
     def __init__(self, unit: nn.Module) -> None:
         self.nbytes = 0
@@ -212,7 +214,7 @@ class _SavedBytes:
             self.nbytes += tensor.numel() * tensor.element_size()
         if tensor.grad_fn is None:
             return tensor
-        # A node that keeps its own output keeps itself, in a circle that garbage collection does not see.
+        # A node that keeps its own output is in a reference cycle that garbage collection does not see.
         with without_dispatch_modes():
             return tensor.detach()
 

@@ -26,15 +26,15 @@ from tensorshard.torch_private.modules import has_backward_hooks
 class Tracer:
     """Runs fake copies of a model, which may be on the meta device.
 
-    Parameters take no memory; buffers keep their values where they have any, and so do inputs, so that code that looks
-    at them (a mask without padding is left out, say) does what it would do.
+    Parameters take no memory. Buffers and inputs keep their values, if they have any. So code that depends on these
+    values, such as code that skips a mask without padding, does what it does in training.
 
     Args:
         model: whole; it is not changed.
-        units: patterns of module names to be blocks, or None to find them.
-        device: of the tensors in the runs; where it is not the device of the training, types under autocast may differ.
-        prepare: what is done with the copy, as with the model, after its units were found: called with it, under the
-            mode of its fake tensors.
+        units: patterns of the names of modules that are blocks; None to find blocks.
+        device: of the tensors in the runs. If training uses another device, types under autocast may differ.
+        prepare: called with the copy, under the mode of its fake tensors, after its units were found. It does what is
+            done to the model itself.
     """
 
     def __init__(
@@ -63,14 +63,15 @@ class Tracer:
             module.register_forward_hook(self._left, always_call=True)
 
     def trace(self, inputs: Any) -> CallGraph:
-        """Runs on sample `inputs`, with gradients, until every module that must not run twice is a unit.
+        """Runs on sample `inputs`, with gradients, again and again until every module that must not run twice is a
+        unit.
 
         Args:
             inputs: as for ``Engine.step``; their values matter only to code that looks at them.
 
         Raises:
-            UncuttableError: outside of units the model decides by the value of what a unit computed, changes a buffer
-                of its own by it, or has hooks on backward; or it calls no units.
+            UncuttableError: outside of units the model's code depends on a value that a unit computed, changes a buffer
+                by it, or has hooks on backward; or the model calls no units.
         """
         self._check_backward_hooks()
         while True:
@@ -92,7 +93,7 @@ class Tracer:
         return self._run(inputs)[0]
 
     def _run(self, inputs: Any) -> tuple[CallGraph, set[str]]:
-        """One run: its graph, and the modules that must not run twice though they are no units."""
+        """One run: its graph, and the modules that must not run twice but are not units."""
         devices = [self.device] if self.device.type == "cuda" else []
         samples = make_sample(inputs, self._fake, self.device)
         with (
@@ -179,7 +180,7 @@ class Tracer:
             ) from error
 
     def _watch(self, name: str) -> None:
-        # Hooks, as on the stages: what users hooked to a unit is a part of it.
+        # Hooks, as on the stages: hooks that users put on a unit are a part of it.
         unit = self._copy.get_submodule(name)
         wrap_forward(unit, Role.TRACE, partial(self._computed, name))
         unit.register_forward_pre_hook(partial(self._begun, name), prepend=True, with_kwargs=True)

@@ -14,7 +14,7 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
 Source = tuple[str, Any]
 """Where a value comes from: ("output", leaf) of a unit, ("parameter", name), ("rng_op", number) of functional code, or
-("side_output", call) for what a unit call computed and did not return."""
+("side_output", call) for a tensor that a unit call computed but did not return."""
 
 
 class UnitSources(Provenance[Source]):
@@ -34,24 +34,24 @@ class UnitSources(Provenance[Source]):
         self.written_parameters: set[str] = set()  # outside of units
         self._buffers = {storage_key(buffer): name for name, buffer in model.named_buffers()}
         self._inputs = {storage_key(tensor) for tensor in tensor_leaves(inputs)}
-        self._outputs: dict[int, Leaf] = {}  # of units, by storage
+        self._outputs: dict[int, Leaf] = {}  # the outputs of units, by storage
         self.call: int | None = None  # the unit call that is running
         self.read: set[Source] = set()  # what it has read
-        self.flops = 0  # since they were last taken, as are the bytes
+        self.flops = 0  # since the last count was taken; so are the bytes
         self.written_bytes = 0
         self.overwritten: set[Leaf] = set()  # outputs of units that functional code changed in place
-        self.changed: set[Leaf] = set()  # and that later units did
+        self.changed: set[Leaf] = set()  # outputs of units that later units changed in place
         self.overwrites_inputs = False
-        self.written_buffers: dict[str, bool] = {}  # outside of units; whether what was written came from units
+        self.written_buffers: dict[str, bool] = {}  # written outside of units; whether the value came from units
         self.impure = False  # whether functional code made random numbers, or changed a buffer, since last asked
 
     def begin_call(self, call: int, passed: Iterable[torch.Tensor]) -> None:
-        """The unit call `call` begins; it is given `passed`, which it may read by ways that are not seen."""
+        """Called when the unit call `call` begins. It gets `passed`, and may read it in ways that are not seen here."""
         self.call = call
         self.read = {source for source in self.of(passed) if source[0] != "side_output"}
 
     def set_output(self, tensor: torch.Tensor, leaf: Leaf) -> None:
-        """Says that `tensor` is what a unit returned."""
+        """Notes that `tensor` is the output `leaf` of a unit."""
         self._outputs[storage_key(tensor)] = leaf
         self.set(tensor, [("output", leaf)])
 
@@ -73,7 +73,7 @@ class UnitSources(Provenance[Source]):
             leaf = self._outputs.get(storage_key(tensor))
             if leaf is None:
                 self.add([tensor], frozenset([own]))
-            else:  # a unit's output stays that, and is sent as it is at the stage's end
+            else:  # a unit's output stays one, and is sent with its content at the stage's end
                 self.changed.add(leaf)
 
     def _follow_functional_code(self, operation: Operation) -> None:
@@ -117,6 +117,6 @@ def reads_of(sources: Iterable[Source]) -> Reads:
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Of both products; torch's table has not the CPU's kernel, nor fewer heads of keys than of queries everywhere."""
+    """Operations of both products. torch's own table lacks the CPU's kernel, and often grouped heads of keys."""
     rows = query.numel() // query.shape[-1]
     return 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
