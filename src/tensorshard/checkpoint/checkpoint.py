@@ -1,7 +1,7 @@
 """What a checkpoint holds, writing it and reading it.
 
 A checkpoint is a folder: torch's distributed checkpoint of the tensors (each rank writes what it holds, by the names of
-the original model, so that any other layout can read it), and ``engine.json`` for everything that is no tensor.
+the original model, so that any other layout can read it), and ``engine.json`` for everything that is not a tensor.
 """
 
 import json
@@ -67,7 +67,7 @@ def save(engine: TrainingState, path: str | os.PathLike[str], extra: dict[str, A
     decide_once(lambda: _make_folder(target, temporary), group)
     try:
         dcp.save(_tensors(engine), storage_writer=dcp.FileSystemWriter(temporary), planner=PiecesSavePlanner())
-    except CheckpointException as error:  # on every rank, and not derived from Exception
+    except CheckpointException as error:  # raised on every rank; its class is not derived from Exception
         if engine.mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise RuntimeError(f"engine.save could not write {target}, which is not there now: {_causes(error)}") from error
@@ -87,7 +87,7 @@ def _make_folder(target: Path, temporary: Path) -> None:
             f"{target} is there already and is not overwritten; save under another name, or move it away"
         )
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a crash
         temporary.mkdir(parents=True)
     except OSError as error:
         raise OSError(
@@ -97,7 +97,7 @@ def _make_folder(target: Path, temporary: Path) -> None:
 
 
 def _complete_folder(target: Path, temporary: Path, document: str, structure: nn.Module) -> None:
-    write_configs(structure, temporary)  # for who exports the checkpoint
+    write_configs(structure, temporary)  # for exports of the checkpoint
     _write_durably(temporary / "engine.json", document)
     temporary.rename(target)
     _sync_folder(target.parent)
@@ -106,8 +106,8 @@ def _complete_folder(target: Path, temporary: Path, document: str, structure: nn
 def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads the checkpoint at `path` into `engine`; :meth:`tensorshard.Engine.load` calls it.
 
-    All is read and checked before anything of the engine is changed; that takes room for the tensors once more, on disk
-    where the plan offloads to it.
+    Everything is read and checked before the engine is changed. That takes room for the tensors once more: on disk, if
+    the plan offloads to disk.
     """
     source, group = Path(path), engine.mesh.world_group
     meet("engine.load", group, engine.device)
@@ -148,7 +148,7 @@ def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_description(engine: TrainingState, source: Path) -> tuple[dict[str, Any], Metadata]:
-    """What ``engine.json`` and the metadata of `source` say, and that they fit `engine`.
+    """Reads ``engine.json`` and the metadata of `source`, and checks that they fit `engine`.
 
     Raises:
         FileNotFoundError: `source` is not a checkpoint.
@@ -169,7 +169,7 @@ def _read_description(engine: TrainingState, source: Path) -> tuple[dict[str, An
 
 
 def _room_like(tensors: Mapping[str, torch.Tensor], room: SpareRoom) -> dict[str, torch.Tensor]:
-    """As much room as `tensors` have on this rank, laid out like them."""
+    """Empty tensors of the sizes that `tensors` have on this rank, laid out like them."""
     return {name: room.like(tensor) for name, tensor in tensors.items()}
 
 
@@ -225,7 +225,7 @@ def _document(engine: TrainingState, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gathered(engine: TrainingState, document: dict[str, Any]) -> dict[str, Any]:
-    """`document` with what only the other ranks of a pipeline know: the options and states of their parameters."""
+    """`document` with the options and states of the parameters that other ranks of the pipeline hold."""
     if engine.mesh.degrees["pp"] == 1:
         return document
     group = engine.mesh.group("pp")
@@ -247,7 +247,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _laid_out(engine: TrainingState, name: str, tensor: torch.Tensor) -> Any:
-    """`tensor`, laid out as the master or buffer `name`, as the storage sees it: parts at their places in the whole."""
+    """`tensor`, laid out as the master weight or buffer `name`, in the form for the storage: parts with their places in
+    the full tensor."""
     sharded = engine.sharded
     layout = sharded.split.layout(name)
     if layout.dim is None:
@@ -310,10 +311,10 @@ def _generator_key(engine: TrainingState, device: str) -> str:
 
 
 def _stored_generators(engine: TrainingState, metadata: Metadata, document: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Room for the stored state of each of this rank's random streams; {} where they do not belong to its place.
+    """Room for the stored state of each of this rank's random streams; {} if the checkpoint has another layout.
 
-    Which ranks draw alike and which apart depends on the layout: streams of data ranks would have tensor-parallel ranks
-    drop different things of one activation.
+    The layout decides which ranks draw the same random numbers. With the streams of two data ranks, for example, two
+    tensor-parallel ranks would drop different elements of one activation.
     """
     wanted = {device: _generator_key(engine, device) for device in engine.random.states()}
     axes = {axis: (document["plan"].get(axis), getattr(engine.plan, axis)) for axis in AXES}

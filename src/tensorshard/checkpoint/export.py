@@ -1,4 +1,4 @@
-"""A checkpoint's weights for other programs: read and written a tensor at a time, by one process, without the model."""
+"""Exports a checkpoint's weights for other programs, one tensor at a time, on one process, without the model."""
 
 import json
 import shutil
@@ -26,13 +26,14 @@ def export_checkpoint(
         target: the directory to write; must not exist, or be empty.
         to: "hf" for what Hugging Face's ``save_pretrained`` writes: safetensors, and ``config.json`` if the model is
             one of transformers; "torch" for one file ``model.pt`` with the state dict, as ``torch.save`` writes it.
-        dtype: of floating-point tensors; None for the masters' own.
+        dtype: of floating-point tensors; None for that of the master weights.
         max_shard_size: bytes in a file of safetensors, or text such as "5GB".
 
     Raises:
-        FileNotFoundError: `checkpoint` is none.
+        FileNotFoundError: `checkpoint` is not a checkpoint.
         FileExistsError: `target` is there already.
-        ValueError: `to` is something else; a size or dtype that is none; the checkpoint is damaged.
+        ValueError: `to` is something else; `max_shard_size` is not a size, or `dtype` not a floating-point type; the
+            checkpoint is damaged.
     """
     if to not in ("hf", "torch"):
         raise ValueError(f"to={to!r} was given; it must be 'hf' or 'torch'")
@@ -45,8 +46,9 @@ def export_checkpoint(
         model = model_from_configs(checkpoint)
         export_all(tensors, target, model, layouts, dtype=dtype, max_shard_size=max_shard_size)
         return
-    check_is_new(target)  # before the weights are written for the first time
-    # A state dict is pickled whole. Written as safetensors first, its tensors are mapped files and take no memory.
+    check_is_new(target)  # before the weights are first written as safetensors
+    # torch.save needs the whole state dict. So it is written as safetensors first: its tensors are then mapped files,
+        # which take no memory.
     mapped = target.with_name(f".{target.name}.mapped")
     try:
         export_all(tensors, mapped, None, layouts, dtype=dtype, max_shard_size=max_shard_size)

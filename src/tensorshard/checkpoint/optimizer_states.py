@@ -30,10 +30,10 @@ def check_optimizer(engine: "TrainingState", stored: dict[str, Any], source: Pat
 def empty_optimizer_states(
     engine: "TrainingState", metadata: Metadata, spare: SpareRoom
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Room for the stored states of each parameter: laid out as the parameter where they have its shape.
+    """Room for the stored states of each parameter: laid out as the parameter if they have its shape.
 
     Args:
-        spare: where it is.
+        spare: makes the empty tensors.
     """
     masters = engine.sharded.masters()
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -41,7 +41,7 @@ def empty_optimizer_states(
         if not full_key.startswith("optimizer.") or not isinstance(entry, TensorStorageMetadata):
             continue
         key, name = full_key.removeprefix("optimizer.").split(".", 1)
-        if name not in masters:  # another pipeline rank's
+        if name not in masters:  # it is on another pipeline rank
             continue
         master = masters[name]
         dtype = entry.properties.dtype
@@ -56,7 +56,7 @@ def empty_optimizer_states(
 def restore_optimizer(
     engine: "TrainingState", states: dict[str, dict[str, torch.Tensor]], document: dict[str, Any]
 ) -> None:
-    """Gives the engine's optimizer the `states` that were read, and the options that `document` holds."""
+    """Gives the engine's optimizer the `states` that were read, and the options in `document`."""
     stored = document["optimizer"]
     names: dict[torch.Tensor, str] = {p: name for name, p in engine.sharded.masters().items()}
     current = engine.optimizer.state_dict()
@@ -66,7 +66,7 @@ def restore_optimizer(
         zip(engine.optimizer.param_groups, current["param_groups"], strict=True)
     ):
         members = [names.get(p, "") for p in group["params"]]
-        # How a kernel is chosen belongs to this machine, not to the checkpoint.
+        # The choice of a kernel belongs to this machine, not to the checkpoint.
         restored = {
             k: v
             for k, v in _options(stored["groups"], members, place).items()
@@ -81,7 +81,7 @@ def restore_optimizer(
 
 
 def _options(groups: list[dict[str, Any]], members: list[str], place: int) -> dict[str, Any]:
-    """Options of the stored group that has `members`; of the one in the same place, where these are none."""
+    """Options of the stored group that has `members`; if `members` is empty, of the group at the same position."""
     for group in groups:
         if set(members) & set(group["names"]):
             return group["options"]

@@ -1,7 +1,7 @@
-"""A tensor of which this rank holds pieces that torch's placements cannot describe, as its checkpoints want it.
+"""A tensor in pieces that torch's placements cannot describe, in the form that torch's checkpoints take.
 
-A packed weight (query, key and value in one) that is cut over tensor-parallel ranks is several pieces on each, and
-each of these is cut again over the data ranks. torch's planner takes any object that says where its pieces belong.
+A packed weight (query, key and value in one) that is cut over tensor-parallel ranks has several pieces on each rank,
+and each piece is cut again over the data ranks. torch's planner takes any object that says where its pieces belong.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class TensorPieces:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, shape: torch.Size, dim: int, ranges: list[tuple[int, int]]) -> "TensorPieces":
-        """The pieces of `tensor`, whose dimension `dim` is made of `ranges` (start, length) of the whole's.
+        """The pieces of `tensor`, whose dimension `dim` consists of `ranges` (start, length) of the full tensor's.
 
         Args:
             tensor: plain, or a DTensor that is cut along its first dimension.
@@ -43,7 +43,7 @@ class TensorPieces:
             _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
             local, first = tensor.to_local(), offsets[0]
         pieces = []
-        position = 0  # along dim of the tensor-parallel part
+        position = 0  # along `dim` of this tensor-parallel rank's part
         for start, length in ranges:
             offset = [0] * len(shape)
             offset[0] = first
@@ -85,7 +85,7 @@ class TensorPieces:
 
 
 class PiecesSavePlanner(DefaultSavePlanner):
-    """torch's planner, which finds pieces in tensors alone, with :class:`TensorPieces` beside them."""
+    """torch's save planner, which also takes :class:`TensorPieces`."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict.get(index.fqn)
@@ -93,7 +93,7 @@ class PiecesSavePlanner(DefaultSavePlanner):
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):
-    """A load planner for tensors in pieces; torch's own handles plain tensors and DTensors alone."""
+    """torch's load planner, which also takes tensors in pieces."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

@@ -1,4 +1,4 @@
-"""What ``tensorshard train`` says of memory before it starts anything: the estimate, and whether that can fit."""
+"""The memory estimate that ``tensorshard train`` prints before it starts anything, and whether the run can fit."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ def estimate_first(
     Args:
         ranks_here: how many of the ranks run on this machine.
         gpus: whether each of them has a GPU.
-        force: whether to go on where the run cannot fit.
+        force: whether to go on if the run cannot fit.
 
     Returns:
         The estimate, None if it could not be made; and lines to print.

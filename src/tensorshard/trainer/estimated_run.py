@@ -41,7 +41,7 @@ class EstimatedRun:
         if config.data.get("train") is None:
             raise ConfigError("the config has no data.train, whose samples say what the model is given")
         self._sample = instantiate(config.data.train)[0]
-        # What one estimate decides and the next takes: tables by degree, and the constructor's run.
+        # Results of one estimate that later ones use: tensor-parallel tables by degree, and the run of the constructor.
         self._tables: dict[tuple[int, bool], VerifiedTable | None] = {}
         self._shared = Decisions()
 
@@ -52,7 +52,7 @@ class EstimatedRun:
             plan: in place of the one that the config has.
 
         Raises:
-            ConfigError, ValueError: the plan suits neither the batch nor the number of ranks, or not the model.
+            ConfigError, ValueError: the plan does not suit the batch, the number of ranks or the model.
         """
         settings = self._settings if plan is None else replace(self._settings, plan=plan)
         resolved = settings.plan.resolve(self._world_size)
@@ -92,7 +92,7 @@ class EstimatedRun:
 def estimate_run(config: DictConfig, world_size: int, *, device: str) -> Estimate:
     """The estimate of the run of `config` on `world_size` ranks. Arguments and errors as for :class:`EstimatedRun`.
 
-    With times, where ``tensorshard check`` has measured this machine.
+    It has times if ``tensorshard check`` has measured this machine.
     """
     path = measured_profile()
     hardware = THIS_MACHINE if path is not None and path.is_file() else None

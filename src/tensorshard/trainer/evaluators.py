@@ -26,7 +26,7 @@ class Evaluator(Protocol):
 class LossEvaluator:
     """The mean loss: for a language model, in nats a token.
 
-    Batches count by their samples over all data ranks, so that a smaller last batch weighs less.
+    Batches are weighted by their samples over all data ranks, so a smaller last batch counts less.
 
     Args:
         loader: this data rank's batches of ``(inputs, targets)``, the same ones in each evaluation.

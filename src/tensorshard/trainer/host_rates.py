@@ -1,4 +1,4 @@
-"""What CPU ranks compute beside kernels, measured on this world: messages, and the Engine's own work around layers."""
+"""Measures what CPU ranks spend besides kernels: on messages, and on the Engine's own work around layers."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from tensorshard.plan import Plan
 
 _SMALL, _LARGE = 1 << 12, 4 << 20  # bytes that each rank sends
 _AT_ONCE = 8  # messages that are under way together
-_WINDOWS = 40  # in which messages are timed, each of _CALLS, of which the least counts: others may use the machine
+_WINDOWS = 40  # timings of _CALLS messages each; the shortest counts, since other programs may use the machine
 _CALLS = 5
 _STEPS = 30
 _MANY = 8  # micro-batches
@@ -32,11 +32,11 @@ _NONE = HostCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def with_host_costs(rates: Rates) -> Rates:
-    """The same rates with those of the host, and with a launch that has Python, views and autograd in it.
+    """`rates` with those of the host, and with a time for a kernel's launch that includes Python, views and autograd.
 
-    A collective of two ranks on CPUs. Small Engines take steps, whose kernels and messages are counted. A launch is
-    what a step takes longer for more micro-batches, and so for more kernels. What steps take beyond kernels and
-    messages is shared out over what they do besides.
+    A collective of two ranks on CPUs. Small Engines take steps, whose kernels and messages are counted. More
+    micro-batches mean more kernels: the time that each of these adds is that of a launch. The rest of a step's time,
+    beyond kernels and messages, is divided over the step's other work.
     """
     host = _message_costs()
     free = replace(rates, launch=0.0)
@@ -58,14 +58,14 @@ def with_host_costs(rates: Rates) -> Rates:
 
 
 def _message_costs() -> HostCosts:
-    """Processor seconds of a message, and of each of its bytes, at both ends together."""
+    """Processor seconds for a message, and for each of its bytes, of sender and receiver together."""
     group = world_group()
     messages = group.size() - 1  # that each rank sends, and receives
 
     def gather(nbytes: int, count: int, *, at_once: bool) -> None:
         pending = []
         for number in range(count):
-            output = torch.empty(nbytes // 4 * group.size())  # new memory, as collectives of the Engine take
+            output = torch.empty(nbytes // 4 * group.size())  # new memory, as the Engine's collectives use it
             mine = output.chunk(group.size())[group.rank()].zero_()
             work = all_gather_into(output, mine, group, async_op=at_once, what=str(number))
             pending += [work] if work is not None else []
@@ -90,7 +90,7 @@ def _messages(found: Operations, host: HostCosts) -> float:
 
 
 def _steps(plan: Plan) -> tuple[Operations, float, Plan]:
-    """What a rank's step of a small Engine does, the processor seconds that it takes, and the plan."""
+    """What a rank does in a step of a small Engine, the processor seconds that it takes, and the plan."""
     engine = parallelize(
         _model,
         plan,
@@ -117,7 +117,8 @@ def _batch(plan: Plan) -> torch.Tensor:
 
 
 def _processor_seconds(run: Callable[[], Any], calls: int, repeats: int) -> float:
-    """Seconds that this process computes in so many calls, its threads included: the fewest of some."""
+    """Processor seconds of this process and its threads for `calls` calls of `run`: the fewest of `repeats`
+    measurements."""
     best = float("inf")
     run()
     for _ in range(repeats):
@@ -130,7 +131,7 @@ def _processor_seconds(run: Callable[[], Any], calls: int, repeats: int) -> floa
 
 
 def _mean(value: float) -> float:
-    """That of all ranks."""
+    """The mean of `value` over all ranks."""
     mean = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(mean)
     return mean.item() / dist.get_world_size()

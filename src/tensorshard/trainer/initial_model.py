@@ -42,7 +42,7 @@ def _build(config: DictConfig) -> nn.Module:
     """The model of `config`.
 
     Raises:
-        ConfigError: its constructor refuses its arguments.
+        ConfigError: the constructor raises an error about its arguments.
     """
     try:
         return instantiate(config)

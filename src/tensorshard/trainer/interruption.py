@@ -14,16 +14,15 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopRequest:
     """While open, Ctrl-C (SIGINT) and SIGTERM ask for an end after the current step. A context manager.
 
-    Signals reach the ranks at different moments, one of them perhaps a step later than another, or only one
-    rank at all. So each step ends with the question whether any rank was asked to stop (:meth:`agreed`), and
-    all stop together.
+    Signals reach the ranks at different moments, perhaps a step apart, or reach only one rank. So after each step
+    the ranks ask each other whether one was asked to stop (:meth:`agreed`), and all stop together.
 
     The second SIGINT ends the process at once, by the system's own handler: it works even while the
     interpreter waits inside a collective. Further SIGTERMs are the same request again, as launchers repeat
     them.
 
-    The ranks' answers travel on the CPU, so that asking does not wait for a GPU: the default process group
-    must have a backend for it, as ``join_world`` sees to.
+    The ranks' answers are sent from the CPU, so that asking does not wait for a GPU. So the default process group
+    needs a backend for the CPU, which ``join_world`` gives it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class StopRequest:
         self.requested = False
 
     def __enter__(self) -> "StopRequest":
-        # Python allows handlers in the main thread alone; elsewhere the owner of that thread decides.
+        # Python allows signal handlers only in the main thread. In another thread, the program's own handlers stay.
         if threading.current_thread() is threading.main_thread():
             for number in _STOP_SIGNALS:
                 self._previous[number] = signal.signal(number, self._on_signal)

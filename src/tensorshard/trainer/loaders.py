@@ -19,7 +19,7 @@ def training_loader(
     samples_consumed: int = 0,
     num_workers: int = 0,
 ) -> DataLoader[Any]:
-    """Shuffled batches without end, from the sample on that a resumed run stands at."""
+    """Shuffled batches without end, beginning after the samples that a resumed run has consumed."""
     sampler = ShardedBatchSampler(
         len(dataset),  # type: ignore[arg-type]
         global_batch_size,
@@ -34,7 +34,8 @@ def training_loader(
 def evaluation_loader(
     dataset: Dataset[Any], mesh: Mesh, *, global_batch_size: int, shuffle: bool, num_workers: int = 0
 ) -> DataLoader[Any]:
-    """The dataset once, in the same batches each time; with `shuffle` the first few are a fair sample."""
+    """The dataset once, in the same batches each time. With `shuffle`, the first few batches are a random sample of
+    it."""
     sampler = ShardedBatchSampler(
         len(dataset),  # type: ignore[arg-type]
         global_batch_size,
@@ -60,7 +61,7 @@ def _loader(dataset: Dataset[Any], sampler: ShardedBatchSampler, num_workers: in
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=ignore_stop_signals,
-        # Of its own, as a loader draws from its generator whenever it is iterated: training's random numbers
-        # must not depend on how often a run was resumed or evaluated.
+        # A generator of its own: a DataLoader draws from its generator at each pass, and training's random numbers must
+        # not depend on how often a run was resumed or evaluated.
         generator=torch.Generator(),
     )

@@ -27,8 +27,8 @@ from tensorshard.trainer.self_test import run as run_plans
 
 PLANS = ("ZeRO 3", "tp 2")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NEAR_MATMUL = (0.6, 1.0)  # of what a large product reaches; those of a model are smaller
-_NEAR_MEMORY = (0.6, 1.5)  # what stays in caches is faster
+_NEAR_MATMUL = (0.6, 1.0)  # of the rate of a large product; a model's products are smaller
+_NEAR_MEMORY = (0.6, 1.5)  # caches make it faster
 
 
 def run(results: str) -> None:
@@ -50,7 +50,7 @@ def run(results: str) -> None:
 
 
 def measure_rates(device: torch.device, size: int) -> tuple[Rates, list[str]]:
-    """How fast a world of `size` ranks is here, and what could not be measured. A collective.
+    """The rates of a world of `size` ranks on this machine, and what could not be measured. A collective.
 
     All ranks compute at once, as in training.
     """
@@ -88,9 +88,9 @@ def measure_rates(device: torch.device, size: int) -> tuple[Rates, list[str]]:
 
 
 def process_bytes(device: torch.device) -> int:
-    """Bytes that this process holds beside a model: on a CPU, its own memory now; on a GPU, as much as is assumed.
+    """Bytes that this process holds without a model: on a CPU, its own memory now; on a GPU, an assumed number.
 
-    Called when a few small models were trained and are gone, so that libraries have what they hold.
+    Called after a few small models were trained and freed, so that libraries have allocated what they keep.
     """
     if device.type == "cuda":
         return Hardware.context
@@ -99,7 +99,7 @@ def process_bytes(device: torch.device) -> int:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes that a device has; of a CPU, those of the machine."""
+    """Bytes of memory of a device; for a CPU, those of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

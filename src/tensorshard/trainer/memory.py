@@ -7,7 +7,7 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # what to write to clear_refs, see proc_pid_clear_refs(5)
+_RESET_PEAK = "5"  # this is written to /proc/self/clear_refs: see proc_pid_clear_refs(5)
 
 
 class PeakMemory:
@@ -25,7 +25,7 @@ class PeakMemory:
         self.device = device
 
     def reset(self) -> None:
-        """Starts anew from what is held now; where the system forbids it, the process's peak stays."""
+        """Starts anew from what is held now. If the system forbids it, the process's peak stays."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
@@ -43,12 +43,12 @@ class PeakMemory:
 
 
 def held_now(device: torch.device) -> int:
-    """Bytes that are held now, of the kind that :class:`PeakMemory` counts; 0 where the system does not say."""
+    """Bytes that are held now, of the kind that :class:`PeakMemory` counts; 0 if the system does not say."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS") or 0
 
 
 def own_bytes() -> int:
-    """Bytes of memory that this process holds for itself, without the files of libraries; 0 where nothing says so."""
+    """Bytes of memory that only this process holds, without the files of libraries; 0 if the system does not say."""
     return _status("RssAnon") or _status("VmRSS") or 0
 
 

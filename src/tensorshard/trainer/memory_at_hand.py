@@ -1,4 +1,4 @@
-"""How much memory this machine has for a run: that of its GPUs, or what its host has available."""
+"""How much memory this machine has for a run: that of its GPUs, or the available memory of its host."""
 
 import shutil
 import subprocess
@@ -11,16 +11,17 @@ _QUERY = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 
 def available_on_host() -> int | None:
-    """Bytes that processes can still take: what Linux calls available, or what a cgroup's limit leaves, if less.
+    """Bytes that processes can still take: what Linux calls available, or what a cgroup's limit leaves, if that is
+    less.
 
-    None where the system does not say.
+    None if the system does not say.
     """
     bounds = [bound for bound in (_available(), *_left_by_cgroups()) if bound is not None]
     return min(bounds, default=None)
 
 
 def memory_of_gpus() -> int | None:
-    """Bytes of the smallest GPU; None where the driver's tool is not there. Starts no CUDA context."""
+    """Bytes of the smallest GPU; None without ``nvidia-smi``. It starts no CUDA context."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -40,7 +41,7 @@ def _available() -> int | None:
 
 
 def _left_by_cgroups() -> list[int]:
-    """What the limits of this process's cgroup, and of those around it, leave."""
+    """Bytes that the limits of this process's cgroup, and of its parents, leave."""
     try:
         named = [line.split(":", 2) for line in _OWN_CGROUP.read_text().splitlines()]
     except OSError:

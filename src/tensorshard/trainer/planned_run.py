@@ -1,4 +1,4 @@
-"""The plan of a run that its config leaves open: ``train.plan=auto``, ``train.plan.tp=auto``, or a file's."""
+"""The plan of a run if its config leaves it open (``train.plan=auto``, ``train.plan.tp=auto``) or names a file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -26,12 +26,12 @@ _PLAN = "train.plan"
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the overrides of a command line say of the plan.
+    """What the overrides of a command line say about the plan.
 
     Args:
-        automatic: whether all that a search chooses is to be chosen.
-        free: fields that are to be chosen, where not all are.
-        given: fields that overrides set.
+        automatic: whether a search chooses all fields that it can.
+        free: the fields that a search chooses, if it does not choose all.
+        given: the fields that overrides set.
     """
 
     automatic: bool = False
@@ -40,11 +40,11 @@ class PlanRequest:
 
     @property
     def searches(self) -> bool:
-        """Whether a plan is to be looked for."""
+        """Whether a search has to choose anything."""
         return self.automatic or bool(self.free)
 
     def fixed(self, plan: Plan) -> dict[str, Any]:
-        """What a search has to leave as it is in the config's `plan`."""
+        """The fields of the config's `plan` that a search must not change."""
         values = {f.name: getattr(plan, f.name) for f in fields(Plan)}
         if self.automatic:
             kept = (set(values) - set(SEARCHED)) | (self.given - self.free)
@@ -55,7 +55,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """A config, and what was asked of its plan."""
+    """A config, and what the command line says about its plan."""
 
     config: DictConfig
     request: PlanRequest = field(default_factory=PlanRequest)
@@ -64,11 +64,11 @@ class ReadConfig:
 def read_config(source: str, overrides: Sequence[str], *, allow: Sequence[str] = ()) -> ReadConfig:
     """The config, as :func:`tensorshard.config.load_config` reads it, with a plan that may be open, or in a file.
 
-    Beside what that takes, ``train.plan=auto`` and ``train.plan.FIELD=auto`` leave the plan, or a field of it, to a
-    search; ``train.plan=FILE.yaml`` reads the plan from a file, which overrides after it may change.
+    Besides the usual overrides, ``train.plan=auto`` and ``train.plan.FIELD=auto`` leave the plan, or a field of it, to
+    a search. ``train.plan=FILE.yaml`` reads the plan from a file; later overrides may change it.
 
     Raises:
-        ConfigError: as there; or the file holds no plan.
+        ConfigError: as for ``load_config``; or the file holds no plan.
     """
     plain, of_plan, automatic, free, file = _sorted(overrides)
     config = load_config(source, [*plain, *(() if file else of_plan)], allow=allow)
@@ -85,7 +85,9 @@ def read_config(source: str, overrides: Sequence[str], *, allow: Sequence[str] =
 
 
 def _sorted(overrides: Sequence[str]) -> tuple[list[str], list[str], bool, frozenset[str], str | None]:
-    """Overrides of anything else, and of the plan's fields; whether all is open, what is open, and the plan's file."""
+    """The overrides, sorted: those of anything else, those of the plan's fields, whether all fields are open, which
+    are, and
+        the plan's file."""
     plain: list[str] = []
     of_plan: list[str] = []
     free: set[str] = set()
@@ -168,10 +170,11 @@ def plans_of_run(
 def choose_for_run(
     config: DictConfig, request: PlanRequest, world_size: int, ranks_here: int, *, gpus: bool
 ) -> PlanSearch:
-    """The best plan for a run on this machine, looked for in a fork of this process, which it is set in the config of.
+    """Finds the best plan for a run on this machine, in a fork of this process, and sets it in `config`.
 
     Args:
-        ranks_here: how many of the ranks run on this machine. gpus: whether each of them has a GPU.
+        ranks_here: how many of the ranks run on this machine.
+        gpus: whether each of them has a GPU.
 
     Raises:
         ConfigError: the config cannot be run, or nothing fits.

@@ -1,4 +1,4 @@
-"""What a run says before and after training, to whoever started it."""
+"""What a run prints before and after training."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ _RANKS_SHOWN = 8
 
 
 def print_opening(console: Console, engine: Engine, held_parameters: Sequence[int]) -> None:
-    """The plan, the mesh, and what is held where in which type, said before anything is trained.
+    """Prints the plan, the mesh, and the types and sizes of what each rank holds, before training.
 
     Args:
         console: where to print.
@@ -47,15 +47,16 @@ def print_summary(
     expected: Sequence[int] | None,
     directory: RunDirectory,
 ) -> None:
-    """What came of a run.
+    """Prints the results of a run.
 
     Args:
         console: where to print.
         steps: optimizer steps done in all.
         figures: measurements by name: the last loss and evaluation, mean speeds.
         peak_bytes: each rank's peak memory.
-        above_start: the same without what the rank held before the model: the interpreter and libraries on a CPU.
-        expected: each rank's peak as it was estimated, in live tensors; None if it was not.
+        above_start: the same without what the rank held before the model was made: on a CPU, the interpreter and
+            libraries.
+        expected: each rank's estimated peak, in live tensors; None without an estimate.
         directory: of the run.
     """
     table = Table(show_header=False)
@@ -84,7 +85,7 @@ def print_summary(
     console.rule("summary", align="left", characters="-")
     console.print(table)
     for name, place in places.items():
-        # Outside of the table, which would break long paths.
+        # Printed below the table, which would break long paths.
         if place is not None:
             console.print(f"{name:<12} {place}", soft_wrap=True, highlight=False, markup=False)
 
@@ -92,8 +93,8 @@ def print_summary(
 def resume_command(config: DictConfig, directory: RunDirectory) -> str:
     """The command line that continues a run in `directory`, quoted for a shell.
 
-    It has the config, the overrides and the options that the run was started with; where the config was made in Python,
-    the ``config.yaml`` of the run in place of them.
+    It has the config, the overrides and the options with which the run was started. If the config was made in Python,
+    it has the run's ``config.yaml`` instead.
     """
     if ASKED in config:
         asked = config[ASKED]
@@ -102,7 +103,7 @@ def resume_command(config: DictConfig, directory: RunDirectory) -> str:
         words = [directory.config]
         for module in modules_to_allow(config):
             words += ["--allow", module]
-    # --resume stands last: it would take a word after it for a checkpoint.
+    # --resume comes last: it would read a word after it as a checkpoint.
     return shlex.join(["tensorshard", "train", *map(str, words), "--output", str(directory.path), "--resume"])
 
 

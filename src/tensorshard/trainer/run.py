@@ -74,13 +74,13 @@ def run(
         resume: a checkpoint to continue from; ``"latest"`` for the newest one of the run; None to begin anew.
         output: the run's directory; wins over ``train.output_dir``.
         timeout: seconds that a rank waits for the others in a collective; as for :func:`parallelize` if None.
-        expected: the run's estimate, to be told beside what is measured.
-        request: what of the plan rank 0 is to choose, for all ranks; None where the config's plan holds.
+        expected: the run's estimate, which is printed beside what is measured.
+        request: the fields of the plan that rank 0 chooses, for all ranks; None if the config's plan is used as it is.
 
-    Raises:
-        ConfigError: a config that cannot be run, a directory that holds a run already, nothing to resume
+        es:
+        ConfigError: the config cannot be run, the directory holds a run already, or there is nothing to resume
             from.
-        NonFiniteLossError: the loss became NaN or infinite; says which checkpoint is the last good one.
+        NonFiniteLossError: the loss became NaN or infinite. The message names the last good checkpoint.
     """
     joined_before = dist.is_initialized()
     patience = DEFAULT_TIMEOUT if timeout is None else as_timedelta(timeout)
@@ -119,7 +119,7 @@ def run(
 
 
 def _choose_plan(config: DictConfig, request: PlanRequest, device: torch.device) -> Estimate:
-    """Sets the plan that rank 0 finds in `config`, and prints it there; returns its estimate. Collective."""
+    """Rank 0 chooses the plan and prints it; every rank sets it in `config`. Returns its estimate. Collective."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     gpus = device.type == "cuda"
 
@@ -135,7 +135,7 @@ def _choose_plan(config: DictConfig, request: PlanRequest, device: torch.device)
 
 @dataclass(frozen=True)
 class _Run:
-    """A trainer that is ready to go, and those of its hooks that a summary asks."""
+    """A trainer that is ready to run, and those of its hooks that the summary needs."""
 
     trainer: Trainer
     timer: TimerHook
@@ -162,12 +162,12 @@ def _prepare(
         optimizer=instantiate(config.optimizer),
         loss_fn=instantiate(config.loss),
         seed=settings.seed,
-        # Stages are balanced by what real samples cost.
+        # Stages are balanced by the cost of real samples.
         sample_inputs=sample_inputs(dataset) if settings.plan.pp > 1 else None,
         timeout=timeout,
         debug=settings.debug,
     )
-    # What the optimizer and its schedule are configured with, before a checkpoint changes it.
+    # Keeps the options from the config, before a checkpoint changes them.
     options = OptimizerOptionsHook(engine.optimizer)
     schedule = ScheduleHook(instantiate(config.scheduler)(engine.optimizer))
     state = None
@@ -208,7 +208,7 @@ def _prepare(
 
 
 def _record_session(trainer: Trainer, directory: RunDirectory, expected: Estimate | None, held_before: int) -> None:
-    """Keeps what a report of the run will tell of this start. Collective."""
+    """Writes what a report of the run needs to know about this start. Collective."""
     engine = trainer.engine
     held = _gather(held_before)
     if engine.mesh.rank != 0:
@@ -228,10 +228,10 @@ def _record_session(trainer: Trainer, directory: RunDirectory, expected: Estimat
 
 @contextmanager
 def _asked_for(section: str) -> Iterator[None]:
-    """Says which section of the config asked for what cannot be had.
+    """A context that turns errors about files into one that names the section of the config.
 
     Raises:
-        ConfigError: a file that is not there, cannot be read, or does not hold what it should.
+        ConfigError: a file is not there, cannot be read, or has other contents than expected.
     """
     try:
         yield
@@ -240,7 +240,7 @@ def _asked_for(section: str) -> Iterator[None]:
 
 
 def _check_optimizer(config: DictConfig) -> None:
-    """Builds the optimizer of a single number, before anything large is."""
+    """Builds the optimizer of a single number, before anything large is built."""
     try:
         instantiate(config.optimizer)([nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError) as error:
@@ -255,7 +255,7 @@ def _report(
     expected: Estimate | None,
     held_before: int,
 ) -> None:
-    """The summary of the training that was done, and how to go on where it was stopped. Collective."""
+    """Prints the summary and, if training was stopped, how to go on. Collective."""
     trainer = parts.trainer
     loss = {} if trainer.last_record is None else {"loss": trainer.last_record.loss.item()}
     print_summary(
@@ -273,7 +273,7 @@ def _report(
 
 
 def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> list[Evaluator]:
-    """The loss, and the metrics of the config, on its validation set; none without one."""
+    """Evaluators of the loss and of the config's metrics on the validation set; none without a validation set."""
     if config.data.get("validation") is None:
         return []
     with _asked_for("data.validation"):
@@ -292,14 +292,14 @@ def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> 
 
 
 def _profile(settings: TrainSettings, directory: RunDirectory, console: Console) -> list[Hook]:
-    """The hook that profiles, where the config asks for it."""
+    """The hook that profiles, if the config asks for it."""
     return [] if settings.profile is None else [ProfileHook(settings.profile, directory.profile, console)]
 
 
 def _loggers(
     config: DictConfig, settings: TrainSettings, directory: RunDirectory, console: Console
 ) -> list[loggers.Logger]:
-    """On rank 0 the terminal, ``metrics.jsonl`` and what the config asks for; elsewhere none."""
+    """On rank 0 loggers for the terminal, ``metrics.jsonl`` and what the config asks for; none on other ranks."""
     if dist.get_rank() != 0:
         return []
     values = values_of(config)

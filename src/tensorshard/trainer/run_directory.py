@@ -26,7 +26,7 @@ class RunDirectory:
         tensorboard/       event files, where TensorBoard is installed or asked for
         wandb/, wandb.id, mlflow.id    where train.loggers asks for them
         profile/           traces of the steps that train.profile names; memory.html of train.profile_memory
-        checkpoints/       step-100, step-200, ...; each whole, or not there
+        checkpoints/       step-100, step-200, ...; each is whole or absent
 
     Attributes:
         path: the directory.
@@ -84,7 +84,7 @@ class RunDirectory:
         return self.checkpoint(steps[-1]) if steps else None
 
     def delete_checkpoint(self, step: int) -> None:
-        """Removes a checkpoint. It loses its name first: one half deleted is never taken for whole."""
+        """Removes a checkpoint. It is renamed first, so that a partly deleted one is never taken for a whole one."""
         path = self.checkpoint(step)
         doomed = path.with_name(f".deleting-{path.name}")
         os.replace(path, doomed)

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 def warmup_cosine(optimizer: Optimizer, *, warmup_steps: int, total_steps: int, min_ratio: float = 0.1) -> LambdaLR:
     """Linear warm-up, then half a cosine down to `min_ratio` of the peak (Loshchilov and Hutter 2017).
 
-    The peak is each parameter group's own ``lr``. The first step is taken at ``1 / warmup_steps`` of it (or
-    at the peak itself without warm-up), the last one just above the end of the cosine.
+    The peak is each parameter group's own ``lr``. The first step has ``1 / warmup_steps`` of it (or the peak itself
+    without warm-up), the last one a rate just above the end of the cosine.
 
     Args:
         optimizer: its rates are set from now on.

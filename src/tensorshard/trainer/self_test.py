@@ -22,7 +22,7 @@ class SelfTestError(RuntimeError):
 
 
 def plans(world_size: int) -> dict[str, dict[str, Any]]:
-    """What is tried, by what a person would call it."""
+    """The plans that are tried, by their names for people."""
     found: dict[str, dict[str, Any]] = {f"ZeRO {level}": {"zero": level} for level in (0, 1, 2, 3)}
     found["ZeRO 3, recomputed"] = {"zero": 3, "recompute": "full"}
     if world_size % 2 == 0:
@@ -38,10 +38,10 @@ def run(only: Container[str] | None = None) -> None:
     """Trains a small GPT under each plan on the ranks of this world; rank 0 prints how far each is from one process.
 
     Args:
-        only: of which plans, by the names of :func:`plans`; None for all of them.
+        only: names of plans, as :func:`plans` has them; None for all.
 
-    Raises:
-        SelfTestError: one is further away than rounding.
+        es:
+        SelfTestError: a plan differs from one process by more than rounding.
     """
     device = default_device()
     joined_before = dist.is_initialized()
@@ -77,7 +77,7 @@ def _batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _alone(device: torch.device) -> list[float]:
-    """Losses of plain PyTorch with the weights that `_model` starts with under any plan."""
+    """The losses of plain PyTorch, from the initial weights that `_model` has under any plan."""
     model = _model()
     engine = parallelize(_model, Plan(zero=0), optimizer=_OPTIMIZER, loss_fn=next_token_loss, device=device)
     state = [engine.full_state_dict()]

@@ -16,7 +16,7 @@ class Session:
         world_size: the number of ranks.
         device: what they compute on, "cpu" or "cuda".
         plan: the fields of the resolved plan.
-        held_before_bytes: what each rank held before the model was there, of the kind that is measured.
+        held_before_bytes: what each rank held before the model was made, counted as the peak is.
         estimated_bytes: live tensors at the peak of each rank, as estimated; None without an estimate.
         estimated_step_seconds: of a step, as estimated; None where the speed of the hardware is not known.
     """
@@ -38,7 +38,7 @@ def write_session(path: Path, session: Session) -> None:
 
 
 def read_sessions(path: Path) -> list[Session]:
-    """What :func:`write_session` wrote, in order, without a line that was cut short; nothing without a file.
+    """What :func:`write_session` wrote, in order. An unfinished last line is left out. Empty without a file.
 
     Raises:
         ValueError: a line has other fields.

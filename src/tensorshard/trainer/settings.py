@@ -12,7 +12,7 @@ from tensorshard.trainer.hooks.profile_hook import profiled_steps
 from tensorshard.trainer.loggers import chosen_services
 
 SECTIONS = ("model", "train", "optimizer", "scheduler", "loss", "data")
-"""What the config of a run must have at its top level. ``metrics`` and anything else may be there."""
+"""The sections that a config must have at its top level. It may have others, such as ``metrics``."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class TrainSettings:
     """How a run trains. The defaults, with a comment each, are in the shipped config ``common/train.py``.
 
     Attributes:
-        plan: how the model is spread over the processes.
+        plan: how the model is split over the processes.
         steps: optimizer steps in all.
         global_batch_size: samples in a step, over all data ranks and micro-batches.
         seed: of initial weights, of the order of the data and of dropout.
@@ -39,7 +39,7 @@ class TrainSettings:
         debug: whether the first step also finds out if the loss couples samples, see :func:`tensorshard.parallelize`.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     plan: Plan
@@ -87,7 +87,7 @@ class TrainSettings:
         """The settings of a whole config.
 
         Raises:
-            ConfigError: a section or a setting that is missing or unknown, or out of range.
+            ConfigError: a section or a setting is missing, unknown or out of range.
         """
         missing = [section for section in SECTIONS if config.get(section) is None]
         if missing:
@@ -118,7 +118,7 @@ class TrainSettings:
         """Whether the global batch can be cut into equal parts for each data rank and micro-batch.
 
         Raises:
-            ConfigError: it cannot; names the nearest sizes that can.
+            ConfigError: it cannot. The message names the nearest sizes that can.
         """
         parts = dp_size * self.plan.micro_batches
         rest = self.global_batch_size % parts

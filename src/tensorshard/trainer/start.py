@@ -21,8 +21,8 @@ class Start:
     """Where a run writes, and what it continues.
 
     Attributes:
-        directory: made already.
-        checkpoint: to load; None for a run that begins with step 1.
+        directory: of the run; it exists.
+        checkpoint: the one to load; None for a run that begins with step 1.
     """
 
     directory: RunDirectory
@@ -41,7 +41,7 @@ def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, 
         output: the run's directory; wins over ``train.output_dir``.
 
     Raises:
-        ConfigError: a directory that holds a run already, or nothing to resume from.
+        ConfigError: the directory holds a run already, or there is nothing to resume from.
     """
     given = output or settings.output_dir
     directory = RunDirectory(Path(given)) if given else None
@@ -84,8 +84,8 @@ def check_not_ahead(directory: RunDirectory, step: int) -> None:
 def write_config(config: DictConfig, directory: RunDirectory, step: int) -> None:
     """Writes ``config.yaml``; a resumed run with another config ``config-from-step-<step>.yaml``.
 
-    The directory is left out of it, so that ``tensorshard train config.yaml`` repeats the run in a new one,
-    of the same name.
+    It does not name the directory, so that ``tensorshard train config.yaml`` repeats the run in a new directory
+    with the next number.
     """
     config = config.copy()
     config.train.output_dir = None
@@ -126,7 +126,7 @@ def _run_of(checkpoint: Path) -> RunDirectory:
     """The run that wrote `checkpoint`, read from its path.
 
     Raises:
-        ConfigError: the path is not one of a run.
+        ConfigError: the path is not that of a run's checkpoint.
     """
     if checkpoint.resolve().parent.name != "checkpoints":
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What one training step amounted to."""
+"""The record of one training step."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from tensorshard.torch_private import pytree
 
 @dataclass(frozen=True)
 class BatchSize:
-    """How much is in a batch, counted in samples, and in tokens where samples are sequences of token ids."""
+    """The size of a batch in samples, and in tokens if samples are sequences of token ids."""
 
     samples: int
     tokens: int | None
@@ -20,10 +20,10 @@ class BatchSize:
     def of(cls, inputs: Any) -> "BatchSize":
         """The size of `inputs`: a tensor, or a tuple or dict of them, whose first dimension is the batch.
 
-        Tokens are counted where the first tensor holds integers and has two dimensions, [batch, sequence].
+        Tokens are counted if the first tensor holds integers and has two dimensions, [batch, sequence].
 
         Raises:
-            TypeError, ValueError: `inputs` that do not show how many samples they hold.
+            TypeError, ValueError: `inputs` do not show how many samples they hold.
         """
         samples = batch_size(inputs)
         first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0)

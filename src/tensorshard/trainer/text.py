@@ -34,7 +34,7 @@ class TextSettings:
         prompt: what the text begins with.
         max_new_tokens: how many tokens follow.
         temperature: 0 for the likeliest tokens.
-        top_k: draws among so many of the likeliest alone; None for all.
+        top_k: how many of the likeliest tokens are drawn from; None for all.
         seed: of the draws.
         tokenizer: "bytes", a ``tokenizer.json``, or a directory that has one; None for the model's own.
     """
@@ -51,7 +51,7 @@ class TextSettings:
         """The ``sample`` section of a config.
 
         Raises:
-            ConfigError: a key that it does not have, or no prompt.
+            ConfigError: a key is unknown, or there is no prompt.
         """
         known = list(cls.__dataclass_fields__)
         for key in section:
@@ -63,7 +63,8 @@ class TextSettings:
 
 
 def sample_text(engine: Engine, settings: TextSettings) -> str:
-    """The prompt and what `engine` adds to it: as many tokens as the model can read, if that is less. Collective."""
+    """The prompt and the text that `engine` adds to it. It ends early if the model can read no more tokens.
+    Collective."""
     codec = find_codec(settings.tokenizer or BYTES)
     limit = longest_sequence(engine.sharded.structure)
     room = settings.max_new_tokens if limit is None else limit - len(codec.encode(settings.prompt))
@@ -78,7 +79,7 @@ def print_text(
     """What each worker of ``tensorshard generate`` does; rank 0 prints the text.
 
     Raises:
-        ConfigError: no model at `source`, or none that can be asked.
+        ConfigError: there is no model at `source`, or it cannot generate text.
     """
     try:
         model, beside = find_model(Path(source), allow)
@@ -108,7 +109,7 @@ def find_model(source: Path, allow: Sequence[str] = ()) -> tuple[Callable[[], nn
         allow: modules that the run's config may call beside the usual ones.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: `source` is none of these.
     """
     run = RunDirectory(source)
     checkpoint = run.newest_checkpoint() if run.config.is_file() else None
@@ -117,7 +118,7 @@ def find_model(source: Path, allow: Sequence[str] = ()) -> tuple[Callable[[], nn
     if checkpoint is not None and run.config.is_file():
         config: DictConfig = load_config(str(run.config), allow=allow)
         build = initial_model(config.model)
-        build = getattr(build, "build", build)  # not the weights that the run began with
+        build = getattr(build, "build", build)  # without the weights from which the run began
         tokenizer = (config.get("sample") or {}).get("tokenizer") or BYTES
         return from_pretrained(checkpoint, build), tokenizer
     if (source / "config.json").is_file():
@@ -142,7 +143,7 @@ def _continued(engine: Engine, codec: TextCodec, settings: TextSettings) -> str:
 
 
 def _printable(text: str) -> str:
-    """`text` without what would move a terminal's cursor about."""
+    """`text` without the characters that control a terminal."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\N{MIDDLE DOT}" for letter in text)
 
 

@@ -10,15 +10,15 @@ from tensorshard.trainer.step_record import BatchSize, StepRecord
 
 
 class Trainer:
-    """Steps an engine through batches; everything beside that is done by hooks.
+    """Takes an engine through its batches. Hooks do everything else.
 
     Args:
         engine: what :func:`tensorshard.parallelize` returned.
-        loader: this data rank's batches of ``(inputs, targets)``; begun again whenever it ends.
+        loader: this data rank's batches of ``(inputs, targets)``; at its end it begins again.
         max_steps: optimizer steps of the whole run, those before a resume included.
         hooks: called in this order at every moment. One that measures comes before the one that logs; one
             that saves comes last. :func:`tensorshard.trainer.run.run` shows the usual ones.
-        stop: asked after each step whether to stop; None never stops early.
+        stop: called after each step; True ends training. None: training never stops early.
 
     Attributes:
         samples_consumed: samples trained on so far, over all data ranks.
@@ -26,7 +26,7 @@ class Trainer:
         interrupted: whether `stop` ended training before `max_steps`.
 
     Raises:
-        ValueError: two hooks of one name, whose states would share a name in the checkpoint.
+        ValueError: two hooks have the same name, under which their states would be saved.
     """
 
     def __init__(

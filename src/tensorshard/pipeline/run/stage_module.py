@@ -108,8 +108,8 @@ class StageModule:
         Returns:
             The tensors that :meth:`sent` describes; on the last stage the model's output.
 
-            Raises:
-                ValueError: `received` does not have the shapes and types of :meth:`received`.
+        Raises:
+            ValueError: `received` does not have the shapes and types of :meth:`received`.
             RuntimeError: the model called other units than expected, or a unit returned another shape.
         """
         cut = self._shapes.of(inputs, self.module)

@@ -19,7 +19,7 @@ logger = logging.getLogger("tensorshard")
 
 
 class CheckpointHook(Hook):
-    """Saves every `every` steps and at the end, an early one too; keeps the newest `keep` checkpoints.
+    """Saves every `every` steps and at the end, also at an early one; keeps the newest `keep` checkpoints.
 
     Put it last, so that what it saves is the state after all other hooks have seen the step.
 

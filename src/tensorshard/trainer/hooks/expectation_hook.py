@@ -1,4 +1,4 @@
-"""What was estimated of a run, beside what is measured after its first steps."""
+"""Compares a run's estimate with what is measured in its first steps."""
 
 import logging
 import statistics
@@ -23,18 +23,19 @@ STEPS = 10
 """After how many steps the comparison is made."""
 
 _WARM_UP = 3  # steps that are slower: they allocate, and fill caches
-_LEAST_MEMORY = 256 << 20  # bytes of an estimate; beside less, what the libraries hold is not small
+_LEAST_MEMORY = 256 << 20  # bytes of an estimate; below this, the libraries' own memory would distort the ratio
 
 
 class ExpectationHook(Hook):
-    """Says after :data:`STEPS` steps what was estimated and what was measured, of rank 0, and keeps the ratios.
+    """After :data:`STEPS` steps, says what was estimated and what was measured on rank 0, and keeps the ratios.
 
-    They go into the profile of this machine, for later searches, where the estimate was made with that profile. Memory
-    is compared where it is large enough.
+    If the estimate was made with this machine's profile, the ratios go into that profile, for later searches. Memory is
+    compared if it is large enough.
 
     Args:
         expected: the run's estimate.
-        memory: of this process. held_before: bytes that it held before the model was there.
+        memory: of this process.
+        held_before: bytes that it held before the model was made.
         clock: seconds of some monotonic clock.
     """
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Something done beside training. Every method is optional.
+    """Something that is done during training. Every method is optional.
 
     Every rank calls the same methods in the same order. A hook that communicates must do so on every rank: no
     ``if rank == 0`` around a collective.
@@ -16,7 +16,7 @@ class Hook:
 
     @property
     def name(self) -> str:
-        """Under which its state is saved; unique among a trainer's hooks."""
+        """The name under which its state is saved; unique among a trainer's hooks."""
         return type(self).__name__
 
     def before_train(self, trainer: "Trainer") -> None:

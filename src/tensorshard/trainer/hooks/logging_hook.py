@@ -1,4 +1,4 @@
-"""What is written down of each step."""
+"""Logs the measurements of steps."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class LoggingHook(Hook):
     """Hands the loss, the learning rate, the gradient norm and the other hooks' metrics to loggers.
 
-    Written are the first step, every `every` steps, the last one, and any step after which something was
+    It logs the first step, every `every` steps, the last one, and any step after which something was
     evaluated. Put it after the hooks that measure. Ranks that write nothing have no loggers, and never wait
     for the loss.
 

@@ -12,19 +12,19 @@ from tensorshard.trainer.step_record import StepRecord
 if TYPE_CHECKING:
     from tensorshard.trainer.trainer import Trainer
 
-_GROWTH = 1.01  # of a rank's peak, from which on the peaks of all ranks are recorded again
+_GROWTH = 1.01  # factor by which a rank's peak grows before the peaks of all ranks are recorded again
 
 
 class MemoryHook(Hook):
     """Records ``peak_memory_bytes``: this rank's peak since training began (see :class:`PeakMemory`).
 
-    Of a world of several ranks also ``peak_memory_bytes/rank0``, ``peak_memory_bytes/rank1`` and so on: every rank's,
-    on every rank. They are there at the first step that is logged, at the last one, and where one of them has grown by
-    a hundredth since they were there last.
+    With several ranks, also ``peak_memory_bytes/rank0``, ``peak_memory_bytes/rank1`` and so on: the peaks of all ranks,
+    on every rank. They are recorded at the first step that is logged, at the last one, and whenever one of them has
+    grown by a hundredth since they were last recorded.
 
     Args:
         memory: of this process.
-        every: steps between log lines; the ranks tell each other their peaks at these steps alone.
+        every: steps between log lines; the ranks tell each other their peaks only at these steps.
     """
 
     def __init__(self, memory: PeakMemory, every: int = 1) -> None:
@@ -52,7 +52,7 @@ class MemoryHook(Hook):
 
 
 def _of_all_ranks(own: int) -> list[int]:
-    """Every rank's number, by rank. Collective; travels on the CPU, so that nobody waits for a GPU."""
+    """The number `own` of every rank, by rank. Collective; sent from the CPU, so that nothing waits for a GPU."""
     peaks = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(peaks, torch.tensor([own], dtype=torch.int64))
     return [int(peak) for peak in peaks]

@@ -1,4 +1,4 @@
-"""What an optimizer was configured with, across a resume."""
+"""The options of an optimizer in a resumed run."""
 
 import json
 from typing import Any
@@ -11,8 +11,8 @@ from tensorshard.trainer.hooks.hook import Hook
 class OptimizerOptionsHook(Hook):
     """Lets a resumed run change options of its optimizer, such as the weight decay.
 
-    A checkpoint brings back the options that it was saved with. Those that the run is now configured with
-    otherwise than then are set to what they are now. The learning rate is the schedule's to restore.
+    A checkpoint restores the options with which it was saved. Options that the config has changed since then are set
+    to their new values. The schedule restores the learning rate.
 
     Args:
         optimizer: as it was made: not stepped, and with no schedule on it yet.
@@ -31,13 +31,13 @@ class OptimizerOptionsHook(Hook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for group, now, then in zip(self.optimizer.param_groups, self._configured, state["groups"], strict=True):
             for key, value in now.items():
-                # Compared as JSON, through which what was saved has gone.
+                # Compared as JSON, since the saved values were stored as JSON.
                 if json.dumps(value) != json.dumps(then.get(key)):
                     group[key] = value
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `value` is an option's, and goes into a checkpoint: no parameter or tensor."""
+    """Whether `value` is that of an option, which goes into a checkpoint, and not a parameter or tensor."""
     if isinstance(value, list | tuple):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)

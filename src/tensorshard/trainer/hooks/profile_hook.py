@@ -24,7 +24,7 @@ _SPAN = re.compile(r"(\d+)-(\d+)")
 
 
 class ProfileHook(Hook):
-    """Writes a trace of `steps` on each rank, and prints on which operators rank 0 spent the most time.
+    """Writes a trace of `steps` on each rank, and prints the operators on which rank 0 spent the most time.
 
     Each trace is a Chrome trace, ``rank<r>-steps-<first>-<last>.json``, for https://ui.perfetto.dev or
     ``chrome://tracing``. Times include what the profiler costs. Put it after the hook that times steps.
@@ -68,7 +68,7 @@ class ProfileHook(Hook):
         if self._step is None:
             return
         if trainer.engine.device.type == "cuda":
-            torch.cuda.synchronize(trainer.engine.device)  # what was launched belongs to this step
+            torch.cuda.synchronize(trainer.engine.device)  # kernels that were launched belong to this step
         self._end_step()
         if record.step == self.steps[-1]:
             self._write(trainer)
@@ -104,7 +104,7 @@ def profiled_steps(value: Any) -> range:
     """The steps that ``train.profile`` names: ``10``, ``"10-12"`` or ``{"first": 10, "steps": 3}``.
 
     Raises:
-        ValueError: it names none.
+        ValueError: `value` has none of these forms.
     """
     steps = range(0)
     if _is_number(value):
@@ -125,7 +125,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _largest_operators(profiler: profile, device_type: str) -> Table:
-    """Operators by the time that they themselves took, without those that they called."""
+    """Operators by their own time, without that of the operators that they call."""
     on_gpu = device_type == "cuda"
     times: dict[str, tuple[int, float]] = {}
     for event in profiler.key_averages():

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 class ScheduleHook(Hook):
     """Moves any torch ``LRScheduler`` on by one after each step, and keeps its state in checkpoints.
 
-    Put it after the hook that logs, so that the rate in the log is the one that the step was taken with.
+    Put it after the hook that logs, so that the log has the rate with which the step was taken.
 
-    A resumed run may have another peak rate or another number of steps than the one that it continues: a
-    schedule that is a function of the step (a ``LambdaLR``, as all of :mod:`tensorshard.trainer.schedulers`
-    are) goes on as if it had been so from the start.
+    A resumed run may have another peak rate or another number of steps than the run that it continues. A schedule
+    that is a function of the step (a ``LambdaLR``, as all of :mod:`tensorshard.trainer.schedulers` are) then goes
+    on as if it had had these values from the start.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
@@ -35,7 +35,7 @@ class ScheduleHook(Hook):
         """Takes what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: the peak rates have changed, and the schedule is not one that can follow that.
+            ValueError: the peak rates have changed, and the schedule is not a function of the step.
         """
         peaks = getattr(self.scheduler, "base_lrs", None)
         if isinstance(self.scheduler, LambdaLR):

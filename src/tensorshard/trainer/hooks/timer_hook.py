@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class _Span:
-    """Steps and what they took, added up."""
+    """Sums over some steps: how many, what was in them, and their time."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -46,8 +46,7 @@ class TimerHook(Hook):
     logging: put this hook first. The figures are means over the last `every` steps.
 
     Args:
-        every: steps in a measurement; those of the logging interval make each log line a mean since the last
-            one.
+        every: steps in a measurement. With the logging interval, each log line is a mean since the last one.
         clock: seconds of some monotonic clock.
     """
 
@@ -75,5 +74,5 @@ class TimerHook(Hook):
         record.metrics |= self._recent.rates()
 
     def overall(self) -> dict[str, float]:
-        """Means over the whole run but its first step, which pays for compiling and first allocations."""
+        """Means over the whole run without its first step, which compiles and allocates."""
         return self._whole.rates() or self._recent.rates()

@@ -16,7 +16,7 @@ from tensorshard.trainer.loggers.logger import Logger
 from tensorshard.trainer.memory import format_bytes
 
 AS_IT_IS = {"as_it_is": True}
-"""The ``extra`` of a log record whose lines are not to be broken: a command to be copied."""
+"""The ``extra`` of a log record whose lines must not be broken, such as a command to copy."""
 
 _GAP = "  "
 _LEAST_BAR = 10
@@ -66,7 +66,7 @@ class ProgressBarLogger(Logger):
 
 
 class _TrainingLine(ProgressColumn):
-    """All of the line that is drawn anew."""
+    """The progress line, which is drawn anew at each step."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _TrainingLine(ProgressColumn):
 
 
 class PlainLogger(Logger):
-    """A line now and then: the first step, the last, every evaluation, else at most one in some seconds.
+    """A line for the first step, the last one and every evaluation; between them at most one every few seconds.
 
     Args:
         console: where to print.
@@ -145,7 +145,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def format_figures(metrics: Mapping[str, float]) -> str:
-    """What a person follows: losses and scores, speed, peak memory. The rest is in the files."""
+    """The measurements for a person: losses and scores, speed, peak memory. The others are only in the files."""
     return _GAP.join(_figures(metrics))
 
 

@@ -13,9 +13,8 @@ from tensorshard.trainer.loggers.logger import Logger
 class JsonLinesLogger(Logger):
     """Appends a line a logged step, with the key ``step`` first, and flushes it.
 
-    A resumed run continues the file: what it holds beyond the step that the run resumes from is dropped, and
-    with it a last line that a crash cut short, so that each step appears once. Numbers that JSON cannot
-    express become null.
+    A resumed run continues the file. Lines of later steps than the one from which it resumes are dropped, and so
+    is a last line that a crash cut short. So each step appears once. Numbers that JSON cannot express become null.
 
     Args:
         path: the file; made at the start of training, if it is not there.

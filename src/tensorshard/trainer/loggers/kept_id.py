@@ -1,10 +1,10 @@
-"""Under which id a run is known to a service, kept in the run's directory, so that a resumed run goes on there."""
+"""The id of a run at a service, kept in the run's directory, so that a resumed run goes on under it."""
 
 from pathlib import Path
 
 
 def read_id(path: Path) -> str | None:
-    """The id in the file `path`; None where there is none yet."""
+    """The id in the file `path`; None if there is none yet."""
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 

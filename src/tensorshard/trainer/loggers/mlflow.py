@@ -18,7 +18,7 @@ _PARAMETERS_A_CALL, _METRICS_A_CALL = 100, 1000  # MLflow's limits
 
 
 class MlflowLogger(Logger):
-    """A run of MLflow, called as the run's directory is, in the experiment "tensorshard".
+    """A run of MLflow, named after the run's directory, in the experiment "tensorshard".
 
     MLflow's own environment variables hold: ``MLFLOW_TRACKING_URI`` for a server, a database or a folder (without it
     MLflow writes to this machine), ``MLFLOW_EXPERIMENT_NAME`` for another experiment. A resumed run goes on under its
@@ -26,7 +26,7 @@ class MlflowLogger(Logger):
 
     Args:
         directory: of the run.
-        config: what is written down as the run's parameters, nested.
+        config: nested; MLflow shows its values as the run's parameters.
     """
 
     def __init__(self, directory: str | Path, config: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ class MlflowLogger(Logger):
         """Begins or continues the run.
 
         Raises:
-            ConfigError: MLflow cannot, for want of a network or of the run that is to be continued.
+            ConfigError: MLflow cannot do so: there is no network, or the run that is to be continued does not exist.
         """
         import mlflow
         from mlflow.exceptions import MlflowException
@@ -83,7 +83,7 @@ class MlflowLogger(Logger):
         client.log_batch(self._run_id, tags=[RunTag(f"{key} from step {step + 1}", value) for key, value in changed])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the measurements; says so, once, if MLflow does not take them, and training goes on."""
+        """Writes the measurements. If MLflow does not take them, the log says so once, and training goes on."""
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
 

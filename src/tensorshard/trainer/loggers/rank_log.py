@@ -11,9 +11,9 @@ class RankLog:
     """While open, what is logged to "tensorshard" also goes to this rank's file. A context manager.
 
     Args:
-        directory: the run's directory; made where it is not there, as on a machine with disks of its own.
+        directory: the run's directory. It is made if it is not there, as on another machine with its own disks.
         rank: this process's global rank.
-        console: a further handler, for what a person should see at once; rank 0 alone has one.
+        console: a further handler, for what a person should see at once; only rank 0 has one.
     """
 
     def __init__(self, directory: str | Path, rank: int, console: logging.Handler | None = None) -> None:

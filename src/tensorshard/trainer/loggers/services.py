@@ -1,4 +1,4 @@
-"""``train.loggers``: the programs that a run's measurements are also written for, by name."""
+"""``train.loggers``: names of the programs for which a run's measurements are also written."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ SERVICES = ("tensorboard", "wandb", "mlflow")
 
 
 def chosen_services(names: Any) -> list[str]:
-    """The value of ``train.loggers``, checked; None stands for TensorBoard where it is installed.
+    """The value of ``train.loggers``, checked; None stands for TensorBoard, if it is installed.
 
     Raises:
-        ConfigError: no list of known names, or a package that is missing. Nothing is imported to find out.
+        ConfigError: `names` is not a list of known names, or a package is missing. Nothing is imported to find out.
     """
     if names is None:
         return ["tensorboard"] if is_installed("tensorboard") else []
@@ -36,7 +36,7 @@ def chosen_services(names: Any) -> list[str]:
 
 
 def is_installed(package: str) -> bool:
-    """Whether `package` can be imported; it is not."""
+    """Whether `package` can be imported. This does not import it."""
     return importlib.util.find_spec(package) is not None
 
 

@@ -7,7 +7,7 @@ from tensorshard.trainer.loggers.logger import Logger
 
 
 class TensorBoardLogger(Logger):
-    """Writes each measurement as a scalar. A resumed run hides what the one before it wrote beyond that step.
+    """Writes each measurement as a scalar. A resumed run hides what the earlier run wrote for later steps.
 
     Args:
         directory: for the event files; read with ``tensorboard --logdir``.

@@ -12,14 +12,14 @@ from tensorshard.trainer.loggers.logger import Logger
 
 
 class WandbLogger(Logger):
-    """A run of Weights & Biases, called as the run's directory is, in the project "tensorshard".
+    """A run of Weights & Biases, named after the run's directory, in the project "tensorshard".
 
     wandb's own environment variables hold: ``WANDB_PROJECT`` for another project, ``WANDB_MODE=offline`` for files that
     ``wandb sync`` uploads later. A resumed run goes on under its id, which is kept in ``wandb.id``.
 
     Args:
         directory: of the run; wandb's files go to its folder ``wandb``.
-        config: what is written down as the run's hyperparameters, nested.
+        config: nested; Weights & Biases shows its values as the run's hyperparameters.
     """
 
     def __init__(self, directory: str | Path, config: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ class WandbLogger(Logger):
         """Begins or continues the run.
 
         Raises:
-            ConfigError: wandb cannot, for want of a login or of a network.
+            ConfigError: wandb cannot do so: there is no login, or no network.
         """
         import wandb
 
