@@ -1,1 +1,1 @@
-"""A model's logits that look whole and are not computed yet, and the losses that never have them computed."""
+"""Logits of a model that are not computed until something needs them, and losses that never need them."""

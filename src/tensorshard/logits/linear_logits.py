@@ -1,4 +1,5 @@
-"""The logits of a linear layer, as what they follow from, and what can be had of them a tile at a time."""
+"""The logits of a linear layer, represented by its input and weight, and what can be computed of them a tile at a
+time."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,15 +22,16 @@ from tensorshard.layers.split_linear import parallel_linear
 
 @dataclass(frozen=True)
 class LinearLogits:
-    """softcap * tanh((scale * features @ weight.T + bias) / softcap) + shift, without the tanh where there is no cap.
+    """softcap * tanh((scale * features @ weight.T + bias) / softcap) + shift; without a softcap, there is no tanh.
 
     Args:
-        features: of the shape of the logits, but for the features in the place of the classes.
-        class_dim: where that is, not negative.
-        weight: [V, D]: this rank's rows. bias: [V] or None.
-        place: which classes these are, and who has the others.
-        at_once: whether a loss's gradients are computed with it. They are as large as the weight: not where
-            several forwards come before the first backward.
+        features: of the shape of the logits, with the features in the dimension of the classes.
+        class_dim: that dimension, counted from the front.
+        weight: [V, D]: this rank's rows.
+        bias: [V] or None.
+        place: which classes these are, and which ranks have the others.
+        at_once: whether a loss's gradients are computed in forward. They are as large as the weight, so this is off
+            where several forwards come before the first backward.
     """
 
     features: torch.Tensor
@@ -44,7 +46,7 @@ class LinearLogits:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the logits of all ranks."""
+        """The shape of the logits of all ranks."""
         shape = self.features.shape
         return (*shape[: self.class_dim], self.place.classes, *shape[self.class_dim + 1 :])
 
@@ -55,17 +57,17 @@ class LinearLogits:
 
     @property
     def token_shape(self) -> torch.Size:
-        """Of the logits without their classes."""
+        """The shape of the logits without the dimension of the classes."""
         return torch.Size([size for dim, size in enumerate(self.features.shape) if dim != self.class_dim])
 
-    # -- what can still be done to them --
+    # -- operations that do not compute them --
 
     def laid_out(self, features: torch.Tensor, class_dim: int) -> "LinearLogits":
-        """Of other features, or of the same that lie differently."""
+        """The same with other features, or with the features in another layout."""
         return replace(self, features=features, class_dim=class_dim)
 
     def times(self, factor: float) -> "LinearLogits | None":
-        """`factor` times these; None where that is not to be had without computing them."""
+        """`factor` times these logits; None if they would have to be computed for that."""
         if self.softcap is not None and not factor > 0:
             return None
         bias = None if self.bias is None else self.bias * factor
@@ -73,18 +75,18 @@ class LinearLogits:
         return replace(self, scale=self.scale * factor, bias=bias, softcap=softcap, shift=self.shift * factor)
 
     def plus(self, number: float) -> "LinearLogits":
-        """With `number` added to each."""
+        """These logits with `number` added to each."""
         return replace(self, shift=self.shift + number)
 
     def plus_bias(self, bias: torch.Tensor) -> "LinearLogits | None":
-        """With a number for each class added, of all ranks' classes; None where they were capped."""
+        """These logits with a number added for each class of all ranks; None if they were capped before."""
         if self.softcap is not None or bias.dtype != self.weight.dtype:
             return None
         own = bias.narrow(0, self.place.start, len(self.weight))
         return replace(self, bias=own if self.bias is None else self.bias + own)
 
     def tanh(self) -> "LinearLogits | None":
-        """Their tanh; None where it is not to be had."""
+        """The tanh of these logits; None if they would have to be computed for that."""
         return replace(self, softcap=1.0) if self.softcap is None and self.shift == 0 else None
 
     def detached(self) -> "LinearLogits":
@@ -94,10 +96,10 @@ class LinearLogits:
     def with_tensors(self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> "LinearLogits":
         return replace(self, features=features, weight=weight, bias=bias)
 
-    # -- what is had of them --
+    # -- results --
 
     def compute(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of them, differentiable. A collective of the ranks that have the classes."""
+        """All logits, differentiable. A collective of the ranks that have the classes."""
         features = self.features.movedim(self.class_dim, -1)
         features = features if self.scale == 1.0 else features * self.scale
         if self.place.group is None:
@@ -110,10 +112,11 @@ class LinearLogits:
         return logits.movedim(-1, self.class_dim)
 
     def loss(self, targets: torch.Tensor, class_weight: torch.Tensor | None, spec: CrossEntropySpec) -> Any:
-        """The cross entropy of `targets`, of the shape of the logits without their classes, and what else is asked for.
+        """The cross entropy of `targets`, whose shape is that of the logits without the classes, and the optional
+        outputs.
 
         Raises:
-            IndexError: a target outside the classes.
+            IndexError: a target is outside the classes.
         """
         check_indices(targets, spec.classes, "target", "classes", spec.ignore_index)
         spec = replace(spec, softcap=self.softcap)
@@ -132,14 +135,14 @@ class LinearLogits:
         return spec.result(loss, lse, accuracy, self.token_shape)
 
     def log_sum_exp(self) -> torch.Tensor:
-        """Over the classes, of the shape of the logits without them; differentiable."""
+        """The log-sum-exp over the classes, of the shape of the logits without the classes; differentiable."""
         ignored = torch.zeros(self.token_shape, dtype=torch.long, device=self.features.device)
         spec = CrossEntropySpec(self.place.classes, ignore_index=0, reduction="sum", return_lse=True)
         lse = self.loss(ignored, None, spec).lse
         return lse + self.shift if self.shift else lse
 
     def largest(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `k` largest and their classes, along a last dimension; nothing of it takes a gradient."""
+        """The `k` largest logits and their classes, along a last dimension; without gradients."""
         features = self._flat().detach()
         tiles = head_tiles(features, self.weight, self.bias, normalize=False, scale=self.scale)
         values, classes = largest_logits(tiles, k, self.place.start, self.place.group, self.softcap)
@@ -160,6 +163,6 @@ class LinearLogits:
         return self.features.movedim(self.class_dim, -1).reshape(-1, self.features.size(self.class_dim))
 
     def _precision(self) -> Precision:
-        """Products are of the type of the tensors, as those of a linear layer, everything else is wider."""
+        """Products have the type of the tensors, as in a linear layer. Everything else is wider."""
         dtype = self.features.dtype
         return Precision(dtype, torch.float64 if dtype == torch.float64 else torch.float32)

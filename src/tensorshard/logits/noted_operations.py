@@ -1,4 +1,4 @@
-"""What is noted of logits that are not computed: layouts, casts, scales, shifts, caps and log-softmax."""
+"""Operations on logits that do not compute them: layouts, casts, scales, shifts, caps and log-softmax are noted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,12 +67,12 @@ def _cast(func: Rule, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
     if dtype == logits.seen_as:
         return logits
     if torch.promote_types(logits.seen_as, dtype) != dtype:
-        return NotImplemented  # rounds
+        return NotImplemented  # it would round the logits
     return derived(logits, logits.linear, func, args, kwargs, dtype=dtype)
 
 
 def _stays(logits: PendingLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``.to(...)`` names the device where logits are."""
+    """Whether ``.to(...)`` names the device that the logits are on."""
     given = (*args, *kwargs.values())
     if len(given) != 1 or not isinstance(given[0], torch.device | str):
         return False
@@ -81,7 +81,7 @@ def _stays(logits: PendingLogits, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _arithmetic(change: Callable[[LinearLogits, Any], LinearLogits | None]) -> Rule:
-    """A rule for an operation with one number, which `change` does."""
+    """The rule for an operation with one number, which `change` does."""
 
     def rule(func: Rule, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1 or logits.normalized:
@@ -123,7 +123,7 @@ def _tanh(func: Rule, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
 def _log_softmax(
     func: Rule, logits: PendingLogits, dim: Any = None, _stacklevel: Any = 3, dtype: torch.dtype | None = None
 ) -> Any:
-    if isinstance(_stacklevel, torch.dtype):  # torch.log_softmax has the type in its place
+    if isinstance(_stacklevel, torch.dtype):  # torch.log_softmax has its dtype argument at this position
         dtype = _stacklevel
     if logits.normalized or not logits.classes_at(dim) or not _is_wider(logits, dtype):
         return NotImplemented
@@ -137,7 +137,8 @@ def _is_wider(logits: PendingLogits, dtype: torch.dtype | None) -> bool:
 
 
 def _register_hook(func: Rule, logits: PendingLogits, hook: Callable[[torch.Tensor], Any]) -> Any:
-    """FSDP wants to know when backward begins. Whoever else asks is to see the logits' gradient, which has to be."""
+    """FSDP's hook only needs to run when backward begins. Any other hook gets the logits' gradient, so logits are
+    computed."""
     if not is_pre_backward_hook(hook) or not logits.linear.features.requires_grad:
         return NotImplemented
     return logits.linear.features.register_hook(hook)
@@ -164,4 +165,4 @@ NOTED: dict[Any, Rule] = {
     **dict.fromkeys((_T.log_softmax, torch.log_softmax, F.log_softmax), _log_softmax),
     _T.register_hook: _register_hook,
 }
-"""Operations whose results are not computed either."""
+"""Operations whose results are not computed either, and their rules."""

@@ -1,7 +1,7 @@
-"""Which layers hand on logits that are not computed, and when.
+"""Which layers return logits that are not computed, and when.
 
-Every linear layer outside of the model's blocks might be the last one. Which is, shows in what is done with its output:
-a loss that takes tiles, or something that has it computed, after which the layer is left as it was.
+Every linear layer outside of the model's blocks may be the model's output layer. The use of its output shows which one
+is: a loss takes it in tiles. If something else needs the output computed, the layer computes it from then on.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,23 +26,23 @@ from tensorshard.logits.tiled_operations import TILED
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
 
 FEWEST_CLASSES = 8192
-"""With fewer, "auto" computes logits: they are no larger than other activations."""
+"""With fewer classes, "auto" computes logits: they are no larger than other activations."""
 
 SMALLEST_BYTES = 32 << 20
-"""Logits of fewer bytes are computed under "auto"."""
+""""auto" computes logits of fewer bytes."""
 
 SMALLEST_SHARE = 1 / 16
-"""Logits that take a smaller share of the model's states on this rank are computed under "auto"."""
+""""auto" computes logits that take less than this share of the bytes of the model's states on this rank."""
 
 
 _RULES = {**NOTED, **TILED}
 
 
 def pending_logits(linear: LinearLogits, note: Note) -> tuple[PendingLogits, Source]:
-    """What stands for the logits of `linear`, and what knows of all that is made of it.
+    """A tensor that stands for the logits of `linear`, and the source that knows all tensors made from it.
 
     Args:
-        note: told of each use.
+        note: called at each use.
     """
     source = Source(_RULES, note)
     return make_pending(linear, linear.features.dtype, False, source), source
@@ -57,7 +57,7 @@ class OutputLayer:
         transposed: whether its weight is [inputs, outputs].
         classes: of all ranks.
         group: the tensor-parallel ranks that the classes are split over, or None.
-        refused: why its logits are always computed; None where they need not be.
+        refused: why its logits are always computed; None if they need not be.
     """
 
     name: str
@@ -66,17 +66,17 @@ class OutputLayer:
     classes: int
     group: dist.ProcessGroup | None = None
     refused: str | None = None
-    # What happened to its outputs so far.
+    # The uses of its outputs so far.
     tiled_by: set[str] = field(default_factory=set)
     computed_by: set[str] = field(default_factory=set)
     size: tuple[int, int] = (0, 0)  # of the last logits: tokens, and bytes in fp32 on this rank
-    is_whole: bool = False  # whether they are computed at once from now on
+    is_whole: bool = False  # whether its logits are computed at once from now on
 
     def note(self, name: str, computed: bool) -> None:
         (self.computed_by if computed else self.tiled_by).add(name)
 
     def linear(self, features: torch.Tensor, at_once: bool) -> LinearLogits | None:
-        """What its logits for `features` follow from; None where they had better be computed."""
+        """Its logits for `features`, not computed; None if they should be computed."""
         weight, bias = self.module.weight, self.module.bias
         assert isinstance(weight, torch.Tensor)
         given = (features, weight) if bias is None else (features, weight, bias)
@@ -97,14 +97,14 @@ class OutputLayer:
 
 
 class OutputLogits:
-    """Whether the last layers of a model hand on logits that are not computed.
+    """Decides whether a model's output layers return logits that are not computed.
 
-    They do within a step, or an evaluation: elsewhere nobody knows what for a model's output is.
+    They may do so within a step or an evaluation. Elsewhere the use of a model's output is not known.
 
     Args:
         mode: as in :class:`tensorshard.Plan`.
-        layers: those that may be the last.
-        state_bytes: what weights, gradients and optimizer states take on a rank, the same number on every rank.
+        layers: those that may be output layers.
+        state_bytes: bytes of weights, gradients and optimizer states on a rank, the same number on every rank.
         at_once: as in :class:`LinearLogits`.
     """
 
@@ -123,8 +123,8 @@ class OutputLogits:
 
     @contextmanager
     def pending(self) -> Iterator[None]:
-        """Within this, output layers may hand on logits that are not computed."""
-        for layer in self._layers:  # not amid a step: what is recomputed must be as it was
+        """A context in which output layers may return logits that are not computed."""
+        for layer in self._layers:  # not during a step: recomputation must do what forward did
             seen = layer.computed_by
             layer.is_whole = bool(seen) and (self._mode == "auto" or not layer.tiled_by)
         before, self._active = self._active, True
@@ -136,11 +136,12 @@ class OutputLogits:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are logits that are not computed, of which somebody may still want something."""
+        """Whether there are logits that are not computed and may still be needed."""
         return any(source.is_reachable() for source in self._sources)
 
     def settle(self) -> None:
-        """Called when the loss is there, before backward and before weights change: what somebody keeps is computed."""
+        """Called after the loss, before backward and before weights change: computes the logits that are still referred
+        to."""
         for source in self._sources:
             if source.is_reachable():
                 source.compute("something that kept them after the loss")
@@ -166,10 +167,10 @@ class OutputLogits:
         bound = max(SMALLEST_BYTES, SMALLEST_SHARE * self._state_bytes)
         return layer.size[1] >= bound
 
-    # -- what people are told --
+    # -- description --
 
     def describe(self) -> str | None:
-        """What was chosen for each layer that may be the last, and why; None where the plan says "whole"."""
+        """What was chosen for each layer that may be the output layer, and why; None if the plan says "whole"."""
         if self._mode == "whole":
             return None
         fewest = f"{FEWEST_CLASSES:,} outputs or more" if self._mode == "auto" else "outputs"

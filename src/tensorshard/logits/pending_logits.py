@@ -1,9 +1,10 @@
-"""Logits that are not computed, which look like the computed ones to code that does not know.
+"""Logits that are not computed, in a tensor that looks like the computed ones.
 
-A cross entropy does not need them: it can be computed a tile at a time. Other code may. So within a step a model's
-output layer hands on what its logits follow from, under their shape, and what is done with it decides: layout changes,
-scales, caps and casts are noted, a loss takes tiles, and anything else has them computed, once. From then on everything
-is as if they had been there from the beginning: views are views of the same memory, gradients are those of all uses.
+A cross entropy does not need the logits: it can be computed a tile at a time. Other code may need them. So within a
+step a model's output layer returns a tensor of the logits' shape that only keeps the layer's input and weight. Layout
+changes, scales, caps and casts of it are noted, and a loss takes tiles. Any other operation computes the logits, once.
+From then on everything is as if they had existed from the beginning: views share memory, and gradients are those of all
+uses.
 """
 
 import weakref
@@ -17,15 +18,15 @@ from tensorshard.logits.linear_logits import LinearLogits
 from tensorshard.torch_private.dispatch import make_wrapper_tensor
 
 Note = Callable[[str, bool], None]
-"""Told of each use of logits: by what name, and whether it had them computed."""
+"""Called at each use of logits, with the name of the operation and whether it computed them."""
 
 
 class Source:
     """One call of an output layer, and all tensors that stand for its logits or for what was made of them.
 
     Args:
-        rules: what can be done without computing them, and how.
-        note: told of each use.
+        rules: for the operations that need not compute them.
+        note: called at each use.
     """
 
     def __init__(self, rules: Mapping[Any, Rule], note: Note) -> None:
@@ -39,12 +40,13 @@ class Source:
         self._members.append(weakref.ref(member))
 
     def take_tiles(self, by: str) -> None:
-        """Called where `by` computes what it needs a tile at a time."""
+        """Called when the operation `by` computes its result a tile at a time."""
         self.tiled = True
         self._note(by, False)
 
     def compute(self, by: str) -> None:
-        """Has all that anybody can still reach computed: from now on memory may be written to that they share."""
+        """Computes all tensors of this source that still exist: from now on an operation may write to memory that they
+        share."""
         if self.computed:
             return
         self.computed = True
@@ -55,18 +57,18 @@ class Source:
                 member.full()
 
     def is_reachable(self) -> bool:
-        """Whether somebody has a tensor of this that is not computed."""
+        """Whether a tensor of this source exists that is not computed."""
         return not self.computed and any(reference() is not None for reference in self._members)
 
 
 class PendingLogits(DeferredTensor):
-    """Logits, or what was made of them, which are not computed.
+    """Logits, or the result of noted operations on them, that are not computed.
 
     Attributes:
-        linear: what they follow from.
+        linear: the logits, represented by the layer's input and weight.
         normalized: whether this is their log-softmax.
-        source: the call that they are from.
-        seen_as: their type.
+        source: the call of the output layer.
+        seen_as: the type that this tensor shows.
     """
 
     linear: LinearLogits
@@ -96,7 +98,7 @@ class PendingLogits(DeferredTensor):
         return self
 
     def full(self) -> torch.Tensor:
-        """The logits themselves, computed once."""
+        """The computed logits. They are computed at the first call."""
         if self._full is None:
             with torch.set_grad_enabled(self._with_grad):
                 self._full = self._made()
@@ -115,7 +117,7 @@ class PendingLogits(DeferredTensor):
         return None if self.source.computed else self.source.rules.get(func)
 
     def classes_at(self, dim: Any) -> bool:
-        """Whether `dim` is where the classes are."""
+        """Whether `dim` is the dimension of the classes."""
         return isinstance(dim, int) and dim % len(self.linear.shape) == self.linear.class_dim
 
 
@@ -126,17 +128,17 @@ def make_pending(
     source: Source,
     made: Callable[[], torch.Tensor] | None = None,
 ) -> PendingLogits:
-    """What stands for the logits of `linear`, or for their log-softmax, seen as `dtype`.
+    """A tensor that stands for the logits of `linear`, or for their log-softmax, and shows the type `dtype`.
 
     Args:
-        made: computes them; None for what `linear` says.
+        made: computes them; None: `linear` does.
     """
     about = (linear, dtype, normalized, source, made, torch.is_grad_enabled())
     return _Tied.apply(linear.features, linear.weight, linear.bias, about)
 
 
 class _Tied(torch.autograd.Function):
-    """Ties what stands for logits to what they follow from, for what autograd computes from it directly."""
+    """Connects a tensor that stands for logits to the layer's input and weight in autograd's graph."""
 
     @staticmethod
     def forward(
@@ -166,11 +168,11 @@ def gradients_by(
     needed: tuple[bool, ...],
     grad: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of features, weight and bias by way of `function` of the logits, which is computed again.
+    """The gradients of features, weight and bias through `function` of the logits, which is computed again.
 
     Args:
-        needed: which of the three are.
-        grad: of what `function` returns.
+        needed: which of the three gradients are needed.
+        grad: the gradient of the result of `function`.
     """
     given = (linear.features, linear.weight, linear.bias)
     with torch.enable_grad():
@@ -193,7 +195,8 @@ def derived(
     dtype: torch.dtype | None = None,
     normalized: bool | None = None,
 ) -> Any:
-    """What `func` makes of `logits`: logits of `linear`, and should it be needed, ``func(logits, *args, **kwargs)``."""
+    """The result of `func` on `logits`: logits of `linear`. If it has to be computed, ``func(logits, *args,
+    **kwargs)``."""
     return make_pending(
         linear,
         dtype or logits.seen_as,
@@ -204,7 +207,7 @@ def derived(
 
 
 def name_of(func: Any) -> str:
-    """What people call `func`."""
+    """The name of `func` for messages."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)

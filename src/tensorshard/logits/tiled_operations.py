@@ -1,4 +1,4 @@
-"""What is had of logits a tile at a time: cross entropies, log-sum-exps, the largest."""
+"""Results that are computed from logits a tile at a time: cross entropies, log-sum-exps, the largest logits."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def _loss(
         return NotImplemented
     linear = logits.linear
     if weight is not None and list(weight.shape) != [linear.place.classes]:
-        return NotImplemented  # torch says what is wrong
+        return NotImplemented  # torch's own error says what is wrong
     spec = CrossEntropySpec(linear.place.classes, ignore_index, label_smoothing, reduction=reduction)
     logits.source.take_tiles(name_of(func))
     return linear.loss(target, weight, spec).to(logits.seen_as)
@@ -76,7 +76,7 @@ def _takes_classes(logits: PendingLogits, target: Any) -> bool:
 
 
 def _gather(func: Rule, logits: PendingLogits, dim: Any, index: Any, **kwargs: Any) -> Any:
-    """The log-probability of one class a token: as policy gradients and sequence scores take it."""
+    """The log-probability of one class a token, for policy gradients and sequence scores."""
     linear = logits.linear
     one = isinstance(index, torch.Tensor) and list(index.shape) == [
         1 if d == linear.class_dim else size for d, size in enumerate(linear.shape)
@@ -90,7 +90,7 @@ def _gather(func: Rule, logits: PendingLogits, dim: Any, index: Any, **kwargs: A
 
 
 def _our_cross_entropy(func: Rule, logits: PendingLogits, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """``parallel_cross_entropy``, which takes more than that of torch."""
+    """``parallel_cross_entropy``, which has more options than torch's own."""
     names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args, strict=False)) | kwargs
     linear = logits.linear
@@ -160,7 +160,7 @@ def _max(func: Rule, logits: PendingLogits, dim: Any = None, keepdim: bool = Fal
 
 
 class _Picked(torch.autograd.Function):
-    """Some classes' logits of each token, which were found already."""
+    """The logits of some classes of each token, which were computed before."""
 
     @staticmethod
     def forward(
@@ -195,4 +195,4 @@ TILED: dict[Any, Rule] = {
     **dict.fromkeys((_T.topk, torch.topk), _topk),
     **dict.fromkeys((_T.max, torch.max), _max),
 }
-"""Operations whose results are computed, and need no logits but those of a tile."""
+"""Operations whose results are computed from one tile of logits at a time, and their rules."""

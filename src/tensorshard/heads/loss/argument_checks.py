@@ -1,4 +1,4 @@
-"""What a head refuses, before anything is allocated."""
+"""Checks of a head's tensors and options, before anything is allocated."""
 
 import torch
 
@@ -90,10 +90,10 @@ def check_options(
 
 
 def check_sampled(loss: CrossEntropySpec) -> None:
-    """Refuses what cannot be had of a sample of the classes.
+    """Refuses options that need all classes, on a head that samples them.
 
     Raises:
-        ValueError: it was asked for.
+        ValueError: one was given.
     """
     if loss.label_smoothing:
         raise ValueError(
@@ -140,7 +140,7 @@ def check_targets(target: torch.Tensor, classes: int, ignore_index: int) -> None
     """Refuses targets outside the classes. On a GPU the check is asynchronous, so that nobody waits for it.
 
     Raises:
-        IndexError: on the CPU: names the first.
+        IndexError: on the CPU. It names the first such target.
     """
     if target.numel() == 0 or target.is_meta:
         return

@@ -20,7 +20,7 @@ class Place:
     Args:
         start: its first class.
         classes: of all ranks.
-        group: the ranks that hold them; None where one holds all.
+        group: the ranks that hold them; None if one holds all.
     """
 
     start: int
@@ -47,13 +47,13 @@ def head_group(weight: torch.Tensor, group: Group | None) -> dist.ProcessGroup |
 
 
 def find_place(weight: torch.Tensor, classes: int | None, group: dist.ProcessGroup | None) -> Place:
-    """This rank's place, given its rows of the weight; how many the others hold is asked for if not known.
+    """This rank's part of the classes, given its rows of the weight.
 
     Args:
-        classes: of all ranks, or None.
+        classes: of all ranks; None if it is not known, and the ranks exchange how many rows they hold.
 
     Raises:
-        ValueError: the weight has not the rows of this rank.
+        ValueError: the weight does not have this rank's number of rows.
     """
     known = full_size(weight, 0)
     if known is not None:

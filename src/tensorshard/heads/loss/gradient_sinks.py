@@ -14,24 +14,25 @@ class Sink(Protocol):
         """Takes ``slope @ input`` as the gradient of the tile's rows; `slope` is [width, N]."""
 
     def buffer(self, tile: Tile) -> torch.Tensor:
-        """[width, D] in the wide type: where a gradient may be written that is then `put`."""
+        """[width, D] in the wide type: room for a gradient, which is then given to `put`."""
 
     def put(self, tile: Tile, grad: torch.Tensor) -> None:
-        """Takes what `buffer` returned, filled in."""
+        """Takes what `buffer` returned, with the gradient in it."""
 
     def put_bias(self, tile: Tile, slope: torch.Tensor) -> None:
-        """Takes the sum of `slope` [N, width] over the samples as the gradient of the tile's biases, if there are."""
+        """Takes the sum of `slope` [N, width] over the samples as the gradient of the tile's biases, if there are
+        any."""
 
 
 class Gradients:
-    """Gradient tensors, as autograd wants them.
+    """Gradient tensors, for autograd.
 
     Args:
         weight, bias: whose gradients are needed, else None.
     """
 
     def __init__(self, tiles: Tiles, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        # Rows that are not in the sample have no gradient; else every row is written.
+        # Rows that are not in the sample have a gradient of zeros; without a sample every row is written.
         new = torch.empty_like if tiles.sample is None else torch.zeros_like
         self._tiles = tiles
         self.weight = None if weight is None else new(weight, memory_format=torch.contiguous_format)

@@ -1,9 +1,9 @@
-"""A head's loss whose gradients are computed in forward, beside it, some rows at a time.
+"""A head's loss with its gradients, which are computed in forward, some rows at a time.
 
-A scalar loss has the same gradients whatever is done with it later, but for a factor. So when the log-sum-exps of some
-rows are known, their logits are still there, and the gradients follow at once: no logits are computed twice, and those
-of some rows are all that is ever kept. (Liger Kernel computes a fused linear cross entropy this way, a chunk of rows at
-a time; here the classes of a chunk come a tile at a time too, so that softmax finds each tile in the cache.)
+Whatever is done with a scalar loss later only multiplies its gradients by a factor. So once the log-sum-exps of some
+rows are known, the gradients are computed from their logits at once. No logits are computed twice, and only those of
+some rows are ever kept. (Liger Kernel computes a fused linear cross entropy this way, a chunk of rows at a time. Here
+the classes of a chunk are computed a tile at a time, too, so that softmax finds each tile in the cache.)
 """
 
 from collections.abc import Iterator
@@ -28,20 +28,20 @@ from tensorshard.layers.softmax_cross_entropy import (
 )
 from tensorshard.torch_private.dispatch import has_dispatch_mode
 
-# The logits of some rows take about this many bytes; more where the weight takes several times as many itself.
+# The logits of some rows take about this many bytes; more if the weight itself takes several times as many.
 _CPU_BYTES = 64 << 20
 _DEVICE_BYTES = 512 << 20
 _FEWEST = 64
 
 
 def rows_at_once(classes: int, weight_bytes: int, device: torch.device) -> int:
-    """How many rows' logits are there together."""
+    """How many rows' logits are held at a time."""
     size = max(_CPU_BYTES if device.type == "cpu" else _DEVICE_BYTES, weight_bytes // 4)
     return max(_FEWEST, size // (4 * max(1, classes)) // _FEWEST * _FEWEST)
 
 
 class _Gradients:
-    """The loss and the gradients of one call, the latter for a loss that counts once."""
+    """The loss and the gradients of one call. The gradients are those of 1 times the loss."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class _Gradients:
         self.of_input, self.of_weight, self.of_bias = total, sink.weight, sink.bias
 
     def times(self, factor: torch.Tensor) -> list[torch.Tensor | None]:
-        """Those of `factor` times the loss. They are changed in place."""
+        """The gradients of `factor` times the loss. They are changed in place."""
         gradients = [self.of_input, self.of_weight, self.of_bias]
         if not _is_one(factor):
             for gradient in gradients:
@@ -127,7 +127,7 @@ class _LossWithGradients(Function):
         input, weight, bias, targets, class_weight = ctx.saved_tensors
         found, ctx.gradients = ctx.gradients, None
         with without_autocast(input):
-            if found is None:  # a second backward: autograd has got those of the first
+            if found is None:  # a second backward: the first one gave the gradients to autograd
                 found = _Gradients((input, weight, bias), ctx.needs_input_grad[:3], targets, class_weight, spec)
             of_input, of_weight, of_bias = found.times(grads[0])
             if of_input is not None and spec.group is not None and spec.sum_input_grad:
@@ -164,12 +164,12 @@ def loss_with_gradients(
 def _runs(samples: int, classes: int, weight_bytes: int, device: torch.device) -> Iterator[slice]:
     step = rows_at_once(classes, weight_bytes, device)
     count = max(1, -(-samples // step))
-    step = -(-samples // count)  # of about the same size, so that the last has not a few rows alone
+    step = -(-samples // count)  # of about the same size, so that the last does not have only a few rows
     for begin in range(0, samples, step):
         yield slice(begin, min(begin + step, samples))
 
 
 def _is_one(factor: torch.Tensor) -> bool:
-    """Whether `factor` is known to be one: a GPU is not waited for."""
+    """Whether `factor` is known to be 1. One on a GPU is not read, since that would wait for the GPU."""
     known = factor.device.type == "cpu" and type(factor) is torch.Tensor and not has_dispatch_mode()
     return known and factor.item() == 1.0

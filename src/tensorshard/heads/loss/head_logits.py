@@ -15,10 +15,10 @@ from tensorshard.layers.split_linear import parallel_linear
 def head_tiles(
     features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, normalize: bool, scale: float
 ) -> Tiles:
-    """This rank's classes for an input [*, D]. Nothing in it takes a gradient.
+    """The tiles of this rank's classes for an input [*, D]. They have no gradients.
 
     Raises:
-        ValueError: an input of another width.
+        ValueError: the input has another width.
     """
     _check_width(features, weight)
     precision = Precision.choose(features, autocast_dtype(features))
@@ -41,7 +41,7 @@ def local_logits(
     """This rank's columns of the logits of an input [*, D], differentiable.
 
     Raises:
-        ValueError: an input of another width.
+        ValueError: the input has another width.
     """
     _check_width(features, weight)
     local, local_bias = to_local(weight), None if bias is None else to_local(bias)

@@ -19,10 +19,10 @@ from tensorshard.layers.softmax_cross_entropy import Statistics, find_slopes, re
 
 @dataclass(frozen=True)
 class Extras:
-    """What only the module asks for.
+    """Options that only the module uses.
 
     Args:
-        sample: this rank's classes to compute with, ascending, among which are all its targets; None for all.
+        sample: this rank's classes to compute with, ascending, including all its targets; None for all classes.
         optimizer: what updates the weight in backward.
         sum_input_grad: whether backward sums the input's gradient over the group; else the caller does.
         casts: whether the input may be of another type than the weight, as in a head with a weight in bf16.
@@ -35,7 +35,7 @@ class Extras:
 
 
 class _Head(Function):
-    """The loss, and what else was asked for: see :mod:`tensorshard.layers.softmax_cross_entropy`."""
+    """The loss and the optional outputs: see :mod:`tensorshard.layers.softmax_cross_entropy`."""
 
     @staticmethod
     def forward(
@@ -60,7 +60,7 @@ class _Head(Function):
             accuracy = token_accuracy(found, weights, options)
         ctx.spec = spec
         ctx.set_materialize_grads(False)
-        # The result's own bytes are not to be kept alive by what is saved: all of it is made here.
+        # Saved tensors must not share memory with the result, or they would keep it alive. All are made here.
         ctx.save_for_backward(
             input, weight, bias, targets, class_weight, sample, norms, found.lse, found.target_logit, *own
         )
@@ -110,7 +110,8 @@ def head_loss(
     spec: HeadSpec,
     extras: Extras,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The loss of an input [*, D] and targets [N], which were checked, and what else was asked for; unreduced each [N].
+    """The loss of an input [*, D] and targets [N], which were checked, and the optional outputs; unreduced, each is
+    [N].
 
     Args:
         weight, bias: this rank's part.
@@ -126,7 +127,7 @@ def head_loss(
         extras.optimizer is not None or any(t is not None and t.requires_grad for t in wanted)
     )
     optimizer = extras.optimizer if backward else None
-    # An update is made in backward even where nothing else needs a gradient: the anchor has backward called.
+    # An update is made in backward even if nothing else needs a gradient. Autograd then calls backward for the anchor.
     anchor = torch.zeros((), requires_grad=True) if optimizer is not None else None
     spec = replace(
         spec,

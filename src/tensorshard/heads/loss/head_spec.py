@@ -1,4 +1,4 @@
-"""What a head's loss is to be computed of, besides its tensors."""
+"""The options of a head's loss."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """One loss.
+    """The options of one head's loss.
 
     Args:
-        loss: of which logits.
+        loss: the options of the cross entropy.
         start: the first class of this rank.
-        group: the ranks that hold the classes; None where one holds all.
-        precision: see there.
-        keep: in which type exponentials of logits are kept between the passes; None: they are computed again.
-        margin: what is done to the target's logit; `scale`: what a cosine was multiplied with to be a logit.
-        normalize: whether the rows of the weight are taken at length 1.
-        sum_input_grad: whether backward sums the input's gradient over the ranks (else the caller does).
-        optimizer: what updates the weight in backward, in place of a gradient.
-        step: the optimizer's steps when forward ran.
+        group: the ranks that hold the classes; None if one holds all.
+        precision: the types of the computation.
+        keep: the type in which exponentials of logits are kept between the passes; None: they are computed again.
+        margin: applied to the target's logit.
+        scale: a logit is this times a cosine.
+        normalize: whether the rows of the weight are normalized to length 1.
+        sum_input_grad: whether backward sums the input's gradient over the ranks; else the caller does.
+        optimizer: updates the weight in backward, in place of a gradient.
+        step: the number of the optimizer's steps when forward ran.
     """
 
     loss: CrossEntropySpec
@@ -66,12 +67,12 @@ def choose_keep(
     sample: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.dtype | None:
-    """In which type exponentials are kept for backward, or None.
+    """The type in which exponentials are kept for backward; None if they are not kept.
 
     Args:
-        keep_logits: as the user gave it. True: in bf16. None: where they take at most half of the bytes of this rank's
-            weight; in bf16 for narrow inputs, which are no more exact themselves, else as wide as they are. With a
-            `softcap` never: how it changes logits cannot be told from their exponentials.
+        keep_logits: as the user gave it. True: in bf16. None: if they take at most half of the bytes of this rank's
+            weight; in bf16 for 16-bit inputs, which are no more exact themselves, else in the input's type.
+        softcap: with one, nothing is kept, since backward needs the logits and not only their exponentials.
     """
     if softcap is not None:
         return None

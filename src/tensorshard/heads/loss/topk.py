@@ -11,7 +11,7 @@ from tensorshard.layers.softmax_cross_entropy import cap
 def largest_logits(
     tiles: Tiles, k: int, start: int, group: dist.ProcessGroup | None, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, k] logits, capped, largest first, and their classes, numbered over all ranks.
+    """[N, k] logits, capped, largest first; and [N, k] their classes, counted over all ranks.
 
     Args:
         k: at most the classes of all ranks.

@@ -1,10 +1,10 @@
 """The two passes over the classes.
 
-Forward: the log-sum-exp of each sample, kept up to date from tile to tile (the online softmax of Milakov and
-Gimelshein 2018). Backward: each tile's logits again, their softmax, and what it adds to the gradients. Computing
-a head a tile at a time, with its logits computed twice, is the idea of Apple's cut cross entropy (Wijmans et al.
-2024), there along both dimensions. Here tiles are of whole columns, which is what lets a rank hold any of the
-classes and lets a row of the weight be updated as soon as its gradient is known.
+Forward computes the log-sum-exp of each sample, tile by tile (the online softmax of Milakov and Gimelshein 2018).
+    Backward computes each tile's logits again, their softmax, and the tile's part of the gradients. The idea of
+    computing a head a tile at a time, with its logits computed twice, is that of Apple's cut cross entropy (Wijmans et
+    al. 2024), which has tiles along both dimensions. Here a tile has whole columns. So a rank can hold any of the
+    classes, and a row of the weight can be updated as soon as its gradient is known.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,14 @@ from tensorshard.layers.softmax_cross_entropy import Slopes, Statistics, combine
 
 
 class OwnLogits(NamedTuple):
-    """What backward has to know of this rank's logits.
+    """What backward needs of this rank's logits.
 
     Args:
-        own_target: [N] fp64: the target logits before the margin, 0 where they are elsewhere.
+        own_target: [N] fp64: the target logits before the margin, 0 if another rank holds the target.
         reference: [N]: the largest logit of this rank.
-        kept: exponentials of this rank's logits, tile after tile; or, where there is a softcap, the capped logits
-            themselves; or None.
-        references: [tiles, N]: what was subtracted from the logits of each tile in `kept`, whose exponentials it has.
+        kept: exponentials of this rank's logits, tile after tile; with a softcap, the capped logits themselves; or
+            None.
+        references: [tiles, N]: the numbers that were subtracted from the logits of each tile before the exponential.
     """
 
     own_target: torch.Tensor
@@ -46,10 +46,11 @@ def run_forward(
 
     Args:
         class_weight: [V] of this rank, in the wide type, or None.
-        room: at least N * V elements of the type ``spec.keep``, in which that is kept; None for room of its own.
+        room: at least N * V elements of the type ``spec.keep``, for what is kept; None: it is allocated here.
 
-    Returns:
-        The statistics of the classes of all ranks in fp64, target logits after the margin; and what is this rank's own.
+            Returns:
+                The statistics of the classes of all ranks in fp64, with target logits after the margin; and this rank's
+                logits.
     """
     samples, wide = len(tiles.input), spec.precision.wide
     zeros = tiles.input.new_zeros((4, samples), dtype=torch.float64)
@@ -62,7 +63,7 @@ def run_forward(
         size = samples * tiles.columns
         kept = tiles.input.new_empty(size, dtype=spec.keep) if room is None else room[:size]
         references = None if softcap is not None else tiles.input.new_empty((len(tiles), samples), dtype=wide)
-    # Exponentials as wide as they are computed are computed where they stay.
+    # Exponentials that are kept in the type of their computation are computed where they stay.
     stays = kept is not None and softcap is None and spec.keep == wide
 
     kernels = choose_kernels(tiles.input)
@@ -74,7 +75,7 @@ def run_forward(
         if softcap is not None:
             logits = kernels.cap(logits, softcap)
         column, inside = columns.inside(tile)
-        if largest is not None:  # before the margin, which no prediction has
+        if largest is not None:  # before the margin, which predictions do not have
             values, first = logits.max(1, keepdim=True)
             larger = values[:, 0] > largest
             hit = torch.where(larger, ((first == column) & inside)[:, 0].double(), hit)
@@ -170,7 +171,7 @@ def run_backward(
         if inverse_norms is None or scratch is None:
             sink.put_product(tile, slope.t())
             continue
-        # Along a row's own direction its length changes, not what is taken of it: that part of the gradient goes.
+        # The row is normalized, so the gradient along the row itself has no effect: that part is removed.
         grad = tiles.multiply(slope.t(), tiles.input, sink.buffer(tile))
         room = scratch[: tile.width]
         along = torch.mul(grad, weight, out=room).sum(1).mul_(inverse_norms.square())

@@ -1,4 +1,4 @@
-"""One batch out of those of several ranks."""
+"""Joins the batches of several ranks to one."""
 
 from typing import Any
 
@@ -24,9 +24,9 @@ def gather_features(tensor: torch.Tensor, group: dist.ProcessGroup, grad_scale: 
     """The ranks' tensors, concatenated along their first dimension.
 
     Args:
-        grad_scale: multiplies what goes back.
-        sums: whether what comes back is each rank's part, to be summed, and every rank keeps its samples': one
-            reduce-scatter. Else it is the whole already.
+        grad_scale: multiplies the gradient of `tensor`.
+        sums: whether each rank's gradient of the result is only a part of the sum. Then backward is a reduce-scatter.
+            Else each rank has the full gradient, and takes that of its own samples.
     """
     if grad_scale != 1.0:
         tensor = _ScaleGrad.apply(tensor, grad_scale)

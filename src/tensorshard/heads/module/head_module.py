@@ -1,4 +1,4 @@
-"""What a head is but for its loss: rows of a weight on some ranks, inputs from others, and who updates it."""
+"""The parts of a head besides its loss: its rows of the weight, its inputs from other ranks, and its update."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,10 +21,9 @@ from tensorshard.layers.parallel_module import ParallelModule
 
 
 class HeadModule(ParallelModule):
-    """The parameters of a head, and which ranks hold what of it.
+    """The parameters of a head, and the ranks that hold them.
 
-    Args:
-        As :class:`tensorshard.nn.ParallelLinearCrossEntropy`.
+    The arguments are those of :class:`tensorshard.nn.ParallelLinearCrossEntropy`.
     """
 
     weight: nn.Parameter
@@ -45,7 +44,7 @@ class HeadModule(ParallelModule):
     ) -> None:
         split = group is not None or is_initialized()
         super().__init__(0 if split else None, group if split else None)
-        self._ranks: dist.ProcessGroup | None = None  # whom a Plan has split the classes over
+        self._ranks: dist.ProcessGroup | None = None  # the ranks over which a Plan has split the classes
         self.in_features, self.num_classes, self.grad_scale = in_features, num_classes, grad_scale
         self._data_group = self._resolve_data_group(gather_inputs)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -59,15 +58,16 @@ class HeadModule(ParallelModule):
             self._update_in_backward(update)
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew, as the constructor did: those of ``nn.Linear`` for the same random seed."""
+        """Draws the parameters anew, as the constructor does: those that ``nn.Linear`` gets from the same random
+        seed."""
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 fill_rows(to_local(parameter.detach()), self.num_classes, self._range()[0], self.in_features)
 
     def split_classes(self, group: dist.ProcessGroup) -> None:
-        """Makes a head that holds all classes compute with its part of them, as a Plan's tensor-parallel ranks do.
+        """Makes a head that holds all classes compute with a part of them, as under a Plan with tensor parallelism.
 
-        The caller puts this rank's rows (cut as ``torch.chunk`` cuts) into the parameters.
+        The caller puts this rank's rows, cut as ``torch.chunk`` cuts, into the parameters.
 
         Raises:
             RuntimeError: the head is split already, or was built with ``update=`` or ``gather_inputs=``.
@@ -86,12 +86,13 @@ class HeadModule(ParallelModule):
         self._ranks = group
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backward passes inside leave the weight as it is and add up; the first one outside ends the step.
+        """A context for the micro-batches of a step, except the last, on a head with ``update=``.
 
-        For micro-batches, with ``update=``: all but the last of a step run inside.
+        Backward passes inside it accumulate gradients and leave the weight as it is. The first one outside it ends the
+        step.
 
         Raises:
-            RuntimeError: the head was built without ``update=``: gradients then add up by themselves.
+            RuntimeError: the head was built without ``update=``: gradients then accumulate by themselves.
         """
         if self.optimizer is None:
             raise RuntimeError("accumulate() is for heads built with update=: here gradients add up in .grad")
@@ -99,7 +100,7 @@ class HeadModule(ParallelModule):
 
     @property
     def gathers_inputs(self) -> bool:
-        """Whether it was built with ``gather_inputs=``."""
+        """Whether the head was built with ``gather_inputs=``."""
         return self._data_group is not None
 
     def _gathers_over_classes(self) -> bool:
@@ -107,7 +108,7 @@ class HeadModule(ParallelModule):
         return self._data_group is not None and group is not None and gathering.same_ranks(self._data_group, group)
 
     def _gather(self, features: Any, targets: Any) -> tuple[Any, Any]:
-        """The whole batch, if it is in parts."""
+        """The batch of all ranks, if inputs are gathered; else the arguments as they are."""
         if self._data_group is None:
             return features, targets
         if features is not None:
@@ -143,7 +144,7 @@ class HeadModule(ParallelModule):
         return shard_range(self.num_classes, *self._size_and_rank())
 
     def _check_rows(self) -> None:
-        """Refuses to compute with a part of this rank's classes, which would look right and be wrong.
+        """Refuses to compute with only a part of this rank's classes, since the result would look right and be wrong.
 
         Raises:
             RuntimeError: the weight is sharded over data ranks.
@@ -180,7 +181,7 @@ class HeadModule(ParallelModule):
     def _check_update(self, features: torch.Tensor) -> None:
         if self.optimizer is None:
             return
-        self._check_replicas()  # only here, as a Plan switches the update off before
+        self._check_replicas()  # checked only now, since a Plan may switch the update off before
         if not self.optimizer.holds(self.weight):
             raise RuntimeError(
                 "the weight of a head built with update= was replaced (by load_state_dict(assign=True), fully_shard or "
@@ -212,7 +213,7 @@ class HeadModule(ParallelModule):
         super().before_conversion()
         if self.optimizer is None:
             return
-        # torch can convert parameters of its own types alone.
+        # torch converts only parameters of its own classes.
         for name, parameter in list(self.named_parameters(recurse=False)):
             setattr(self, name, as_torch_parameter(parameter))
 

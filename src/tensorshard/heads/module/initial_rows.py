@@ -1,4 +1,4 @@
-"""Initial values of some rows of a layer, as the whole layer would get them, without the whole layer."""
+"""The initial values of some rows of a layer, without building the whole layer."""
 
 import math
 
@@ -18,8 +18,8 @@ def initial_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows [start, start + count) of what ``nn.Linear(features, classes, bias)`` gets from the same random seed.
 
-    All rows are drawn, in order, from the default generator of the CPU, whatever the device, and those of other ranks
-    dropped: what a head begins with does not depend on how it is split, nor on where it lives.
+    All rows are drawn in order from the default generator of the CPU, for any device, and those of other ranks are
+    dropped. So a head's initial values do not depend on how it is split, nor on its device.
 
     Returns:
         The weight [count, features], and the bias [count] or None.

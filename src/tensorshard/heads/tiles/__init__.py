@@ -1,1 +1,1 @@
-"""The classes of a rank a tile at a time, and what is computed on one tile."""
+"""A rank's classes, a tile at a time, and the operations on one tile."""

@@ -1,13 +1,13 @@
-"""What is done to a tile of logits between the matrix products: as it stands, or compiled.
+"""The operations on a tile of logits between the matrix products, as plain PyTorch or compiled.
 
-Each operation here reads and writes a whole tile. One after the other that is cheap on a CPU, whose cache holds the
-tile, and most of the time on a GPU, where torch.compile makes one or two kernels of each function (Triton's, by way of
-Inductor). Both are the same code, so that what is tested without a GPU is what runs on one.
+Each operation here reads and writes a whole tile. On a CPU, whose cache holds the tile, that is cheap. On a GPU it
+would take most of the time, so there torch.compile makes one or two kernels of each function. Both are the same code,
+so tests without a GPU check what runs on one.
 
-There are kernels written by hand too (:mod:`triton_kernels`). They are tested, in Triton's interpreter, but which are
-faster on a GPU has not been measured, so nobody gets them unasked: the environment variable
-``TENSORSHARD_HEAD_KERNELS`` (compiled, triton or reference) chooses for tensors on a GPU. It is no public option: the
-benchmark ``gpu`` sets it to measure both side by side.
+There are also kernels written in Triton (:mod:`triton_kernels`). They are tested in Triton's interpreter. Which ones
+are faster on a GPU has not been measured, so they are not the default. For tensors on a GPU, the environment variable
+``TENSORSHARD_HEAD_KERNELS`` (compiled, triton or reference) chooses. It is not a public option: the benchmark ``gpu``
+sets it to measure both side by side.
 """
 
 import functools
@@ -26,12 +26,12 @@ KERNELS_VARIABLE = "TENSORSHARD_HEAD_KERNELS"
 
 
 def online_softmax(logits: torch.Tensor, reference: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Takes a tile into the running sums of exponentials (Milakov and Gimelshein 2018).
+    """Adds a tile to the running sums of exponentials (Milakov and Gimelshein 2018).
 
     Args:
         logits: [N, width]; becomes exp(logits - the new reference).
         reference: [N]: the largest logit so far.
-        total: [N] fp64: the sum of exp(logits - reference) so far; brought up to date.
+        total: [N] fp64: the sum of exp(logits - reference) so far; updated in place.
 
     Returns:
         The new reference.
@@ -44,8 +44,8 @@ def online_softmax(logits: torch.Tensor, reference: torch.Tensor, total: torch.T
 
 @dataclass(frozen=True)
 class Kernels:
-    """What is done to a tile by this module, :mod:`tensorshard.layers.softmax_cross_entropy` and :mod:`rounding`: as it
-    stands, compiled, or written by hand.
+    """The operations on a tile of this module, :mod:`tensorshard.layers.softmax_cross_entropy` and :mod:`rounding`: as
+    plain PyTorch, compiled, or written in Triton.
     """
 
     online_softmax: Callable[..., torch.Tensor]
@@ -62,14 +62,15 @@ REFERENCE = Kernels(online_softmax, softmax_slope, cap, cap_slope, round_to_bflo
 
 @functools.cache
 def compiled_kernels(backend: str = "inductor") -> Kernels:
-    """All of them compiled, for tiles of any size. None takes a number that changes, which would compile it anew."""
+    """All kernels compiled, for tiles of any size. None takes a number that changes, since each would be compiled
+    anew."""
     functions = vars(REFERENCE).items()
     return Kernels(**{name: torch.compile(function, backend=backend, dynamic=True) for name, function in functions})
 
 
 @functools.cache
 def triton_kernels() -> Kernels:
-    """Those written by hand, and the others compiled.
+    """The kernels written in Triton, and the others compiled.
 
     Raises:
         RuntimeError: Triton is not installed.
@@ -85,13 +86,13 @@ def triton_kernels() -> Kernels:
 
 
 def choose_kernels(tensor: torch.Tensor) -> Kernels:
-    """On a GPU the compiled ones, where Triton is there for them, or those that ``TENSORSHARD_HEAD_KERNELS`` names.
+    """On a GPU the compiled kernels, if Triton is installed, or those that ``TENSORSHARD_HEAD_KERNELS`` names.
 
-    Never where something watches or fakes what is computed.
+    On CPUs, and where a mode watches or fakes operations, plain PyTorch.
 
     Raises:
-        ValueError: the variable names none.
-        RuntimeError: it names those that need Triton, which is not installed.
+        ValueError: the variable names no kernels.
+        RuntimeError: it names kernels that need Triton, which is not installed.
     """
     real = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
     if tensor.device.type != "cuda" or not real or has_dispatch_mode():

@@ -7,11 +7,11 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """In which types a head computes.
+    """The types in which a head computes.
 
     Args:
-        compute: of what is multiplied. On the CPU it is `wide`: matrix products of narrower types are slow there.
-        wide: of logits, sums and gradients while they are being computed: fp32, or fp64 for fp64 tensors.
+        compute: of the factors of matrix products. On the CPU it is `wide`: products of narrower types are slow there.
+        wide: of logits, sums and gradients during their computation: fp32, or fp64 for fp64 tensors.
     """
 
     compute: torch.dtype
@@ -19,7 +19,7 @@ class Precision:
 
     @classmethod
     def choose(cls, input: torch.Tensor, autocast: torch.dtype | None) -> "Precision":
-        """For an input, under the autocast type if there is one."""
+        """The types for an input, with the type of autocast if that is on."""
         if input.dtype == torch.float64:
             return cls(torch.float64, torch.float64)
         if input.device.type == "cpu":

@@ -12,12 +12,12 @@ _LEVELS = 127
 class Noise:
     """Random bits for the rounding of one step's tiles, the same for the same seed and step.
 
-    They are drawn once a step; each use reads them from another place. Rounding needs a number that is fresh for each
-    element from step to step, not one that is independent of other elements'.
+    They are drawn once a step, and each use begins at another place in them. Rounding needs new numbers for an element
+    at each step. They need not be independent of other elements' numbers.
 
     Args:
-        numel: the most that one use takes.
-        seed: of everything drawn.
+        numel: the most elements that one use takes.
+        seed: of the draws.
     """
 
     _PLACES = 1 << 16
@@ -49,7 +49,7 @@ def round_to_bfloat16_(tensor: torch.Tensor, bits: torch.Tensor) -> torch.Tensor
 
 
 def block_size(features: int) -> int:
-    """How many elements of a row share a scale: up to 128, a whole row where that does not divide into such."""
+    """How many elements of a row share a scale: up to 128; a whole row if it does not divide into such blocks."""
     size = next(size for size in range(min(_BLOCK, features), 0, -1) if features % size == 0)
     return size if size >= _SMALLEST_BLOCK else features
 
@@ -67,14 +67,16 @@ def quantize(
         tensor: [rows, D], contiguous; overwritten.
         bits: of its shape: 16 random bits an element.
         room: of the same shape, overwritten.
-        codes: [rows, D] int8, written. scales: [rows, D / block] fp32, written.
+        codes: [rows, D] int8; written.
+        scales: [rows, D / block] fp32; written.
     """
     blocks = tensor.view(*scales.shape, -1)
     scales.copy_(torch.linalg.vector_norm(blocks, torch.inf, dim=-1))
     magnitude = torch.abs(blocks, out=room.view(blocks.shape))
     magnitude.mul_((_LEVELS * _LEVELS / scales).nan_to_num_(posinf=0.0)[..., None])  # in units of the smallest level
     level = magnitude.sqrt().floor_()
-    # Between the levels k^2 and (k + 1)^2, 2k + 1 apart: up with the probability that keeps the mean.
+    # Between the levels k^2 and (k + 1)^2, which are 2k + 1 apart: it rounds up with the probability that keeps the
+    # mean.
     up = magnitude.addcmul_(level, level, value=-1).div_(level * 2 + 1).mul_(1 << 16)
     level += bits.view(level.shape) < up
     codes.copy_(torch.copysign(level.clamp_(max=_LEVELS), blocks, out=level).view(tensor.shape))

@@ -26,7 +26,7 @@ class Tile:
     Args:
         index: of the tile.
         begin, end: its columns among those computed.
-        rows: where they are among the rank's classes: a slice, or numbers if the classes are a sample.
+        rows: their positions among the rank's classes: a slice, or numbers if the classes are a sample.
     """
 
     index: int
@@ -50,11 +50,11 @@ class Tiles:
     """The logits of one batch over this rank's classes, in one buffer that every tile uses in turn.
 
     Args:
-        input: [N, D] in the type computed in.
+        input: [N, D] in the type of the computation.
         weight: [V, D], of any type.
         bias: [V] or None.
         sample: which classes to take, ascending; None for all.
-        inverse_norms: [V]: 1 / length of the rows; None where the rows are taken as they are.
+        inverse_norms: [V]: 1 / length of each row; None if rows are not normalized.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Tiles:
         return self.input.new_empty((self._width, self.input.size(1)), dtype=self.precision.wide)
 
     def weight(self, tile: Tile) -> torch.Tensor:
-        """[width, D], in the type computed in; to be read before the next tile's."""
+        """[width, D], in the type of the computation. It is valid until the next tile's is read."""
         rows = self._weight[tile.rows]
         return rows if self._rows is None else self._rows[: tile.width].copy_(rows)
 
@@ -122,22 +122,22 @@ class Tiles:
         return None if self._inverse_norms is None else self._inverse_norms[tile.rows]
 
     def note_norms(self, tile: Tile, weight: torch.Tensor) -> None:
-        """Fills in the norms of a tile, if they are asked for."""
+        """Fills in the norms of a tile's rows, if rows are normalized."""
         if self._inverse_norms is not None:
             norms = torch.linalg.vector_norm(weight, dim=1, dtype=self.precision.wide)
             self._inverse_norms[tile.rows] = norms.clamp_(min=_SMALLEST_NORM).reciprocal_()
 
     def narrowed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tile, in the type computed in."""
+        """A tile, in the type of the computation."""
         if self._narrow is None:
             return tensor
         return self._narrow[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
     def multiply(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """The product of two matrices of the type computed in, summed and written in the wide one."""
+        """The product of two matrices of the computation's type, summed and written in the wide type."""
         if left.dtype == out.dtype:
             return torch.mm(left, right, out=out)
-        if left.device.type == "cpu":  # which has no such product
+        if left.device.type == "cpu":  # it has no product with inputs narrower than its output
             return out.copy_(torch.mm(left, right))
         return torch.mm(left, right, out_dtype=out.dtype, out=out)  # a GPU's own: narrow in, fp32 out
 
@@ -158,9 +158,9 @@ class Columns:
 
     Args:
         targets: [N], numbered over all ranks.
-        ignore_index: of those that are nowhere.
-        start, width: this rank's classes.
-        sample: those that are computed, ascending; every target that is here is among them.
+        ignore_index: of targets that do not count.
+        start, width: this rank's first class, and how many it has.
+        sample: those of them that are computed, ascending, including all targets of this rank.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""What is done to a tile of logits and to its states, as kernels written in Triton: one launch each.
+"""The operations on a tile of logits and on its states as kernels written in Triton, with one launch each.
 
-They do what the functions of the same names in :mod:`kernels`, :mod:`tensorshard.layers.softmax_cross_entropy` and
-:mod:`rounding` do, to the same numbers but for the order of sums. What each saves, against the operations one after the
-other: the online softmax reads a row a second time while it is still in the cache; 8-bit codes are made of a block that
-is read once, with no room beside it. The target's column is left to PyTorch: a number a sample.
+They compute what the functions of the same names in :mod:`kernels`, :mod:`tensorshard.layers.softmax_cross_entropy` and
+:mod:`rounding` compute, except for the order of sums. The online softmax reads a row the second time while it is still
+in the cache. 8-bit codes are made from a block that is read once, without extra memory. The target's column, one number
+a sample, is left to PyTorch.
 
-This module needs Triton, and is imported only where it is asked for.
+This module needs Triton, and is imported only if it is chosen.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-_WIDEST_BLOCK = 4096  # elements that a program has in hand at a time
+_WIDEST_BLOCK = 4096  # elements that a program holds at a time
 _LEVELS = tl.constexpr(127)  # of 8-bit codes, as in `rounding`
 
 
@@ -45,7 +45,7 @@ def _online_softmax(logits, reference, total, after, width, PARTS: tl.constexpr,
 def online_softmax(logits: torch.Tensor, reference: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """Computes :func:`kernels.online_softmax` on contiguous tensors, one program a row.
 
-    Few samples leave a GPU half idle.
+    With few samples, a GPU is not fully used.
     """
     rows, width = logits.shape
     after = torch.empty_like(reference)
@@ -121,7 +121,7 @@ def _quantize(tensor, bits, codes, scales, blocks, size, BLOCKS: tl.constexpr, S
     inside = (block < blocks)[:, None] & (element < size)[None, :]
     places = block[:, None] * size + element[None, :]
     number = tl.load(tensor + places, mask=inside, other=0.0)
-    # The largest of numbers passes over those that are none; a scale must not, or their block would look sound.
+    # tl.max ignores NaN. A block with a NaN needs a scale of NaN, or it would look sound.
     broken = tl.max((number != number).to(tl.int32), 1) > 0  # noqa: PLR0124
     scale = tl.where(broken, float("nan"), tl.max(tl.abs(number), 1))
     tl.store(scales + block, scale, mask=block < blocks)
@@ -177,7 +177,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> 
 
 
 def _block(width: int) -> int:
-    """How much of a row a program takes at a time."""
+    """How many elements of a row a program takes at a time."""
     return min(_WIDEST_BLOCK, triton.next_power_of_2(width))
 
 

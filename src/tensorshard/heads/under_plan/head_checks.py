@@ -1,4 +1,4 @@
-"""What a head that computes its own loss must be like for a plan to train it."""
+"""Checks whether a plan can train a head that computes its own loss."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ def check_heads(model: nn.Module) -> None:
     """Refuses heads of `model` that do by themselves what a plan does.
 
     Raises:
-        ValueError: a head built with ``gather_inputs=`` or ``grad_scale=``; says what of the plan contradicts it.
+        ValueError: a head was built with ``gather_inputs=`` or ``grad_scale=``. The message names the field of the plan
+            that contradicts it.
     """
     for name, head in find_heads(model).items():
         if head.gathers_inputs:
@@ -34,10 +35,10 @@ def find_heads(model: nn.Module) -> dict[str, ParallelLinearCrossEntropy]:
 
 
 def refuse_updates(model: nn.Module) -> None:
-    """For callers whose optimizer was made already, so that it cannot be given a head's rule.
+    """Refuses heads with ``update=``, for a caller whose optimizer exists already and cannot take over a head's rule.
 
     Raises:
-        ValueError: a head built with ``update=``.
+        ValueError: a head was built with ``update=``.
     """
     for name, head in find_heads(model).items():
         if head.optimizer is not None:
@@ -52,7 +53,7 @@ def check_loss_function(loss_fn: Any) -> None:
     """Refuses a loss function with parameters, which nothing would train, split or save.
 
     Raises:
-        ValueError: it is a module that has some.
+        ValueError: it is a module with parameters.
     """
     if not isinstance(loss_fn, nn.Module):
         return

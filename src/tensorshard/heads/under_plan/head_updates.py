@@ -1,7 +1,7 @@
-"""Heads that would update their weight in backward: under a plan they leave gradients, and SGD trains them.
+"""Heads with ``update=`` under a plan: their backward leaves gradients, and SGD trains them.
 
-What a plan does between backward and update (sums over ranks, clipping, skipping a step) needs a gradient. So the fused
-form is given up, and its rule goes to the optimizer as a parameter group.
+Between backward and update, a plan sums gradients over ranks, clips them, or skips a step. So it needs a gradient. The
+update inside backward is switched off, and its rule becomes a parameter group of the optimizer.
 """
 
 import logging
@@ -22,13 +22,13 @@ logger = logging.getLogger("tensorshard")
 
 @dataclass(frozen=True)
 class HeadUpdate:
-    """What a head was to do by itself.
+    """The update that a head would do by itself.
 
     Args:
         head: name of the module.
         parameters: the names of its parameters.
-        options: its optimizer's, and what that has noted beside them.
-        tied: names of parameters of other modules that are the head's.
+        options: the options of its optimizer, with the optimizer's other notes.
+        tied: names of other modules' parameters that are the same as the head's.
     """
 
     head: str
@@ -37,13 +37,13 @@ class HeadUpdate:
     tied: tuple[str, ...]
 
     def group(self) -> HeadGroup:
-        """The parameter group that does the same."""
+        """The parameter group that makes the same update."""
         lr, momentum, weight_decay = (float(self.options[name]) for name in ("lr", "momentum", "weight_decay"))
         return HeadGroup(self.head, self.parameters, lr, momentum, weight_decay)
 
 
 def find_updates(model: nn.Module) -> list[HeadUpdate]:
-    """Of the heads of `model` that were built with ``update=``; it is left as it is."""
+    """The updates of those heads of `model` that were built with ``update=``. The model is left as it is."""
     found = []
     for name, head in find_heads(model).items():
         if head.optimizer is not None:
@@ -64,7 +64,7 @@ def take_updates(model: nn.Module) -> list[HeadUpdate]:
         head = find_heads(model)[update.head]
         head.optimizer = None
         for key, parameter in list(head.named_parameters(recurse=False)):
-            vars(parameter).pop("_optimizer", None)  # which refers to the parameter, and would keep both alive
+            vars(parameter).pop("_optimizer", None)  # it refers back to the parameter, and would keep both alive
             taken = nn.Parameter(parameter.detach())
             vars(taken).update(vars(parameter))
             setattr(head, key, taken)
@@ -75,8 +75,8 @@ def check_updates(model: nn.Module, updates: Sequence[HeadUpdate]) -> None:
     """Refuses `updates` of heads of `model` that a plan could not do exactly. Nothing is allocated.
 
     Raises:
-        ValueError: a tied weight, a narrow weight or momentum, a sample of the classes with a momentum, a step half
-            done, or a scheduler on the head's own optimizer.
+        ValueError: a weight is tied; a weight or momentum is narrower than fp32; classes are sampled with a momentum; a
+            step is half done; a scheduler is on the head's own optimizer.
     """
     heads = find_heads(model)
     for update in updates:
@@ -89,7 +89,7 @@ def check_updates(model: nn.Module, updates: Sequence[HeadUpdate]) -> None:
 
 
 def log_updates(updates: Sequence[HeadUpdate]) -> None:
-    """Says in the log what has become of them."""
+    """Logs how the updates are done now."""
     for update in updates:
         steps = update.options["step"]
         logger.warning(
@@ -138,7 +138,7 @@ def _problem(update: HeadUpdate, dtype: torch.dtype, sample_rate: float) -> str 
 
 
 def _others_with(model: nn.Module, head: nn.Module, parameters: list[nn.Parameter]) -> tuple[str, ...]:
-    """Names under which other modules than `head` have any of its `parameters`."""
+    """Names that the `parameters` of `head` have in other modules."""
     others = []
     for prefix, module in model.named_modules():
         for key, parameter in own_parameters(module).items():

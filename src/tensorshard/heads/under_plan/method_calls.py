@@ -1,4 +1,4 @@
-"""What a model may ask of a head in place of its loss: hooks on modules see calls of ``forward`` alone."""
+"""Calls of a head's other methods, which hooks on modules do not see: these see only calls of ``forward``."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,11 +9,11 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from tensorshard.heads.under_plan.head_checks import find_heads
 
-_METHODS = ("topk", "logits")  # those that read the weight; others call these
+_METHODS = ("topk", "logits")  # the methods that read the weight; others call these
 
 
 def gather_for_heads(model: nn.Module) -> None:
-    """Makes heads that FSDP shards as units of their own gather their weight for these methods, too."""
+    """Makes heads that FSDP shards as units of their own gather their weight also for these methods."""
     for head in find_heads(model).values():
         if isinstance(head, FSDPModule):
             for method in _METHODS:

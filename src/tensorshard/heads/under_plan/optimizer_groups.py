@@ -1,4 +1,4 @@
-"""The part of an optimizer that trains a head as the head itself would have: SGD, in a parameter group of its own."""
+"""The parameter group with which an SGD trains a head as the head's own update would."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ class HeadGroup:
 
 
 def add_head_group(optimizer: torch.optim.Optimizer, head: HeadGroup, masters: Mapping[str, nn.Parameter]) -> None:
-    """Adds the group of `head` to `optimizer`, whatever options that has for its other groups.
+    """Adds the group of `head` to `optimizer`, with the head's own options.
 
-    Every rank of a pipeline has it, so that schedulers and checkpoints see the same groups everywhere; on ranks without
-    the head it trains nothing.
+    Every rank of a pipeline has the group, so that schedulers and checkpoints see the same groups on all. On ranks
+    without the head it trains nothing.
 
     Raises:
         ValueError: the optimizer is not a ``torch.optim.SGD``.
@@ -47,7 +47,7 @@ def add_head_group(optimizer: torch.optim.Optimizer, head: HeadGroup, masters: M
         )
     held = [(name, masters[name]) for name in head.parameters if name in masters]
     held = held or [(f"none of {head.head}", nn.Parameter(torch.empty(0)))]
-    named = "param_names" in optimizer.param_groups[0]  # torch wants names of all groups or of none
+    named = "param_names" in optimizer.param_groups[0]  # torch needs names for all groups or for none
     optimizer.add_param_group(
         {
             "params": held if named else [parameter for _, parameter in held],

@@ -1,7 +1,7 @@
-"""A step of SGD on rows that are held narrowly, in one pass over memory.
+"""A step of SGD on rows of 16 or 8 bits, in one pass over memory.
 
-Torch makes about twenty passes of it, by the functions of :mod:`tensorshard.heads.tiles.rounding`. These lines of C
-compute the same with the same random bits.
+With the functions of :mod:`tensorshard.heads.tiles.rounding`, torch needs about twenty passes. The C code here computes
+the same with the same random bits.
 """
 
 import ctypes
@@ -103,7 +103,8 @@ class _Numbers(ctypes.Structure):
 
 
 def does(weight: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether :func:`step` can be called with such rows: contiguous ones in this machine's memory, not both in fp32."""
+    """Whether :func:`step` takes such rows: contiguous ones in host memory, of which weight or momentum is narrower
+    than fp32."""
     tensors = (weight, momentum, gradient)
     return (
         (weight.dtype, momentum.dtype) in _combinations()
@@ -129,9 +130,10 @@ def step(
     """m = keep * m + g; then, unless `lr` is None, m += weight_decay * w and w -= lr * m. In place, rounded as stored.
 
     Args:
-        weight, momentum: rows of which :func:`does` said so. gradient: of their shape.
-        scales: [rows, blocks], of momenta of 8 bits; else None.
-        weight_bits, momentum_bits: of their shape, int32: 16 random bits for each element that is stored narrowly.
+        weight, momentum: rows for which :func:`does` is True.
+        gradient: of their shape.
+        scales: [rows, blocks], of 8-bit momenta; else None.
+        weight_bits, momentum_bits: of their shape, int32: 16 random bits for each element that is rounded.
     """
     functions = _functions()
     assert functions is not None

@@ -19,9 +19,9 @@ _MOMENTUM, _SCALES = "momentum_buffer", MOMENTUM_SCALES
 class HeadSGD(torch.optim.Optimizer):
     """``torch.optim.SGD`` with momentum, run tile by tile in a head's backward pass: no gradient tensor exists.
 
-    Learning-rate schedulers take it, and its state is that of ``torch.optim.SGD`` (``momentum_buffer``), so that a run
-    may change between the two. Backward has already done a step's work when :meth:`step` is called; `step` does what
-    :meth:`accumulate` put off, and marks the step's end. Call it where any other optimizer's is called.
+    Learning-rate schedulers take it. Its state is that of ``torch.optim.SGD`` (``momentum_buffer``), so a run may
+    change between the two. Backward makes the update. :meth:`step` makes an update that :meth:`accumulate` has put off,
+    and marks the end of the step. Call it where you call the other optimizer's.
 
     Args:
         weight, bias: of the head.
@@ -29,11 +29,11 @@ class HeadSGD(torch.optim.Optimizer):
         momentum: its factor.
         weight_decay: added to the gradient times the weight, of weight and bias alike.
         momentum_dtype: of the weight's momentum: "fp32" (fp64 for fp64 weights), "bf16", rounded stochastically, or
-            "int8", in blocks with a scale each. A bias keeps the widest.
+            "int8", in blocks with one scale each. The bias has the first.
         seed: of stochastic rounding.
 
-    Raises:
-        ValueError: an option out of its range.
+        es:
+        ValueError: an option is out of its range.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class HeadSGD(torch.optim.Optimizer):
             weight_decay=weight_decay,
             momentum_dtype=momentum_dtype,
             seed=seed,
-            step=0,  # of those ended or complete, for the seeds of rounding
-            pending=False,  # whether micro-batches are in the momentum whose step is not complete
+            step=0,  # steps so far, with a complete one that is not ended yet; for the seeds of rounding
+            pending=False,  # whether the momentum has micro-batches of a step that is not complete
         )
         super().__init__([weight] if bias is None else [weight, bias], defaults)
 
-    # Between the calls of one step. They begin like this in a copy as well, which takes over no more than the groups.
+    # The state within one step. A copy of the optimizer begins with these values: it copies only the groups.
     _accumulating = False
     _gradient_went_by = False  # whether backward has run since the last call of `step`
     _passes = 0  # backward passes since then
 
     @classmethod
     def from_options(cls, weight: torch.Tensor, bias: torch.Tensor | None, options: dict[str, Any]) -> "HeadSGD":
-        """From what a head was given as `update`.
+        """Makes the optimizer from a head's ``update=``.
 
         Raises:
-            ValueError: an unknown option, no `lr`, or one out of its range.
+            ValueError: an option is unknown or out of its range, or `lr` is missing.
         """
         unknown = [name for name in options if name not in _OPTIONS]
         if unknown or "lr" not in options:
@@ -86,11 +86,11 @@ class HeadSGD(torch.optim.Optimizer):
         return self.param_groups[0]
 
     def options(self) -> dict[str, Any]:
-        """What it was given as `update`, as it is now."""
+        """The options of ``update=`` with their present values."""
         return {name: self.group[name] for name in _OPTIONS}
 
     def rebind(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Takes other objects for the head's parameters, as after a move to another device, and moves its state."""
+        """Takes new objects as the head's parameters, as after a move to another device, and moves its state."""
         parameters = [weight] if bias is None else [weight, bias]
         for old, new in zip(self.group["params"], parameters, strict=True):
             state = self.state.pop(old, {})
@@ -100,17 +100,18 @@ class HeadSGD(torch.optim.Optimizer):
         self.group["params"] = parameters
 
     def holds(self, weight: torch.Tensor) -> bool:
-        """Whether this is the weight that is updated."""
+        """Whether this optimizer updates `weight`."""
         return self.group["params"][0] is weight
 
     @property
     def gradient_went_by(self) -> bool:
-        """Whether backward has run since the last :meth:`step`: there was a gradient that nobody can read any more."""
+        """Whether backward has run since the last :meth:`step`. Its gradient can no longer be read."""
         return self._gradient_went_by
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backward passes inside add their gradients up; the first one outside, or :meth:`step`, ends the step."""
+        """A context in which backward passes accumulate gradients. The first one outside it, or :meth:`step`, ends the
+        step."""
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -118,7 +119,7 @@ class HeadSGD(torch.optim.Optimizer):
             self._accumulating = before
 
     def check_unchanged(self, step: int) -> None:
-        """Refuses the backward pass of a forward that ran when ``group["step"]`` was `step`, and is no longer.
+        """Refuses the backward pass of a forward that ran at another step: ``group["step"]`` was `step` then.
 
         Raises:
             RuntimeError: the weight has been updated since.
@@ -131,7 +132,7 @@ class HeadSGD(torch.optim.Optimizer):
             )
 
     def begin(self, tiles: Tiles) -> Update:
-        """What takes the gradients of a backward pass."""
+        """The sink that takes the gradients of a backward pass."""
         group = self.group
         weight, bias = self._slots()
         rule = Rule(
@@ -143,7 +144,7 @@ class HeadSGD(torch.optim.Optimizer):
         return Update(tiles, weight, bias, rule, self._seed())
 
     def end(self) -> None:
-        """Says that the backward pass of the last `begin` is over."""
+        """Called when the backward pass of the last `begin` is over."""
         group = self.group
         self._passes += 1
         group["pending"] = self._accumulating
@@ -152,7 +153,7 @@ class HeadSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Ends the step: updates the weight if micro-batches were accumulated and that is still to be done.
+        """Ends the step. If micro-batches were accumulated, and the weight was not updated yet, this updates it.
 
         Args:
             closure: as in any optimizer; called first.
@@ -174,10 +175,10 @@ class HeadSGD(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """There is no gradient to be zeroed.
+        """Does nothing: there is no gradient.
 
         Raises:
-            RuntimeError: micro-batches were accumulated: they are in the momentum and cannot be taken out again.
+            RuntimeError: micro-batches were accumulated. They are in the momentum, and cannot be removed from it.
         """
         if self.group["pending"]:
             raise RuntimeError(
@@ -204,7 +205,7 @@ class HeadSGD(torch.optim.Optimizer):
         A momentum of another type is converted.
 
         Raises:
-            ValueError: other parameters, or an SGD with options that this one does not have.
+            ValueError: the state is of other parameters, or of an SGD with options that this one does not have.
         """
         groups = state_dict["param_groups"]
         names = [name for group in groups for name in group["params"]]
@@ -229,7 +230,7 @@ class HeadSGD(torch.optim.Optimizer):
         for option in ("lr", "momentum", "weight_decay", "seed", "step"):
             if option in groups[0]:
                 self.group[option] = groups[0][option]
-        if "initial_lr" in groups[0]:  # a scheduler's
+        if "initial_lr" in groups[0]:  # set by a scheduler
             self.group["initial_lr"] = groups[0]["initial_lr"]
 
     def _load(self, parameter: torch.Tensor, momentum: torch.Tensor, scales: torch.Tensor | None) -> None:
@@ -249,7 +250,7 @@ class HeadSGD(torch.optim.Optimizer):
         quantize(values, noise.bits(values.shape), torch.empty_like(values), slot.momentum, slot.scales)
 
     def _seed(self) -> int:
-        """Of the rounding in the next pass; never twice the same."""
+        """The seed of the rounding in the next pass; never the same twice."""
         return hash((self.group["seed"], self.group["step"], self._passes)) & 0x7FFF_FFFF_FFFF_FFFF
 
     def _slots(self) -> tuple[Slot, Slot | None]:

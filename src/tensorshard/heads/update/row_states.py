@@ -1,4 +1,4 @@
-"""States with a row for each row of a parameter, split as it is."""
+"""Optimizer states with a row for each row of a parameter, which are split as the parameter is."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -7,14 +7,15 @@ from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharded_tensors import own_group, own_shard, refuse_foreign_shard
 
 MOMENTUM_SCALES = "momentum_scales"
-"""Scales of 8-bit momenta: a row of them for each row of a parameter, so that they are not of its shape."""
+"""The state with the scales of 8-bit momenta. It has a row for each row of the parameter, but not the parameter's
+shape."""
 
 
 def rows_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a state, whole or not, of a parameter.
+    """This rank's rows of a parameter's state, which is given in full or as a shard.
 
     Raises:
-        ValueError: it has other rows, or those of another rank.
+        ValueError: it has another number of rows, or those of another rank.
     """
     mark, held = get_mark(parameter), len(parameter)
     if isinstance(value, DTensor):

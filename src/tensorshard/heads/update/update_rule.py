@@ -12,11 +12,11 @@ from tensorshard.heads.update import compiled_sgd
 
 @dataclass(frozen=True)
 class Rule:
-    """What a backward pass does, m being the momentum, g the gradient, w the weight.
+    """The update of a backward pass. m is the momentum, g the gradient, w the weight.
 
-    m = keep * m + g; and if `complete`: m += weight_decay * w, w -= lr * m. Over the micro-batches of a step `keep` is
-    the momentum's factor first and 1 afterwards, and only the last is complete: what ``torch.optim.SGD`` makes of
-    the sum of their gradients.
+    m = keep * m + g; and if `complete`: m += weight_decay * w, w -= lr * m. In the first micro-batch of a step, `keep`
+    is the momentum's factor; in later ones it is 1. Only the last one is complete. Together this is the update that
+    ``torch.optim.SGD`` makes with the sum of their gradients.
     """
 
     keep: float
@@ -40,7 +40,7 @@ class Slot:
     scales: torch.Tensor | None = None
 
     def is_wide(self) -> bool:
-        """Whether momentum and weight are of one type, that in which gradients are computed."""
+        """Whether momentum and weight both have the type in which gradients are computed."""
         return self.momentum.dtype == self.weight.dtype and self.weight.dtype in (torch.float32, torch.float64)
 
 
@@ -48,13 +48,13 @@ class Update:
     """A sink that updates the weight, so that no gradient tensor exists.
 
     Args:
-        weight, bias: what is updated; of the bias None if there is none.
+        weight, bias: what is updated; `bias` is None if there is none.
         seed: of the rounding in this pass.
     """
 
     def __init__(self, tiles: Tiles, weight: Slot, bias: Slot | None, rule: Rule, seed: int) -> None:
         self._tiles, self._weight, self._bias, self._rule = tiles, weight, bias, rule
-        # Added to in place: rows of a sample are copies, and cannot be.
+        # The product is added to the momentum in place. Rows of a sample are copies, so for them it cannot.
         self._direct = weight.is_wide() and tiles.sample is None
         self._grad: torch.Tensor | None = None
         self._room = [] if self._direct else [tiles.new_scratch() for _ in range(2)]
@@ -114,12 +114,12 @@ class Update:
         assert self._noise is not None
         codes, scales = slot.momentum[rows], slot.scales[rows]
         self._kernels.quantize(momentum, self._noise.bits(momentum.shape), spare, codes, scales)
-        if not isinstance(rows, slice):  # else these are the slot's own memory
+        if not isinstance(rows, slice):  # a slice shares the slot's memory
             slot.momentum[rows], slot.scales[rows] = codes, scales
 
     def _step_in_one_pass(self, slot: Slot, rows: slice, grad: torch.Tensor) -> None:
         assert self._noise is not None
-        rule, none = self._rule, grad.view(torch.int32)  # random bits that are not looked at
+        rule, none = self._rule, grad.view(torch.int32)  # in place of random bits that are not read
         rounds_weight = rule.complete and slot.weight.dtype == torch.bfloat16
         compiled_sgd.step(
             slot.weight[rows],
@@ -149,7 +149,7 @@ def _sgd_step(weight: torch.Tensor, momentum: torch.Tensor, weight_decay: float,
 
 
 def finish_step(weight: Slot, bias: Slot | None, rule: Rule, seed: int, rows: int) -> None:
-    """Ends a step whose gradients are all in the momentum: the update of every row, some `rows` at a time."""
+    """Ends a step whose gradients are all in the momentum: updates every row, some `rows` at a time."""
     for slot in (weight, bias):
         if slot is None or not slot.weight.numel():
             continue
@@ -167,7 +167,7 @@ def _finish_rows(slot: Slot, rows: slice, rule: Rule, noise: Noise | None, wide:
     if slot.scales is not None:
         momentum = kernels.dequantize(held, slot.scales[rows], torch.empty_like(held, dtype=wide))
     else:
-        momentum = held.to(wide)  # itself, if it is of that type
+        momentum = held.to(wide)  # `held` itself, if it has that type
     moved = weight.to(wide)
     _sgd_step(moved, momentum, rule.weight_decay, rule.lr)
     if noise is None:

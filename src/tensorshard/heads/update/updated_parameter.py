@@ -15,7 +15,8 @@ _REFUSAL = (
 
 
 class UpdatedParameter(nn.Parameter):
-    """Refuses to be asked for a gradient after a backward pass, until the head's optimizer has made its step."""
+    """A parameter whose ``.grad`` raises an error after a backward pass, until the head's optimizer has made its
+    step."""
 
     _optimizer: HeadSGD | None = None
 
@@ -31,12 +32,12 @@ class UpdatedParameter(nn.Parameter):
 
 
 def without_grad(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter that shares the memory of `parameter`, for a head that updates it: it requires no gradient."""
+    """A parameter that shares the memory of `parameter` and requires no gradient, for a head that updates it."""
     return UpdatedParameter(parameter.detach(), requires_grad=False)
 
 
 def as_torch_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """The reverse of `without_grad`, but that it still does not require a gradient."""
+    """The reverse of `without_grad`, except that the result does not require a gradient either."""
     return nn.Parameter(parameter.detach(), requires_grad=False)
 
 
