@@ -1,4 +1,4 @@
-"""Space for activations, which come and go: host memory as long as its budget lasts, then a scratch file that grows."""
+"""Space for activations: host memory as long as its budget lasts, then a scratch file that grows."""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -18,7 +18,7 @@ _LOST = "The step was not taken, and weights are as before it; save a checkpoint
 
 
 class ActivationSlot(Slot):
-    """Bytes of a scratch file, which are read and written in the background alone."""
+    """Bytes of a scratch file, which are only read and written in the background."""
 
     def __init__(self, file: ScratchFile, start: int, nbytes: int) -> None:
         self._file = file
@@ -33,10 +33,10 @@ class ActivationSlot(Slot):
 
 
 class _ActivationsPlace(CountedSlot):
-    """Where activations would be.
+    """Stands for a place of activations in an estimate.
 
     Args:
-        on_disk: whether that is a file.
+        on_disk: whether the place would be a file.
     """
 
     def __init__(self, on_disk: bool) -> None:
@@ -46,11 +46,11 @@ class _ActivationsPlace(CountedSlot):
 class ActivationSpace:
     """Hands out slots for bytes, and takes them back.
 
-    How much is needed is known after the first forward; the file then stays as large as it was at most. It is another
-    one than that of optimizer states, whose page cache is dropped before every update.
+    The first forward shows how much is needed, and the file keeps that size. Optimizer states have a file of their own,
+    since its page cache is dropped before every update.
 
     Args:
-        slots: whose budget of host memory, folder and table these count in.
+        slots: activations use its budget of host memory and its folder, and appear in its table.
 
     Raises:
         ValueError: the folder cannot hold a scratch file, see :func:`.folders.open_unnamed`.
@@ -63,25 +63,26 @@ class ActivationSpace:
         if slots.offload.uses_disk and not slots.fake:
             self._file = ScratchFile(scratch_folder(slots.offload.path), _LOST)
         self._free: list[tuple[int, int]] = []  # (start, bytes) of the file, in order, never adjacent
-        # Slots that are no longer needed, with the writes that must end before they can be used again. Collecting
-        # garbage may call give_back at any time, in any thread: it does no more than append here.
+        # Slots that are no longer needed, with the writes that must end before they can be used again. Garbage
+        # collection may call give_back at any time, in any thread. So give_back only appends to this.
         self._returned: deque[tuple[Slot, int, Sequence[Future[None]]]] = deque()
         self._lent = {"host memory": 0, "disk": 0}
         self._moved = {"host memory": 0, "disk": 0}
 
     @property
     def lent_bytes(self) -> int:
-        """What is held by slots that were not given back."""
+        """Bytes of the slots that were not given back."""
         self._collect()
         return sum(self._lent.values())
 
     def moved(self, where: str) -> int:
-        """Bytes that were read from and written to slots in "host memory" or on "disk", which were given back."""
+        """Bytes that were read from and written to slots in "host memory" or on "disk", of slots that were given
+        back."""
         self._collect()
         return self._moved[where]
 
     def forget_moved(self) -> None:
-        """Has :meth:`moved` count from here on."""
+        """Makes :meth:`moved` count from zero again."""
         self._collect()
         self._moved = dict.fromkeys(self._moved, 0)
 

@@ -1,11 +1,11 @@
-"""What blocks keep for backward, on another tier: written behind their forward, read ahead of their backward.
+"""Offloads what blocks keep for backward. It is written during their forward, and read ahead of their backward.
 
 ``torch.autograd.graph.saved_tensors_hooks`` are called with each tensor that a block keeps. Its storage is moved as it
 is, so that sizes, strides, offsets and bits are kept; a storage of which several views are kept is moved once. The copy
-is made when the tensor is kept: what is changed in place afterwards does not change it.
+is made when the tensor is kept, so later in-place changes do not reach it.
 
-The memory of a kept tensor is freed where forward lets go of it; the tensor that takes its place in backward is freed
-when the last operation that needs it has run.
+The memory of a kept tensor is freed when forward no longer refers to it. The tensor that replaces it in backward is
+freed when the last operation that needs it has run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +31,10 @@ from tensorshard.torch_private.modules import own_buffers, own_parameters
 from tensorshard.torch_private.tensors import storage_address, tensor_version
 
 SMALLEST = 1 << 16
-"""Bytes of a storage that are worth a request: smaller ones stay on the device."""
+"""The smallest storage that is moved, in bytes. Smaller ones stay on the device, since a request would cost more."""
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-_REQUESTS = 8  # under way at once, that the bytes which are written behind are divided into
+_REQUESTS = 8  # writes under way at once, which share the buffer for writing
 # Operations that make a view or a cast of one tensor.
 _VIEWS_AND_CASTS = frozenset(
     f"{name}Backward0"
@@ -49,7 +49,7 @@ class BlockCall:
     """One call of a block in forward.
 
     Args:
-        previous: the call before, which backward comes to afterwards.
+        previous: the call before it, whose backward comes after this one's.
     """
 
     def __init__(self, block: int, previous: "BlockCall | None") -> None:
@@ -59,7 +59,7 @@ class BlockCall:
         self.in_backward = False
 
     def unread(self) -> Iterator["_Record"]:
-        """Its storages that backward still has to read, those that were kept last first."""
+        """Its storages that backward still has to read. The one that was kept last comes first."""
         for reference in reversed(self.records):
             record = reference()
             if record is not None and record.is_unread:
@@ -132,14 +132,15 @@ class _Moved:
 
 
 class OffloadedActivations:
-    """Moves what blocks keep for backward, of one rank.
+    """Moves what blocks keep for backward, on one rank.
 
-    A block whose backward always follows its own forward at once, such as a model's last, keeps what it has: it would
-    be read before it is written.
+    A block whose backward always follows its own forward at once, such as a model's last block, keeps its tensors on
+    the
+    device: they would be read before they are written.
 
     Args:
-        slots: what goes where. Of its ``buffer_memory``, half is for activations: a half of that for what is written,
-            and a half for what is read ahead. Without offloaded states all of it is.
+        slots: what goes where. Half of its ``buffer_memory`` is for activations; all of it, if no states are offloaded.
+            Half of that is for writing, and half for reading ahead.
 
     Raises:
         ValueError: the folder cannot hold a scratch file.
@@ -153,16 +154,16 @@ class OffloadedActivations:
         self._device = torch.device("cpu") if slots.copies is None else slots.copies.device
         self._modules: dict[int, list[nn.Module]] = {}  # of each block
         self._moved: dict[int, tuple[StorageWeakRef, int, ReferenceType[_Record]]] = {}  # by the storage's address
-        self._ahead: WeakSet[_Record] = WeakSet()  # read, or being read, before they were asked for
-        self._direct: dict[int, bool] = {}  # of blocks, whether their backward always follows their forward
+        self._ahead: WeakSet[_Record] = WeakSet()  # records that were read ahead, or are being read ahead
+        self._direct: dict[int, bool] = {}  # of each block: whether its backward always follows its forward at once
         self._latest: ReferenceType[BlockCall] | None = None  # the last call in forward
         self._failure: Exception | None = None
 
     # -- forward --
 
     def forward(self, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """``forward(*args, **kwargs)``, what it keeps for backward being moved."""
-        if not torch.is_grad_enabled() or is_in_backward():  # what is computed again is needed at once
+        """Calls ``forward(*args, **kwargs)``, and moves what it keeps for backward."""
+        if not torch.is_grad_enabled() or is_in_backward():  # recomputation needs the tensors at once
             return forward(*args, **kwargs)
         with self._hooks(block):
             return forward(*args, **kwargs)
@@ -217,10 +218,10 @@ class OffloadedActivations:
         return moved
 
     def _stay(self, call: BlockCall, tensor: torch.Tensor) -> _Stays:
-        return _Stays(call, tensor.detach(), tensor_version(tensor))  # itself would hold the graph that holds it
+        return _Stays(call, tensor.detach(), tensor_version(tensor))  # the tensor would hold the graph that holds it
 
     def _belongs_to_block(self, block: int, address: int) -> bool:
-        # Asked for each time: ZeRO 3 puts gathered parameters in the place of shards.
+        # Looked up each time: ZeRO 3 replaces shards by gathered parameters.
         return any(
             type(tensor) is not DTensor and storage_address(tensor.untyped_storage()) == address
             for module in self._modules[block]
@@ -247,7 +248,7 @@ class OffloadedActivations:
             record = _Record(call, self.space, slot, storage.nbytes())
             record.writes = self._transfers.write(slot, bytes_of(tensor), owner=tensor.detach())
         except (OSError, ValueError) as error:
-            self._failure = error  # told to all ranks before the update; an exception here would leave them waiting
+            self._failure = error  # all ranks learn of it before the update; an exception here would leave them waiting
             return None
         call.records.append(ref(record))
         self._moved[address] = StorageWeakRef(storage), version, ref(record)
@@ -271,7 +272,7 @@ class OffloadedActivations:
             kept.used = True
             tensor = kept.view(memory)
             if not record.stays:
-                # Held until each of its views was asked for once.
+                # Held until each of its views was read once.
                 record.bytes = None if all(saved.used for saved in record.saved) else memory
             self._read_ahead(call)
             return tensor
@@ -289,7 +290,7 @@ class OffloadedActivations:
             return torch.zeros(record.nbytes, dtype=torch.uint8, device=self._device)
 
     def _read_ahead(self, call: BlockCall | None) -> None:
-        """Begins to read what backward needs next, of this call and of those before it."""
+        """Begins to read what backward needs next: the storages of this call, then of earlier calls."""
         room = self._ahead_bytes - sum(record.nbytes for record in self._ahead)
         while call is not None:
             for record in call.unread():
@@ -303,7 +304,7 @@ class OffloadedActivations:
     # -- failures --
 
     def take_failure(self) -> Exception | None:
-        """What went wrong since it was last asked for: the gradients are of no use then."""
+        """The error since the last call of this method, if any. After an error, the gradients are not valid."""
         try:
             self._transfers.drain()
         except (OSError, RuntimeError) as error:

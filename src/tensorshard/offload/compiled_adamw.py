@@ -1,8 +1,8 @@
 """AdamW in one pass over memory: gradients scaled, weights and states updated, 16-bit weights written.
 
-A few lines of C that are compiled when they are first needed. They make the same operations in the same order as
-torch's fused kernel, and that is checked: where there is no compiler, or a bit differs, torch's kernels do it in
-several passes.
+A few lines of C, which are compiled when they are first needed. They do the same operations in the same order as
+torch's fused kernel, and that is checked. Without a compiler, or if a bit differs, torch's kernels are used, in several
+passes.
 """
 
 import ctypes
@@ -65,7 +65,7 @@ class _Numbers(ctypes.Structure):
 
 
 def does(options: Mapping[str, Any], *tensors: torch.Tensor) -> bool:
-    """Whether :func:`update` can be called with the `options` of a parameter group and such flat tensors."""
+    """Whether :func:`update` takes the `options` of a parameter group and such flat tensors."""
     numbers = (options["lr"], *options["betas"], options["eps"], options["weight_decay"])
     return (
         bool(options["fused"])
@@ -90,15 +90,15 @@ def update(
     copy: torch.Tensor | None,
     kernels: Mapping[tuple[bool, bool], Update] | None = None,
 ) -> int:
-    """One update, in place, of as many elements from the first on as are whole vectors; returns how many these are.
+    """Updates the first elements in place, as many as make whole vectors; returns how many these are.
 
     Args:
-        options: that :func:`does` was asked about.
+        options: for which :func:`does` is True.
         states: the averages of gradients and of their squares.
         step: the count of steps, this one included.
-        factor: what gradients are multiplied by, as a number of fp32; None for nothing.
-        copy: takes the weights in bf16; None for nothing.
-        kernels: that are to be compared with torch's; None for those that were.
+        factor: multiplies the gradients, as a number of fp32; None for no factor.
+        copy: gets the weights in bf16; None for no copy.
+        kernels: the ones to use, while they are being checked; None for those that passed the check.
     """
     kernels = kernels or _kernels()
     assert kernels is not None
@@ -127,7 +127,9 @@ def update(
 
 @cache
 def _kernels() -> Mapping[tuple[bool, bool], Update] | None:
-    """By whether gradients are scaled and whether weights are copied; None where they cannot be made, or differ."""
+    """The kernels, by whether gradients are scaled and whether weights are copied; None if they cannot be compiled, or
+    differ
+        from torch's."""
     library = compile_c(_SOURCE)
     if library is None:
         return None
@@ -143,7 +145,7 @@ def _kernels() -> Mapping[tuple[bool, bool], Update] | None:
 
 @torch.no_grad()
 def _are_torchs(kernels: Mapping[tuple[bool, bool], Update]) -> bool:
-    """Whether they compute what torch's kernel does, to the last bit."""
+    """Whether `kernels` compute the same as torch's kernel, to the last bit."""
     generator = torch.Generator().manual_seed(0)
     size = 64 * _VECTOR
     options = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False)

@@ -1,11 +1,11 @@
-"""Copies between a device's memory and buffers in the host's, beside what the device computes.
+"""Copies between a device's memory and buffers in the host's memory, while the device computes.
 
 The host updates offloaded states, since the optimizer's states and the master weights are in its memory. So gradients
-and activations leave the device, and weights and activations come back. Each goes through a buffer that is pinned,
-which the device reads and writes by itself, on a stream of its own. The streams are made once.
+and activations leave the device, and weights and activations come back. Each goes through a pinned buffer, which the
+device reads and writes by itself, on a stream of its own. The streams are made once.
 
-A copy follows what the device was given to do before it. Who waits for a copy waits on the host, in a thread of the
-transfers: what is given to the device after that finds the copy made.
+A copy runs after the work that the device was given before it. A thread of the host waits for the copy. Work that the
+device is given after that finds the copy made.
 """
 
 import mmap
@@ -23,8 +23,8 @@ class CopyToHost:
 
     Args:
         values: what is copied.
-        owner: a tensor in the same memory, whose version tells whether that was changed.
-        done: the event after it.
+        owner: a tensor in the same memory. Its version shows whether the memory was changed.
+        done: an event after the copy.
     """
 
     def __init__(self, values: torch.Tensor, owner: torch.Tensor, done: Any) -> None:
@@ -33,10 +33,10 @@ class CopyToHost:
         self._done = done
 
     def wait(self) -> None:
-        """Returns when it is made; the memory is let go of then.
+        """Returns when the copy is made, and no longer keeps the memory.
 
         Raises:
-            RuntimeError: the values were changed in place meanwhile, so that old ones and new ones may be mixed.
+            RuntimeError: the values were changed in place during the copy, so old and new ones may be mixed.
         """
         self._done.synchronize()
         kept, self._kept = self._kept, None
@@ -51,8 +51,8 @@ class DeviceCopies:
     """Makes the copies of one rank's device. On fake tensors there are none, and it has no streams.
 
     Args:
-        device: whose memory is not the host's. The CPU itself may be given, to try all of it without such a device:
-            its streams do everything at once.
+        device: one with memory of its own. The CPU may be given, too, to try the code without such a device: its
+            streams do everything at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class DeviceCopies:
         return PinnedMemory(nbytes, self.device) if self._on_gpu else mmap.mmap(-1, nbytes)
 
     def given(self) -> Any:
-        """An event after all that the calling thread's stream was given so far; None on fake tensors."""
+        """An event after all work that the calling thread's stream has so far; None on fake tensors."""
         if active_fake_mode() is not None:
             return None
         event = self._event()
@@ -90,8 +90,8 @@ class DeviceCopies:
         """Begins to copy `values`, on the device, to the pinned tensor `into`.
 
         Args:
-            after: an event of :meth:`given`: `values` are there when it has passed.
-            owner: a tensor in the same memory that would show changes in place by its version; None for `values`.
+            after: an event of :meth:`given`, after which `values` are there.
+            owner: a tensor in the same memory, whose version shows in-place changes; None for `values`.
         """
         return CopyToHost(values, values if owner is None else owner, self._begin(self._to_host, into, values, after))
 
@@ -99,18 +99,18 @@ class DeviceCopies:
         """Copies `values`, pinned, to the tensor `into` on the device; returns when that is done.
 
         Args:
-            after: an event of :meth:`given`: nothing needs the old values of `into` when it has passed.
+            after: an event of :meth:`given`, after which nothing needs the old values of `into`.
         """
         self._begin(self._to_device, into, values, after).synchronize()
 
     def _begin(self, stream: Any, into: torch.Tensor, values: torch.Tensor, after: Any) -> Any:
         done = self._event()
-        with torch.no_grad(), self._module.stream(stream):  # the thread's device is that of the stream within it
+        with torch.no_grad(), self._module.stream(stream):  # inside this, the stream's device is that of the thread
             stream.wait_event(after)
             into.copy_(values, non_blocking=True)
             done.record(stream)
         return done
 
     def _event(self) -> Any:
-        # Who waits for a blocking event sleeps, and leaves the processor to the update.
+        # A thread that waits for a blocking event sleeps, and leaves the processor to the update.
         return self._module.Event(blocking=True) if self._on_gpu else self._module.Event()

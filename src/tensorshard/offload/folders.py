@@ -1,4 +1,4 @@
-"""Whether a folder can hold scratch files: found out before anything is allocated."""
+"""Finds out whether a folder can hold scratch files, before anything is allocated."""
 
 import errno
 import mmap
@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 BLOCK = 4096
-"""Direct I/O wants file offsets, lengths and addresses in multiples of this."""
+"""Direct I/O needs file offsets, lengths and addresses in multiples of this."""
 
-# File systems that are memory: what is written to them is not out of it.
+# File systems in memory: files in them take the memory that offload should free.
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 _REMEDY = "set offload.path to a folder on a local disk"
 
@@ -20,10 +20,10 @@ def scratch_folder(path: str | None) -> Path:
 
 
 def open_unnamed(folder: Path) -> int:
-    """The descriptor of a new file in `folder`, for direct I/O, that has no name: it is gone with its last user.
+    """The descriptor of a new file in `folder`, for direct I/O. It has no name, so it is gone with its last user.
 
     Raises:
-        ValueError: the folder does not exist, is memory, cannot be written, or does without direct I/O.
+        ValueError: the folder does not exist, is in memory, cannot be written, or has no direct I/O.
     """
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist"
@@ -54,7 +54,7 @@ def open_unnamed(folder: Path) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """What this user may still write to the file system of `folder`."""
+    """Bytes that this user may still write to the file system of `folder`."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
@@ -81,7 +81,7 @@ def _open(folder: Path, flags: int) -> int:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
             raise
-    # A file system without files that have no name: it has one for an instant.
+    # This file system has no files without a name: the file has a name for an instant.
     descriptor, name = tempfile.mkstemp(prefix=".tensorshard-", dir=folder)
     try:
         return os.open(name, flags)

@@ -1,4 +1,4 @@
-"""Gradients on another tier, from the end of their reduction to the update."""
+"""Gradients in host memory or on disk, from the end of their reduction to the update."""
 
 from collections.abc import Mapping
 
@@ -15,18 +15,18 @@ from tensorshard.torch_private.tensors import storage_address, tensor_version
 
 
 class OffloadedGradients:
-    """Takes each master's gradient when it is reduced, and has ``master.grad`` show it from where it is then.
+    """Moves each master weight's gradient when it is reduced. ``master.grad`` then shows it in its new place.
 
-    Writing goes on in the background, past the page cache, while backward does. What is added to such a gradient later,
-    by further micro-batches or hooks, is added in place.
+    It is written in the background, without the page cache, while backward goes on. Further micro-batches and hooks add
+    to it in place.
 
-    Where the device is not the host, ``master`` and ``master.grad`` are in the host's memory, or mapped to the disk.
+    If the device has memory of its own, ``master`` and ``master.grad`` are in the host's memory, or mapped to the disk.
 
     Args:
-        places: where each master's gradient goes.
+        places: where each master weight's gradient goes.
         slots: all slots.
-        transfers: what writes to them.
-        behind: the update that may still read the last step's.
+        transfers: writes to them.
+        behind: the update that may still read the last step's gradients.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class OffloadedGradients:
         self._slots = slots
         self._transfers = transfers
         self._behind = behind
-        self._norms: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # with the gradient's version
+        self._norms: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # the norm, with the gradient's version
         self._written: list[nn.Parameter] = []  # by transfers under way
         self._settled = False
         self._failure: OSError | None = None
@@ -46,8 +46,8 @@ class OffloadedGradients:
         """Moves the gradient of `master`, if it has one that is not moved yet.
 
         Args:
-            shard: this rank's, where it is on a device and `master` in the host's memory: it is added to
-                ``master.grad``, which could not hold it. In 16 bits it leaves so. None where it is ``master.grad``.
+            shard: this rank's gradient, if it is on a device and `master` in the host's memory. It is added to the one
+                of ``master.grad``. 16-bit gradients leave the device in 16 bits. None: the gradient is ``master.grad``.
         """
         slot = self._places.get(master)
         known = slot is not None and self.slot(master) is not None
@@ -59,7 +59,7 @@ class OffloadedGradients:
         if slot is None or local is None:
             return
         if self._failure is None:
-            self._behind.finish()  # a failure is told to all ranks after backward
+            self._behind.finish()  # all ranks learn of a failure after backward
             try:
                 if known:
                     self._add(slot, local.reshape(-1))
@@ -67,7 +67,7 @@ class OffloadedGradients:
                 else:
                     self._move(master, slot, local.reshape(-1))
             except OSError as error:
-                self._failure = error  # told to all ranks at the update; an exception here would leave them waiting
+                self._failure = error  # all ranks learn of it at the update; an exception here would leave them waiting
         if shard is not None or self._failure is None:
             master.grad = laid_out_like(master, slot.tensor)
 
@@ -102,7 +102,7 @@ class OffloadedGradients:
             self._slots.settle()
 
     def finish(self) -> None:
-        """Waits until all that was taken can be read."""
+        """Waits until all gradients that were taken can be read."""
         if not self._written:
             return
         try:
@@ -114,7 +114,7 @@ class OffloadedGradients:
         self._written.clear()
 
     def begin_update(self) -> OSError | None:
-        """Called before the update; returns what went wrong in taking gradients."""
+        """Called before the update; returns the error in taking gradients, if any."""
         self.finish()
         self._settled = False
         failure, self._failure = self._failure, None
@@ -128,14 +128,15 @@ class OffloadedGradients:
         return slot
 
     def norm(self, master: nn.Parameter) -> torch.Tensor | None:
-        """L2 norm of this rank's part of the gradient, as it was when it was taken; None if it has changed since."""
+        """L2 norm of this rank's part of the gradient when it was taken; None if it has changed since."""
         self.finish()
         known = self._norms.get(master)
         return known[0] if known is not None and self.slot(master) and known[1] == _version(master) else None
 
 
 def _keep(master: nn.Parameter, shard: torch.Tensor) -> None:
-    """Has the gradient of a master without a place, such as one that no optimizer updates, where the master is."""
+    """Keeps the gradient of a master weight without a place, such as one that no optimizer updates, beside the
+    weight."""
     values = shard.to(master.device, master.dtype)
     if master.grad is None:
         master.grad = laid_out_like(master, values.reshape(-1))
@@ -149,7 +150,7 @@ def _add_tile(tensors: list[torch.Tensor]) -> None:
 
 
 def _version(master: nn.Parameter) -> int:
-    """A number that each change in place of the gradient of `master` adds to."""
+    """A number that grows with each in-place change of the gradient of `master`."""
     return -2 if master.grad is None else tensor_version(to_local(master.grad))
 
 

@@ -1,4 +1,4 @@
-"""An optimizer whose states are on another tier, and come to the host's cache a tile at a time."""
+"""An optimizer whose states are in host memory or on disk, and are updated in the host's cache, a tile at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,31 +21,31 @@ from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.optimizers import step_without_hooks
 from tensorshard.torch_private.tensors import storage_address
 
-_WORKS = 8  # buffers that are filled, computed with and emptied by turns
+_WORKS = 8  # buffers that are filled, used and emptied in turn
 
 
 class OffloadedOptimizer:
-    """Takes the place of an optimizer's ``step()``: the same update to the last bit, of states on another tier.
+    """Replaces an optimizer's ``step()`` by one with offloaded states. The update is the same to the last bit.
 
-    The optimizer keeps its class, groups and options. ``optimizer.state`` shows tensors that are the offloaded states:
-    reading or writing them between steps works, at the disk's speed.
+    The optimizer keeps its class, groups and options. The tensors in ``optimizer.state`` are the offloaded states. They
+    can be read and written between steps, at the disk's speed.
 
     Args:
-        masters: the trained ones, by name, in the order in which forward needs them.
+        masters: the trained master weights, by name, in the order in which forward needs them.
         dtypes: of the states of each of them, by their keys, for optimizers without a tile update.
-        slots: where they go.
-        offloaded: the masters that are offloaded themselves, by name.
-        agree: called at the end of each step that uses a disk, with what went wrong on this rank; raises if anything
-            did on any rank.
+        slots: where the states go.
+        offloaded: the master weights that are offloaded themselves, by name.
+        agree: called at the end of each step that uses a disk, with this rank's error, if any. It raises if there was
+            an error on any rank.
 
     Attributes:
-        factor: what the next step multiplies gradients by on the way; None for nothing.
+        factor: the next step multiplies gradients by it; None for no factor.
         returns_early: whether the next step returns while its update goes on.
         behind: the update that goes on, which the next step waits for.
         gradients: those that are offloaded; None if they stay on the device.
 
     Raises:
-        ValueError: updates are to go on behind steps, and there is no tile update of this optimizer.
+        ValueError: updates should go on after steps return, and there is no tile update of this optimizer.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OffloadedOptimizer:
         self.factor: torch.Tensor | float | None = None
         self.returns_early = False
         self.behind = UpdateBehind()
-        self._told = True  # all ranks, how the last update ended
+        self._told = True  # whether all ranks know how the last update ended
         self._optimizer = optimizer
         self._slots = slots
         self._agree = agree
@@ -74,7 +74,7 @@ class OffloadedOptimizer:
             )
         self._groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         tensors = {n: m for n, m in masters.items() if m.dim() and m in self._groups}
-        self._others = [m for m in masters.values() if m in self._groups and not m.dim()]  # numbers stay where they are
+        self._others = [m for m in masters.values() if m in self._groups and not m.dim()]  # scalars stay where they are
         kinds = {name: self._state_dtypes(name, master, dtypes) for name, master in tensors.items()}
         wanted = [(n, key, dtype) for n, keys in kinds.items() for key, dtype in keys.items()]
         specs = [SlotSpec("optimizer states", to_local(tensors[n]).numel(), dtype) for n, _, dtype in wanted]
@@ -103,24 +103,24 @@ class OffloadedOptimizer:
         def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
             return this.step(closure)
 
-        # With the hooks that torch calls around every step.
+        # With torch's hooks before and after every step.
         optimizer.step = MethodType(torch.optim.Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
 
     @property
     def written(self) -> set[torch.Tensor]:
-        """The masters whose copies, which forward computes with, the step writes itself."""
+        """The master weights for which the step itself writes the copies that forward computes with."""
         return {m for m, o in self._offloaded.items() if o.place is not None and self._updates is not None}
 
     @property
     def is_behind(self) -> bool:
-        """Whether the last step returned before its update was over, and ranks were not told yet how it ended."""
+        """Whether the last step returned before its update was over, and the ranks do not know yet how that ended."""
         return not self._told
 
     def wait(self) -> None:
         """Waits until the last update is over, on this rank.
 
         Raises:
-            Exception: it failed; other ranks are told by :meth:`finish`.
+            Exception: it failed; other ranks learn of it in :meth:`finish`.
         """
         failure = self.behind.finish()
         if failure is not None:
@@ -130,13 +130,13 @@ class OffloadedOptimizer:
         """Waits until the last update is over on all ranks. A collective if :attr:`is_behind`.
 
         Raises:
-            Exception: it failed, on whichever rank.
+            Exception: it failed on some rank.
         """
         if self.is_behind:
             self._agree(self.take_failure())
 
     def take_failure(self) -> Exception | None:
-        """What went wrong in the last update, for all ranks to be told; waits for its end."""
+        """Waits for the end of the last update, and returns its error, if any, for all ranks."""
         self._told = True
         return self.behind.take_failure()
 
@@ -153,7 +153,7 @@ class OffloadedOptimizer:
                 loss = closure()
         self.finish()
         factor, self.factor = self.factor, None
-        on_host = factor.to("cpu") if isinstance(factor, torch.Tensor) else factor  # where updates are made
+        on_host = factor.to("cpu") if isinstance(factor, torch.Tensor) else factor  # the host makes the updates
         returns_early, self.returns_early = self.returns_early, False
         failure = self._slots.take_failure()
         if self.gradients is not None:
@@ -198,7 +198,7 @@ class OffloadedOptimizer:
 
     def _begin(self, changed: Sequence[OffloadedStates]) -> None:
         options = options_now(self._optimizer)
-        # All that computes with the old weights was given to the device by now.
+        # The device has been given all work with the old weights by now.
         given = None if self._slots.copies is None else self._slots.copies.given()
         for o in changed:
             if o.device_copy is not None:
@@ -268,7 +268,7 @@ class OffloadedOptimizer:
                 gradient = o.gradient_in_memory[tile]
             else:
                 gradient = moved.pop(0)
-            # Here, once: a tile takes so little time that the smallest operation shows.
+            # Done once, here: a tile takes so little time that even the smallest operation counts.
             scale = factor.to(weights.dtype) if isinstance(factor, torch.Tensor) else factor
             self._updates.run(Tile(o, weights, gradient, mine, scale, copy))
             if self._is_last(o, start):
@@ -307,7 +307,7 @@ class OffloadedOptimizer:
                 )
 
     def _step_of(self, masters: Sequence[nn.Parameter]) -> None:
-        """The optimizer's own step, of some parameters alone."""
+        """The optimizer's own step, for some parameters alone."""
         if any(master.grad is not None for master in masters):
             with _only(self._optimizer, set(masters)):
                 step_without_hooks(self._optimizer)
@@ -357,7 +357,7 @@ class OffloadedOptimizer:
         return start + self._elements_of(o) >= o.weights.numel()
 
     def _elements_of(self, o: OffloadedStates) -> int:
-        """How many elements of a parameter fit a buffer, with all that is moved of them."""
+        """How many elements of a parameter fit into a buffer, with everything that is moved for them."""
         each = sum(slot.tensor.dtype.itemsize for slot in o.states.values())
         if o.place is not None:
             each += o.weights.dtype.itemsize
@@ -371,7 +371,7 @@ class OffloadedOptimizer:
 
 @contextmanager
 def _only(optimizer: torch.optim.Optimizer, masters: set[nn.Parameter]) -> Iterator[None]:
-    """Within this the optimizer has no other parameters."""
+    """A context in which the optimizer has no other parameters than `masters`."""
     before = [group["params"] for group in optimizer.param_groups]
     for group, members in zip(optimizer.param_groups, before, strict=True):
         group["params"] = [member for member in members if member in masters]

@@ -1,4 +1,5 @@
-"""Parameters on another tier: a unit's shards are read when it is gathered, those of the next one ahead of time."""
+"""Parameters in host memory or on disk: a unit's shards are read when it is gathered, those of the next one ahead of
+time."""
 
 import mmap
 from collections import Counter
@@ -16,11 +17,11 @@ from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.slots import TILE_ALIGNMENT, Slot, Slots, SlotSpec
 
 _THREADS = 8  # requests under way at once
-# A unit's parameters and gradients come and go, and of heaps little goes back to the system: a process that trained 24
-# small blocks held 1.9 GB in its second step, and 0.5 GB with such tensors outside of the heap.
+# A unit's parameters and gradients are allocated and freed all the time, and a heap returns little to the system. A
+# process that trained 24 small blocks held 1.9 GB in its second step, and 0.5 GB with such tensors outside of the heap.
 _MAPPED_BYTES = 1 << 20
 _REQUEST_BYTES = 4 << 20
-_BUFFERS_KEPT = 2  # one that is read ahead, and one that is copied from
+_BUFFERS_KEPT = 2  # one for reading ahead, and one that is copied from
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class ParameterUnit:
 
     Args:
         slots: of this rank's shards, with their padding.
-        masters: that the shards are of.
+        masters: the master weights whose shards these are.
     """
 
     slots: list[Slot]
@@ -37,7 +38,7 @@ class ParameterUnit:
 
     @property
     def nbytes(self) -> int:
-        """Of a buffer for all of them, each in blocks of its own."""
+        """Bytes of a buffer for all shards, each in whole blocks."""
         return sum(_nbytes(slot) for slot in self.slots)
 
 
@@ -64,16 +65,16 @@ class _Memory:
 
 @dataclass
 class _Buffer:
-    """Room for a unit, and what is being read into it."""
+    """Room for a unit, and the reads into it."""
 
     unit: ParameterUnit
     memory: _Memory
     tensors: list[torch.Tensor] = field(default_factory=list)
-    narrow: list[torch.Tensor] = field(default_factory=list)  # the same, cast; none where they are gathered as they are
+    narrow: list[torch.Tensor] = field(default_factory=list)  # the same, cast; empty if they are gathered as they are
     transfers: list[Future[None]] = field(default_factory=list)
 
     def wait(self) -> OSError | None:
-        """Waits for all transfers; returns what went wrong."""
+        """Waits for all transfers; returns the error, if any."""
         failure = None
         for transfer in self.transfers:
             try:
@@ -87,15 +88,15 @@ class _Buffer:
 class OffloadedParameters:
     """Reads units of parameters into memory for as long as they are gathered.
 
-    What is read next is what followed last time: the order of a model's forward and that of its backward are learned
-    in the first step. While a unit is computed with, the next one is read, so that two are in memory, and no more.
+    The first step shows the order of units in forward and in backward. While a unit computes, the next one is read. So
+    two units are in memory, and no more.
 
     Args:
-        slots: where they go.
+        slots: where the parameters go.
 
     Attributes:
-        gathered_as: the type that they are cast to when they are read, which is that of all of them; None for theirs.
-        is_current: tells of masters whether no update of them is under way; what has one is not read ahead.
+        gathered_as: the type to which all of them are cast when they are read; None for their own.
+        is_current: says whether no update of some master weights is under way. Only then are they read ahead.
     """
 
     def __init__(self, slots: Slots) -> None:
@@ -106,21 +107,21 @@ class OffloadedParameters:
         self._slots = slots
         self._pool: ThreadPoolExecutor | None = None
         self._free: list[_Memory] = []
-        self._sizes: Counter[int] = Counter()  # of the units' buffers
+        self._sizes: Counter[int] = Counter()  # how many units have a buffer of this size
         self._ahead: _Buffer | None = None
         self._previous: Hashable = None
         self._next: dict[Hashable, ParameterUnit] = {}
 
     @property
     def is_off_device(self) -> bool:
-        """Whether what is read is in other memory than what is computed with."""
+        """Whether the device computes in other memory than that into which units are read."""
         return self._slots.copies is not None
 
     def add(self, shards: Sequence[torch.Tensor], masters: Sequence[nn.Parameter] = ()) -> ParameterUnit:
-        """A unit that holds the values of `shards`, flat; they may be freed once this returns.
+        """Makes a unit that holds the values of `shards`, which are flat. They may be freed once this returns.
 
         Args:
-            masters: that they are of.
+            masters: the master weights whose shards they are.
 
         Raises:
             ValueError: there is no space for them.
@@ -144,9 +145,10 @@ class OffloadedParameters:
         return unit
 
     def begin(self) -> None:
-        """Called before each forward of the model: what was written to the parameters since the last is seen.
+        """Called before each forward of the model, so that it sees what was written to the parameters since the last
+        one.
 
-        What the last step freed is given back to the system.
+        It also returns the memory that the last step freed to the system.
         """
         self.forget()
         self._slots.settle()
@@ -154,7 +156,7 @@ class OffloadedParameters:
             give_back_free_memory()
 
     def forget(self) -> None:
-        """Called after the parameters were changed: what was read ahead is old."""
+        """Called after the parameters were changed: drops what was read ahead."""
         self._drop_ahead()
         self._previous = None
 
@@ -166,7 +168,7 @@ class OffloadedParameters:
         waiting.
 
         Args:
-            phase: what is done with it, such as forward or backward, each of which has an order of its own.
+            phase: forward or backward, for example. Each phase has its own order of units.
         """
         buffer = self._take(unit)
         failure = buffer.wait()
@@ -192,7 +194,7 @@ class OffloadedParameters:
         if ahead is not None and ahead.unit is unit:
             self._ahead = None
             return ahead
-        self._drop_ahead()  # the model went another way than last time
+        self._drop_ahead()  # the model calls units in another order than last time
         buffer = self._buffer(unit)
         self._submit(buffer, write=False)
         return buffer
@@ -225,17 +227,17 @@ class OffloadedParameters:
         return buffer
 
     def _size(self, unit: ParameterUnit) -> int:
-        """Of a buffer for `unit`."""
+        """Bytes of a buffer for `unit`."""
         narrow = 0 if self.gathered_as is None else self.gathered_as.itemsize
         return unit.nbytes + sum(round_up(slot.tensor.numel() * narrow) for slot in unit.slots)
 
     def _keep(self, buffer: _Buffer) -> None:
-        """Keeps the memory for other units of the same size; that of a unit like no other is freed."""
+        """Keeps the memory for other units of the same size. If there are none, it is freed."""
         if self._sizes[len(buffer.memory)] > 1 and len(self._free) < _BUFFERS_KEPT:
             self._free.append(buffer.memory)
 
     def _submit(self, buffer: _Buffer, write: bool) -> None:
-        """Has all of a unit read into `buffer`, or written from it, a few MiB at a time."""
+        """Submits the reads of a unit into `buffer`, or the writes from it, a few MiB at a time."""
         if buffer.memory.mapped is None:
             for slot in buffer.unit.slots:
                 slot.moved += _nbytes(slot)

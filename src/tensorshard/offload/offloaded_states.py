@@ -1,4 +1,4 @@
-"""One parameter whose states are on another tier, and what an update of it takes along."""
+"""One parameter whose states are offloaded, with all that an update of it needs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ class OffloadedStates:
     """The states of one parameter.
 
     Args:
-        master: what the optimizer updates.
-        weights: this rank's shard of it, flat; where it is in memory.
+        master: the master weight, which the optimizer updates.
+        weights: this rank's shard of it, flat, if it is in memory.
         states: the slots of its states, by their keys.
-        place: of the shard, where it is offloaded itself.
+        place: of the shard, if it is offloaded itself.
     """
 
     name: str
@@ -31,31 +31,31 @@ class OffloadedStates:
     options: Mapping[str, Any] = field(default_factory=dict)  # of its group, at this step
     step: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # its count before this step
     fresh: frozenset[str] = frozenset()  # states that begin with this step
-    gradient: Slot | None = None  # of this step, where it is offloaded
-    gradient_in_memory: torch.Tensor | None = None  # else; flat
+    gradient: Slot | None = None  # of this step, if it is offloaded
+    gradient_in_memory: torch.Tensor | None = None  # else this one, flat
 
     @property
     def is_done_when_written(self) -> bool:
-        """Whether forward needs what the update writes: the weights where they are offloaded, or a device's copy."""
+        """Whether forward has to wait for the update's writes: to offloaded weights, or to a device's copy."""
         return self.place is not None and self.place.copy is None
 
     def shown(self, slot: Slot) -> torch.Tensor:
-        """A state as the optimizer has it without offload: laid out as the master."""
+        """A state as the optimizer shows it: laid out as the master weight."""
         return laid_out_like(self.master, slot.tensor)
 
     @property
     def device_copy(self) -> DeviceSlot | None:
-        """Where the weights go that a device computes with whose memory is not the host's; None for nowhere."""
+        """The slot for the weights in the memory of a device that computes with them; None if there is none."""
         return None if self.place is None else self.place.device_copy
 
     def begin(self, optimizer: torch.optim.Optimizer, options: Mapping[str, Any], gradient: Slot | None) -> None:
-        """Notes what an update needs, so that nothing done to the optimizer later matters to it.
+        """Notes what an update needs, so that later changes of the optimizer do not affect it.
 
-        States that begin are shown by the optimizer from now on.
+        From now on, the optimizer also shows the states that begin with this update.
 
         Args:
-            options: of the parameter's group; they do not change any more.
-            gradient: where it is; None for memory.
+            options: of the parameter's group; they are a copy.
+            gradient: its slot; None if it is in memory.
 
         Raises:
             ValueError: the options ask for other states than there is room for.
@@ -83,17 +83,17 @@ class OffloadedStates:
             state.update({key: self.shown(slot) for key, slot in self.states.items() if key in self.fresh})
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has the optimizer's count of steps include this one."""
+        """Adds this step to the optimizer's count of steps."""
         if counts_steps(optimizer):
             optimizer.state[self.master]["step"] += 1
 
     def specs(self) -> list[SlotSpec]:
-        """What its states take."""
+        """The sizes and types of its states."""
         return [SlotSpec("", slot.tensor.numel(), slot.tensor.dtype) for slot in self.states.values()]
 
 
 def options_now(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each group, as they are now: schedulers may change them, tensors in place."""
+    """A copy of the options of each group, since schedulers may change them, also in place."""
     return [
         {
             key: value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Memory of the host that a GPU reads and writes by itself."""
+"""Memory of the host that a GPU reads and writes directly."""
 
 import ctypes
 import mmap
@@ -9,7 +9,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every context of this process
 
 
 class PinnedMemory(mmap.mmap):
-    """Memory of whole pages, pinned until nothing refers to it any more: tensors that are made on it count.
+    """Memory of whole pages, pinned until nothing refers to it any more, including the tensors that were made on it.
 
     Args:
         nbytes: how much.
@@ -26,7 +26,7 @@ class PinnedMemory(mmap.mmap):
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        with torch.cuda.device(device):  # else this thread would take memory of the first device
+        with torch.cuda.device(device):  # else this thread would make a context on the first device
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if code != 0:
             raise RuntimeError(
@@ -36,5 +36,5 @@ class PinnedMemory(mmap.mmap):
         self._address = address
 
     def __del__(self) -> None:
-        if self._address is not None:  # it may be unpinned already where the process ends
+        if self._address is not None:  # at the end of the process it may be unpinned already
             torch.cuda.cudart().cudaHostUnregister(self._address)

@@ -1,4 +1,4 @@
-"""One rank's room on disk."""
+"""One rank's space on disk."""
 
 import mmap
 import os
@@ -14,15 +14,15 @@ _LOST = "Weights and optimizer states are lost; go on from the last checkpoint"
 
 
 class ScratchFile:
-    """A file without a name, for direct I/O and for plain reads as tensors. What is asked for is reserved at once.
+    """A file without a name, for direct I/O and for tensors that are mapped to it. Its space is reserved in advance.
 
-    Steps read and write it past the page cache, by :meth:`read` and :meth:`write`, from several threads at once. Who
-    looks at it between steps (checkpoints, the user) gets tensors that are mapped to it: :meth:`tensor`. The two must
-    not meet: :meth:`settle` stands between them.
+    Steps read and write it without the page cache, by :meth:`read` and :meth:`write`, from several threads at once.
+    Between steps, checkpoints and the user get tensors that are mapped to it, by :meth:`tensor`. Call :meth:`settle`
+    before steps use it again.
 
     Args:
         folder: where it is.
-        lost: what it means when the disk fails, for people.
+        lost: what is lost if the disk fails, for messages.
 
     Raises:
         ValueError: the folder cannot hold it, see :func:`.folders.open_unnamed`.
@@ -43,10 +43,10 @@ class ScratchFile:
         """Makes the file larger by `nbytes`, in whole blocks; returns where they begin.
 
         Args:
-            mapped: whether :meth:`tensor` will be asked for tensors in them.
+            mapped: whether :meth:`tensor` will be called for them.
 
         Raises:
-            ValueError: there is no such space left.
+            ValueError: there is not so much space left.
         """
         start, size = self.nbytes, max(BLOCK, round_up(nbytes))
         try:
@@ -65,8 +65,8 @@ class ScratchFile:
     def tensor(self, reserved: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements that lie `offset` bytes into what was reserved at `reserved`, as a tensor mapped to the file.
 
-        They are zeros before the first write. What is read through it goes through the page cache, which the system
-        takes back when it needs the memory.
+        They are zeros before the first write. Reads of the tensor go through the page cache, which the system takes
+        back when it needs the memory.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
@@ -89,8 +89,8 @@ class ScratchFile:
         self._transfer(os.pwritev, values, offset, "written")
 
     def settle(self) -> None:
-        """What was written through mapped tensors reaches the disk, and nothing of the file stays in the page cache."""
-        os.fdatasync(self._descriptor)  # of mapped pages too
+        """Writes the changes of mapped tensors to the disk, and drops the file from the page cache."""
+        os.fdatasync(self._descriptor)  # this includes mapped pages
         for mapped in self._maps.values():
             mapped.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -18,20 +18,21 @@ from tensorshard.torch_private.fake_tensors import active_fake_mode
 if TYPE_CHECKING:
     from tensorshard.offload.activations import OffloadedActivations
 
-_LEAST_ON_DISK = 1 << 16  # bytes that are worth a request of their own
+_LEAST_ON_DISK = 1 << 16  # bytes; smaller tensors are not worth a request of their own
 
 _HOST, _DISK = "host memory", "disk"
 
 TILE_ALIGNMENT = BLOCK
-"""Tiles begin at multiples of so many elements: whole blocks of any dtype, and whole vectors of any processor."""
+"""Tiles begin at multiples of this many elements: whole blocks of any dtype, and whole vectors of any processor."""
 
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """A tensor that is to be kept on a tier.
+    """A tensor that will be kept in host memory or on disk.
 
     Args:
-        kind: what it is, for people: "parameters", "optimizer states", "master weights", "gradients" or "activations".
+        kind: what it is, for messages: "parameters", "optimizer states", "master weights", "gradients" or
+            "activations".
         numel: elements of this rank's shard.
         dtype: of its elements.
     """
@@ -49,7 +50,7 @@ class Slot(ABC):
     """One offloaded tensor, flat.
 
     Attributes:
-        tensor: all of it, [numel], for who looks at it between steps, or writes to it.
+        tensor: all of it, [numel], for code that reads or writes it between steps.
         moved: bytes that steps have read from and written to it.
     """
 
@@ -85,7 +86,7 @@ class HostSlot(Slot):
 
 
 class CountedSlot(Slot):
-    """A slot without memory, where a plan is tried on fake tensors: what would be moved is counted."""
+    """A slot without memory, for a plan that is tried on fake tensors. It counts what would be moved."""
 
     def read(self, start: int, into: torch.Tensor, memory: memoryview) -> None:
         raise RuntimeError("a slot without memory cannot be read")
@@ -95,7 +96,7 @@ class CountedSlot(Slot):
 
 
 class FakeSlot(CountedSlot):
-    """One whose tensor is fake."""
+    """A slot whose tensor is fake."""
 
     def __init__(self, spec: SlotSpec) -> None:
         self.tensor = torch.zeros(spec.numel, dtype=spec.dtype)
@@ -105,8 +106,8 @@ class DiskSlot(Slot):
     """A tensor in a scratch file.
 
     Args:
-        reserved: where the space begins that was reserved for it and others.
-        offset: how many bytes into that it begins.
+        reserved: where the space begins that was reserved for it and other tensors.
+        offset: where in that space it begins, in bytes.
     """
 
     def __init__(self, spec: SlotSpec, file: ScratchFile, reserved: int, offset: int) -> None:
@@ -123,7 +124,7 @@ class DiskSlot(Slot):
 
 
 class DeviceSlot(Slot):
-    """A tensor in the memory of a device that is not the host, of which tiles are read and written beside others.
+    """A tensor in the memory of a device that is not the host. Its tiles are read and written as those of other slots.
 
     Args:
         tensor: flat.
@@ -144,13 +145,13 @@ class DeviceSlot(Slot):
 
 @dataclass(frozen=True)
 class OffloadedMaster:
-    """Where weights are that the optimizer updates.
+    """The places of a master weight.
 
     Args:
-        slot: this rank's shard of them.
-        copy: the same shard of the parameter that forward computes with, flat, where the update writes it in place;
-            None where the weights themselves are read for it.
-        device_copy: that shard where it is in the memory of a device that is not the host, in place of `copy`.
+        slot: of this rank's shard.
+        copy: the same shard of the parameter that forward computes with, flat, which the update writes in place; None
+            if forward reads the master weight itself.
+        device_copy: in place of `copy`, if that shard is in the memory of a device that is not the host.
     """
 
     slot: Slot
@@ -161,16 +162,16 @@ class OffloadedMaster:
 class Slots:
     """Makes the slots of one rank: in host memory as long as its budget lasts, then in one scratch file.
 
-    Under a ``FakeTensorMode`` they are counted alike and take nothing.
+    Under a ``FakeTensorMode`` they are counted in the same way, and take no memory.
 
     Args:
         offload: what goes where.
         ranks_here: how many ranks share the host's memory.
-        copies: what copies between the device and the host; None where the device is the host.
+        copies: copies between the device and the host; None if the device is the host.
 
     Attributes:
-        activations: what moves them; None if they stay on the device.
-        failure: what went wrong in reading parameters, until all ranks are told; None for nothing.
+        activations: moves activations; None if they stay on the device.
+        failure: an error in reading parameters that the other ranks do not know yet; None for none.
         fake: whether it was made under a ``FakeTensorMode``.
 
     Raises:
@@ -184,10 +185,10 @@ class Slots:
         self.failure: OSError | None = None
         self.activations: OffloadedActivations | None = None
         self._file: ScratchFile | None = None
-        self._left: int | None = None  # of the budget
+        self._left: int | None = None  # bytes of the budget
         self._held: dict[tuple[str, str], int] = {}
-        self._made: list[tuple[str, Slot]] = []  # with where they are
-        self._on_device: list[DeviceSlot] = []  # what comes back
+        self._made: list[tuple[str, Slot]] = []  # with the place of each
+        self._on_device: list[DeviceSlot] = []  # those of weights that come back to the device
         self.fake = active_fake_mode() is not None
         if offload.host_bytes is not None:
             self._left = offload.host_bytes // ranks_here - offload.buffer_bytes
@@ -202,32 +203,33 @@ class Slots:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those of all slots."""
+        """The tensors of all slots."""
         return [slot.tensor for _, slot in self._made]
 
     def held(self, where: str) -> int:
-        """Bytes that this rank keeps in "host memory" (buffers between the tiers included), or on "disk"."""
+        """Bytes that this rank keeps in "host memory" (including its buffers), or on "disk"."""
         buffers = self.offload.buffer_bytes if where == _HOST else 0
         return buffers + sum(size for (_, place), size in self._held.items() if place == where)
 
     def moved(self, where: str) -> int:
         """Bytes that steps have read from and written to slots in "host memory" or on "disk".
 
-        What comes back to the device counts as the former.
+        Weights that come back to the device count as "host memory".
         """
         of_activations = 0 if self.activations is None else self.activations.space.moved(where)
         back = sum(slot.moved for slot in self._on_device) if where == _HOST else 0
         return of_activations + back + sum(slot.moved for place, slot in self._made if place == where)
 
     def forget_moved(self) -> None:
-        """Has :meth:`moved` count from here on."""
+        """Makes :meth:`moved` count from zero again."""
         for slot in (*self._on_device, *(slot for _, slot in self._made)):
             slot.moved = 0
         if self.activations is not None:
             self.activations.space.forget_moved()
 
     def add(self, tier: str, specs: Sequence[SlotSpec]) -> list[Slot]:
-        """A slot for each of `specs`, zeros; on disk where `tier` says so, or where the budget does not last.
+        """A slot for each of `specs`, filled with zeros: on disk if `tier` says so, or if the budget of host memory is
+        used up.
 
         Raises:
             ValueError: the disk has no space for them.
@@ -255,10 +257,10 @@ class Slots:
         return DiskSlot(spec, self._file, reserved, offset)
 
     def keep(self, values: torch.Tensor, copy: torch.Tensor) -> OffloadedMaster:
-        """Has the master weights `values` in a slot.
+        """Moves the master weights `values` to a slot.
 
         Args:
-            copy: what forward computes with of them, flat.
+            copy: the weights that forward computes with, flat.
 
         Raises:
             ValueError: the disk has no space for them.
@@ -272,18 +274,18 @@ class Slots:
         return OffloadedMaster(slot, device_copy=self._on_device[-1])
 
     def take_failure(self) -> OSError | None:
-        """:attr:`failure`, which is forgotten."""
+        """Returns :attr:`failure`, and forgets it."""
         failure, self.failure = self.failure, None
         return failure
 
     def settle(self) -> None:
-        """Called before transfers, for those who wrote to or read from :attr:`Slot.tensor` in between."""
+        """Called before transfers, in case :attr:`Slot.tensor` was read or written since the last ones."""
         if self._file is not None:
             self._file.settle()
 
     @property
     def held_by_kind(self) -> dict[tuple[str, str], int]:
-        """Bytes of each kind on "host memory" or "disk" of this rank; of activations, the most at a time."""
+        """Bytes of each kind in "host memory" or on "disk" of this rank; of activations, the most at a time."""
         return dict(self._held)
 
     def describe(self) -> str:
@@ -293,7 +295,8 @@ class Slots:
         return "\n".join(lines)
 
     def borrow(self, nbytes: int) -> bool:
-        """Whether host memory has room for so many bytes, which its budget then has less; below 0 gives back."""
+        """Takes so many bytes from the budget of host memory, if it has them; returns whether it has. Below 0 gives
+        back."""
         if self._left is None:
             return True
         if nbytes > self._left:
@@ -302,7 +305,7 @@ class Slots:
         return True
 
     def note(self, kind: str, where: str, nbytes: int) -> None:
-        """Has the table say that so much of a `kind` is held at a time, if it was less before."""
+        """Notes for the table that `nbytes` of a `kind` are held at a time, if that is more than before."""
         self._held[kind, where] = max(nbytes, self._held.get((kind, where), 0))
 
     def _count(self, spec: SlotSpec, where: str) -> None:
@@ -311,12 +314,12 @@ class Slots:
 
 
 class SpareRoom:
-    """Room for offloaded tensors once more, such as for those that are being read from a checkpoint.
+    """Room for a second copy of offloaded tensors, such as those that are being read from a checkpoint.
 
-    What the plan has on disk, or may have there, gets it in a scratch file, which is gone with the tensors.
+    Tensors that the plan has on disk, or may have there, get it in a scratch file, which is gone with them.
 
     Args:
-        slots: those of the plan; None without offload.
+        slots: of the plan; None without offload.
     """
 
     def __init__(self, slots: Slots | None) -> None:
@@ -339,6 +342,6 @@ class SpareRoom:
 
 
 def laid_out_like(master: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape of `master`, whose shard on this rank is `flat`: a DTensor if that is one."""
+    """A tensor of the shape of `master`, whose shard on this rank is `flat`: a DTensor if `master` is one."""
     local = flat.view(to_local(master).shape)
     return dtensor_like(local, master) if isinstance(master, DTensor) else local

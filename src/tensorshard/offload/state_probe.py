@@ -1,4 +1,4 @@
-"""Whether an optimizer updates each parameter by itself, and which states it keeps: it is run on small ones."""
+"""Finds out whether an optimizer updates each parameter by itself, and which states it keeps, on small parameters."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -16,10 +16,10 @@ def probe_states(
     """The states of a parameter's own shape that an optimizer keeps for each of `masters`, by their keys.
 
     Args:
-        build: the optimizer of the parameters that it is given.
+        build: makes the optimizer of the parameters that it is given.
 
-    Raises:
-        ValueError: what the optimizer does to one parameter depends on another.
+        es:
+        ValueError: the update of one parameter depends on another parameter.
     """
     together, names = _small(build, masters)
     apart, _ = _small(build, masters)

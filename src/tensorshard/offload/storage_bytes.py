@@ -1,4 +1,4 @@
-"""A storage as one tensor of bytes, and tensors on such bytes. Storages of fake tensors cannot be set."""
+"""A storage as one tensor of bytes, and tensors on such bytes. This also works for fake tensors."""
 
 from collections.abc import Sequence
 

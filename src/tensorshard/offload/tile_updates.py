@@ -19,8 +19,8 @@ class Tile:
     Args:
         of: the parameter.
         states: by their keys.
-        factor: what gradients are multiplied by on the way; None for nothing.
-        copy: takes the new weights in its own type; None for nothing.
+        factor: multiplies the gradients; None for no factor.
+        copy: gets the new weights in its own type; None for no copy.
     """
 
     of: OffloadedStates
@@ -31,7 +31,7 @@ class Tile:
     copy: torch.Tensor | None
 
     def part(self, start: int, count: int) -> "Tile":
-        """Elements of it."""
+        """The tile of `count` elements from `start` on."""
         within = slice(start, start + count)
         return Tile(
             self.of,
@@ -56,9 +56,9 @@ class TileUpdates:
         self._scratch = torch.empty(0)
 
     def run(self, tile: Tile) -> None:
-        """Updates `tile`: in one pass where there is one, the rest a cache's worth at a time."""
+        """Updates `tile`: in one pass over memory if possible, the rest in parts that fit the cache."""
         numel, done = tile.weights.numel(), self._in_one_pass(tile)
-        # Fake tensors are in no cache.
+        # Fake tensors need no parts.
         most = numel if active_fake_mode() is not None else _CACHE_ELEMENTS * torch.get_num_threads()
         for start, count in tiles(numel - done, most):
             part = tile.part(done + start, count)
@@ -67,7 +67,7 @@ class TileUpdates:
                 part.copy.copy_(part.weights)
 
     def _in_one_pass(self, tile: Tile) -> int:
-        """Updates what one pass can, from the first element on; returns how many elements that are."""
+        """Updates as many of the first elements as one pass can; returns how many these are."""
         o = tile.of
         if not self._is_adam or active_fake_mode() is not None:
             return 0

@@ -1,4 +1,4 @@
-"""Moving tiles between their tiers and buffers while others are computed with."""
+"""Moves tiles between host memory or disk and buffers, while other tiles are updated."""
 
 import mmap
 from collections import deque
@@ -15,7 +15,7 @@ from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.slots import TILE_ALIGNMENT, Slot
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 
-_MOST_BYTES = 24  # of an element: its gradient, master, three states and fp32 copy
+_MOST_BYTES = 24  # of an element: its gradient, master weight, three states and fp32 copy
 _THREADS = 8  # requests under way at once; a disk is at its full rate with four of some MiB each
 
 
@@ -25,9 +25,9 @@ class Move:
 
     Args:
         start, numel: which elements.
-        read: whether its old values are needed; else it is zeros.
-        write: whether it has new values.
-        zero: whether it has to be zeros where it is not read.
+        read: whether its old values are needed.
+        write: whether it gets new values.
+        zero: whether it has to be zeros if it is not read.
     """
 
     slot: Slot
@@ -45,11 +45,11 @@ class Move:
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed with some tiles at once.
+    """A computation on some tiles at once.
 
     Args:
-        compute: called with a tensor for each of `moves`, [numel], which is its own until it returns.
-        written: called when all moves are written; None for nothing.
+        compute: called with a tensor [numel] for each of `moves`. It may use them until it returns.
+        written: called when all moves are written; None for no call.
     """
 
     moves: Sequence[Move]
@@ -76,10 +76,10 @@ class _UnderWay:
 
 
 class Reading:
-    """Bytes that are being read into memory of their own: the host's, or the device's where that is another.
+    """Bytes that are being read into new memory: the device's, if it has its own, else the host's.
 
     Args:
-        copies: what copies to such a device; None where the device is the host.
+        copies: copies to the device; None if the device is the host.
     """
 
     def __init__(self, nbytes: int, copies: DeviceCopies | None = None) -> None:
@@ -104,7 +104,7 @@ class Reading:
 
 
 def _write_landed(started: _UnderWay, copy: CopyToHost | None) -> None:
-    """Writes what was copied to a buffer, cast where the slot is of another type."""
+    """Writes what was copied to a buffer; cast, if the slot has another type."""
     [move, *_] = started.work.moves
     if copy is not None:
         copy.wait()
@@ -114,7 +114,7 @@ def _write_landed(started: _UnderWay, copy: CopyToHost | None) -> None:
 
 
 def _nothing(_: list[torch.Tensor]) -> None:
-    """What is computed where tiles are written alone."""
+    """The computation of a work that only writes tiles."""
 
 
 class Transfers:
@@ -124,8 +124,8 @@ class Transfers:
         buffer_bytes: of all buffers together.
         largest: bytes of the largest work's buffer.
         threads: how many requests are under way at once.
-        copies: what copies between the device and buffers, which are pinned then; None where the device is the host.
-        reads: whether :meth:`read` will be called: with `copies` that takes as many buffers once more.
+        copies: copies between the device and buffers, which are then pinned; None if the device is the host.
+        reads: whether :meth:`read` will be called. With `copies`, that takes as many buffers again.
 
     Raises:
         RuntimeError: the driver refuses to pin the buffers.
@@ -146,8 +146,8 @@ class Transfers:
         self._copies = copies
         self._buffers: list[mmap.mmap] = []  # made when they are first needed, aligned to pages
         self._made = 0
-        self._landings: SimpleQueue[mmap.mmap] = SimpleQueue()  # where what is read for a device stops over
-        if copies is not None and active_fake_mode() is None:  # all at once: a driver that refuses is heard now
+        self._landings: SimpleQueue[mmap.mmap] = SimpleQueue()  # buffers for what is read for a device
+        if copies is not None and active_fake_mode() is None:  # all at once, so that a driver that refuses does so now
             self._buffers = [copies.buffer(self._largest) for _ in range(self._count)]
             self._made = self._count
             for _ in range(self._count if reads else 0):
@@ -163,16 +163,16 @@ class Transfers:
         *,
         owner: torch.Tensor | None = None,
     ) -> list[Future[None]]:
-        """Has all of `slot` written in the background; `values`, [numel], may change once this returns.
+        """Writes all of `slot` in the background. `values`, [numel], may change once this returns.
 
-        On a device that is not the host they may be let go of, but must not change before that is done.
+        Values on a device that is not the host may be freed then, but must not change before they are copied.
 
         Args:
-            dtype: of the slot, to which `values` are cast by the host; None for theirs.
-            owner: a tensor in their memory that would show changes in place by its version; None for `values`.
+            dtype: of the slot, to which the host casts `values`; None for their own.
+            owner: a tensor in their memory, whose version shows in-place changes; None for `values`.
 
         Returns:
-            What is under way then.
+            The writes that are under way.
 
         Raises:
             OSError: the disk failed, with this or an earlier write.
@@ -207,13 +207,13 @@ class Transfers:
         return self._largest // sum(dtype.itemsize for dtype in dtypes) // TILE_ALIGNMENT * TILE_ALIGNMENT
 
     def read(self, slot: Slot, nbytes: int) -> Reading:
-        """Begins to read the first bytes of `slot`, whose elements are bytes."""
+        """Begins to read the first `nbytes` of `slot`, whose elements are bytes."""
         reading = Reading(nbytes, self._copies)
         slot.moved += round_up(nbytes)
         if active_fake_mode() is not None:
             return reading
         view = None if reading.memory is None else memoryview(reading.memory)
-        # The new tensor's memory may have been another's, which the device still computes with.
+        # The new tensor's memory may have been another tensor's, with which the device still computes.
         after = None if self._copies is None else self._copies.given()
         each = self.elements(torch.uint8)
         for start in range(0, nbytes, each):
@@ -228,7 +228,7 @@ class Transfers:
 
     def _read_to_device(self, slot: Slot, start: int, into: torch.Tensor, after: Any) -> None:
         assert self._copies is not None
-        landing = self._landings.get()  # waits for others' to be copied from
+        landing = self._landings.get()  # waits until a buffer has been copied from
         try:
             values = torch.frombuffer(landing, dtype=torch.uint8, count=into.numel())
             slot.read(start, values, memoryview(landing)[: round_up(into.numel())])
@@ -237,11 +237,11 @@ class Transfers:
             self._landings.put(landing)
 
     def drain(self) -> None:
-        """Waits until all that :meth:`write` began is written.
+        """Waits until all writes that :meth:`write` began are done.
 
         Raises:
             OSError: the disk failed.
-            RuntimeError: what was written had been changed while it was copied from the device.
+            RuntimeError: values were changed while they were copied from the device.
         """
         failure: Exception | None = None
         while self._written:
@@ -253,7 +253,7 @@ class Transfers:
             raise failure
 
     def run(self, works: Iterable[Work]) -> None:
-        """Does each of `works` in turn, here, while threads read what comes next and write what was done.
+        """Does each of `works` in turn, in this thread. Other threads read what comes next and write what was done.
 
         Raises:
             OSError: the disk failed. All threads are at rest then.
@@ -332,7 +332,7 @@ class Transfers:
             written.work.written()
 
     def _finish(self, started: _UnderWay, behind: deque[_UnderWay]) -> None:
-        behind.append(started)  # where a failure finds it
+        behind.append(started)  # so that it is waited for after a failure
         started.wait()
         started.work.compute(started.tensors)
         self._submit_writes(started)

@@ -1,4 +1,4 @@
-"""An update that goes on in the background: who needs a parameter waits until that parameter is updated."""
+"""An update in the background. Code that needs a parameter waits until that parameter is updated."""
 
 import sys
 import threading
@@ -12,17 +12,17 @@ from torch import nn
 
 
 class UpdateBehind:
-    """Runs one update at a time in a thread, and tells which masters it has updated.
+    """Runs one update at a time in a thread, and notes which master weights it has updated.
 
-    The order in which the forward asks for masters is learned: the next update takes them in that order.
+    The next update goes in the order in which the last forward needed the master weights.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._pending: set[nn.Parameter] = set()  # masters that are yet to be updated
+        self._pending: set[nn.Parameter] = set()  # master weights that are not updated yet
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._needed: dict[nn.Parameter, None] = {}  # in the order in which the last forward asked for them
+        self._needed: dict[nn.Parameter, None] = {}  # in the order in which the last forward needed them
         self._ends_at_exit = False
 
     def in_order(self, masters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -32,15 +32,16 @@ class UpdateBehind:
         return sorted(masters, key=lambda master: place.get(master, len(place)))
 
     def start(self, update: Callable[[], None], masters: Sequence[nn.Parameter], failure: Exception | None) -> None:
-        """Begins `update`, which calls :meth:`done` with `masters` as it goes; an earlier one must be over.
+        """Begins `update`, which calls :meth:`done` with `masters` as it goes. An earlier update must be over.
 
         Args:
-            failure: what went wrong before it; then nothing is begun.
+            failure: an earlier error; with one, nothing is begun.
         """
         assert self._thread is None
         if not self._ends_at_exit:
             self._ends_at_exit = True
-            # An interpreter that ends stops pools of threads, which updates need, before it calls functions of atexit.
+            # At its end, the interpreter stops pools of threads before it calls atexit functions. Updates need these
+            # pools.
             threading._register_atexit(partial(_finish_at_exit, weakref.ref(self)))  # type: ignore[attr-defined]
         self._failure = failure
         if failure is None:
@@ -61,24 +62,25 @@ class UpdateBehind:
             self._changed.notify_all()
 
     def done(self, masters: Iterable[nn.Parameter]) -> None:
-        """Tells those who wait that `masters` are updated."""
+        """Notes that `masters` are updated, and wakes threads that wait for them."""
         with self._changed:
             self._pending.difference_update(masters)
             self._changed.notify_all()
 
     def is_done(self, masters: Iterable[nn.Parameter]) -> bool:
-        """Whether none of `masters` is yet to be updated."""
+        """Whether all of `masters` are updated."""
         return self._pending.isdisjoint(masters)
 
     def wait(self, masters: Sequence[nn.Parameter]) -> None:
-        """Waits until `masters` are updated, or the update has failed: other ranks may wait for this one."""
+        """Waits until `masters` are updated. It also returns if the update has failed, since other ranks may wait for
+        this one."""
         self._needed.update(dict.fromkeys(masters))
         if self._pending:
             with self._changed:
                 self._changed.wait_for(lambda: self.is_done(masters))
 
     def finish(self) -> Exception | None:
-        """Waits until the update is over; returns what went wrong, until :meth:`take_failure` does."""
+        """Waits until the update is over; returns its error, if any, until :meth:`take_failure` has returned that."""
         thread = self._thread
         if thread is not None:
             thread.join()
@@ -86,7 +88,7 @@ class UpdateBehind:
         return self._failure
 
     def take_failure(self) -> Exception | None:
-        """What :meth:`finish` returns, which is forgotten."""
+        """Returns what :meth:`finish` returns, and forgets it."""
         failure = self.finish()
         self._failure = None
         return failure
@@ -95,5 +97,5 @@ class UpdateBehind:
 def _finish_at_exit(update: Any) -> None:
     found = update()
     failure = None if found is None else found.take_failure()
-    if failure is not None:  # not raised: what else ends at exit, pools of threads among it, would be left out
+    if failure is not None:  # not raised: that would skip the other functions at exit, which stop pools of threads
         sys.excepthook(type(failure), failure, failure.__traceback__)

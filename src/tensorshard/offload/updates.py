@@ -1,10 +1,10 @@
 """Updates of torch's optimizers, a tile at a time: the same kernels on views, so the same results to the last bit.
 
 A tile's gradient, weights and states fit in a processor's cache. So casting and clipping its gradient, its update and
-the 16-bit copy of its weights read and write main memory once, where one pass over the whole model for each of them
-would do so again and again. The kernels are those that the optimizer itself calls, and they compute element by
-element; only at a tensor's end, which is no multiple of a vector, a kernel may round otherwise. Tiles therefore begin
-at multiples of :data:`~tensorshard.offload.slots.TILE_ALIGNMENT`.
+the 16-bit copy of its weights together read and write main memory once. One pass over the whole model for each of them
+would do so several times. The kernels are those that the optimizer itself calls, and they compute element by element.
+Only at a tensor's end, which may not be a whole vector, a kernel may round differently. So tiles begin at multiples of
+:data:`~tensorshard.offload.slots.TILE_ALIGNMENT`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,11 @@ from torch.optim.sgd import sgd
 from tensorshard.torch_private.operators import fused_adam_
 
 States = dict[str, torch.Tensor | None]
-"""A tile's states by their keys; None for one that begins with this update, which the update puts in its place."""
+"""A tile's states by their keys; None for a state that begins with this update. The update then sets it."""
 
 TileUpdate = Callable[[Mapping[str, Any], torch.Tensor, torch.Tensor, States, torch.Tensor], None]
-"""Called with a parameter group's options, a tile's weights, gradient and states, and the count of steps before (which
-stays as it is)."""
+"""Called with a parameter group's options, a tile's weights, gradient and states, and the count of earlier steps (which
+it does not change)."""
 
 
 def _adam(
@@ -38,7 +38,7 @@ def _adam(
         [_given(states["exp_avg"])],
         [_given(states["exp_avg_sq"])],
         [_given(states["max_exp_avg_sq"])] if amsgrad else [],
-        [step.clone()],  # which is added to
+        [step.clone()],  # the kernel adds to it
         foreach=group["foreach"],
         fused=group["fused"],
         decoupled_weight_decay=group["decoupled_weight_decay"],
@@ -105,7 +105,7 @@ _UPDATES: dict[type, TileUpdate] = {
 
 
 def tile_update(optimizer: torch.optim.Optimizer) -> TileUpdate | None:
-    """The update of one tile, if `optimizer` is one of those whose kernels are known here, with common options."""
+    """The update of one tile, if the kernels of `optimizer` are known here and it has common options; else None."""
     unusual = any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
     return None if unusual else _UPDATES.get(type(optimizer))
 
@@ -120,7 +120,7 @@ def state_keys(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Se
 
 
 def begins_with_gradient(key: str) -> bool:
-    """Whether the state `key` has no value before the first update, which makes it of the gradient."""
+    """Whether the state `key` has no value before the first update, which makes it from the gradient."""
     return key == "momentum_buffer"
 
 
@@ -130,6 +130,6 @@ def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def initial_step(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.Tensor:
-    """The count of steps before the first, of the type that the optimizer itself would give it."""
+    """The count of steps before the first one, of the type that the optimizer itself uses."""
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
     return torch.zeros((), dtype=torch.float64 if wide else torch.float32)

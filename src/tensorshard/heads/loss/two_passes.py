@@ -48,9 +48,8 @@ def run_forward(
         class_weight: [V] of this rank, in the wide type, or None.
         room: at least N * V elements of the type ``spec.keep``, for what is kept; None: it is allocated here.
 
-            Returns:
-                The statistics of the classes of all ranks in fp64, with target logits after the margin; and this rank's
-                logits.
+    Returns:
+        The statistics of the classes of all ranks in fp64, with target logits after the margin; and this rank's logits.
     """
     samples, wide = len(tiles.input), spec.precision.wide
     zeros = tiles.input.new_zeros((4, samples), dtype=torch.float64)
