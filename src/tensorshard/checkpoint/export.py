@@ -48,7 +48,7 @@ def export_checkpoint(
         return
     check_is_new(target)  # before the weights are first written as safetensors
     # torch.save needs the whole state dict. So it is written as safetensors first: its tensors are then mapped files,
-        # which take no memory.
+    # which take no memory.
     mapped = target.with_name(f".{target.name}.mapped")
     try:
         export_all(tensors, mapped, None, layouts, dtype=dtype, max_shard_size=max_shard_size)

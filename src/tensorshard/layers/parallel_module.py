@@ -51,7 +51,7 @@ class ParallelModule(ConvertibleModule):
         >>> class Scale(ts.nn.ParallelModule):
         ...     def __init__(self, features, group=None):
         ...         super().__init__(1, group)
-        ...         self.weight = self.split(torch.ones(features), 0)
+        ...         self.weight = self.split(torch.nn.Parameter(torch.ones(features)), 0)
         ...     def forward(self, x):
         ...         shard = ts.distributed.scatter(x, -1, self.group)
         ...         return ts.distributed.gather(shard * self.weight, -1, self.group)
