@@ -43,7 +43,7 @@ def _ask(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup, what: str) ->
     dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1
     if tensor.ndim > _MOST_DIMENSIONS:
         raise ValueError(
-            f"{what} was given a tensor of {tensor.ndim} dimensions: at most {_MOST_DIMENSIONS} can travel"
+            f"{what} was given a tensor of {tensor.ndim} dimensions: it takes at most {_MOST_DIMENSIONS}"
         )
     monitor = find_monitor(group)
     if monitor is not None:

@@ -155,7 +155,7 @@ def local_of(tensor: DTensor, dim: int, group: groups.Group | None) -> tuple[tor
     own = tensor.device_mesh.get_group()
     held = dist.get_process_group_ranks(own)
     if group is not None and dist.get_process_group_ranks(groups.resolve_group(group)) != held:
-        raise ValueError(f"a DTensor split over the ranks {held} was given with group= other ranks: leave group= out")
+        raise ValueError(f"a DTensor is split over the ranks {held}, and group= names other ranks: leave group= out")
     return tensor.to_local(), own, tensor.size(axis)
 
 

@@ -16,13 +16,11 @@ from tensorshard.nn.conversion import convert
 class ParallelLinear(ParallelModule):
     """``nn.Linear`` with its weight split over a group.
 
-    ======  =========================  ===============================  ====================
-    `dim`   what is split              input                            output
-    ======  =========================  ===============================  ====================
-    None    nothing                    full                            full
-    0       input features (row)       full, or this rank's shard       full
-    1, -1   output features (column)   full                            this rank's shard
-    ======  =========================  ===============================  ====================
+    | `dim` | what is split | input | output |
+    |---|---|---|---|
+    | None | nothing | full | full |
+    | 0 | input features (a row layer) | full, or this rank's shard | full |
+    | 1 or -1 | output features (a column layer) | full | this rank's shard |
 
     Shards of inputs and outputs are cut along the last dimension. A column layer marks its output as a shard, for the
     layer or loss that takes it next. The sizes need not be multiples of the number of ranks.
