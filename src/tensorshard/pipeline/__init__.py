@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cut", "PipelineRunner", "Shapes", "StageModule", "Tracer", "cut_model", "find_schedule"]
 
-# Imported on first use, so that a part of a pipeline does not bring in the others.
+# Imported on first use, so that importing one part of this package does not import the others.
 __getattr__ = lazy_imports(
     __name__,
     {
