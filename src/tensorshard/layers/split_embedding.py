@@ -159,8 +159,8 @@ def _rows_held(num_embeddings: int | None, height: int, group: dist.ProcessGroup
     """The first row of this rank's shard of the table, and how many it has."""
     if num_embeddings is None:
         raise ValueError(
-            "parallel_embedding with dim=0 was given a local weight without num_embeddings=: give the number of rows of "
-            "the full table"
+            "parallel_embedding with dim=0 was given a local weight without num_embeddings=: give the number of rows "
+            "of the full table"
         )
     start, expected = shard_range(num_embeddings, group.size(), group.rank())
     if height != expected:
