@@ -42,9 +42,7 @@ def held_sizes(tensor: torch.Tensor, dim: int, size: int | None, group: dist.Pro
 def _ask(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup, what: str) -> list[int]:
     dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1
     if tensor.ndim > _MOST_DIMENSIONS:
-        raise ValueError(
-            f"{what} was given a tensor of {tensor.ndim} dimensions: it takes at most {_MOST_DIMENSIONS}"
-        )
+        raise ValueError(f"{what} was given a tensor of {tensor.ndim} dimensions: it takes at most {_MOST_DIMENSIONS}")
     monitor = find_monitor(group)
     if monitor is not None:
         monitor.check(f"{what} along dimension {dim} of {tensor.ndim}")
