@@ -54,11 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
 def bert_over(ranks: Sequence[int]) -> dict[int, int]:
     """Bytes of BERT-Large by the number of ranks, with so many samples that one rank takes what was reported of it.
 
-    Memory grows linearly with the samples of a rank: two numbers of them give a line.
+    Few samples change nothing: the update takes more than they do. From there on memory grows linearly with them.
     """
-    one, three = bert_bytes(1, 1), bert_bytes(1, 3)
-    a_sample = (three - one) / 2
-    samples = max(1, round(1 + (BERT_REPORTED[1] * MB - one) / a_sample))
+    asked, fewer, more = BERT_REPORTED[1] * MB, 16, 32
+    while bert_bytes(1, more) < asked:
+        fewer, more = more, 2 * more
+    low, high = bert_bytes(1, fewer), bert_bytes(1, more)
+    samples = round(fewer + (more - fewer) * (asked - low) / (high - low))
     return {count: bert_bytes(count, samples) for count in ranks}
 
 

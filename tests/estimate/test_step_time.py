@@ -1,8 +1,10 @@
 """What estimates say of work, traffic and time, against formulas; and the hardware that they know."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -316,3 +318,28 @@ def test_hardware_is_found_by_its_name(tmp_path, monkeypatch):
     (tmp_path / f"{THIS_MACHINE}.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read"):
         find_hardware(THIS_MACHINE)
+
+
+def _of_many_rows(runs_all: bool) -> ts.Estimate:
+    """A language model whose logits are taken in several runs of rows, each of them in tiles."""
+    tokens = torch.zeros(12, 128, dtype=torch.long)
+    all_turns = mock.patch("tensorshard.estimate.watched_steps.shortened", lambda _: nullcontext())
+    with all_turns if runs_all else nullcontext():
+        return ts.estimate(
+            partial(GPT, 70_000, 128, 1, 2, 16),
+            ts.Plan(zero=0, logits="tiled"),
+            world_size=1,
+            inputs=tokens,
+            targets=tokens,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            loss_fn=next_token_loss,
+        )
+
+
+def test_loops_within_loops_count_what_they_leave_out():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    counted, run = _of_many_rows(False).ranks[0], _of_many_rows(True).ranks[0]
+    assert counted.flops == run.flops
+    assert counted.memory_traffic == pytest.approx(run.memory_traffic, rel=1e-3)
+    assert counted.peak_allocated == run.peak_allocated

@@ -33,8 +33,9 @@ class _FusedUpdates(TorchDispatchMode):
 
 
 def _are_cut_alike(lists: Iterable[Any]) -> bool:
-    """Whether each weight is cut as its gradient and its states are, and holds no partial sums."""
+    """Whether there are DTensors, each weight is cut as its gradient and its states are, and none is a partial sum."""
     every = [[leaf for leaf in one if isinstance(leaf, DTensor)] for one in lists if isinstance(one, list | tuple)]
-    first, *others = ([(one.device_mesh, one.placements) for one in tensors] for tensors in every if tensors)
-    whole = not any(placement.is_partial() for _, placements in first for placement in placements)
-    return whole and all(other == first for other in others)
+    cuts = [[(one.device_mesh, one.placements) for one in tensors] for tensors in every if tensors]
+    if not cuts or any(placement.is_partial() for _, placements in cuts[0] for placement in placements):
+        return False
+    return all(cut == cuts[0] for cut in cuts)

@@ -109,11 +109,12 @@ class OperationLedger(TorchDispatchMode):
             yield from turns
             return
         yield turns[0]
-        self._times = len(turns) - 2
+        before = self._times  # of the loop around this one
+        self._times = before * (len(turns) - 2)
         try:
             yield turns[1]
         finally:
-            self._times = 1
+            self._times = before
         yield turns[-1]
 
     def add(self, counts: Counts) -> None:

@@ -6,7 +6,7 @@ some rows are ever kept. (Liger Kernel computes a fused linear cross entropy thi
 the classes of a chunk are computed a tile at a time, too, so that softmax finds each tile in the cache.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from tensorshard.heads.loss.gradient_sinks import SummedGradients
 from tensorshard.heads.loss.head_spec import HeadSpec, without_autocast
 from tensorshard.heads.loss.two_passes import run_backward, run_forward
 from tensorshard.heads.tiles.tiles import Columns, Tiles
+from tensorshard.layers.repetitions import repetitions
 from tensorshard.layers.softmax_cross_entropy import (
     Statistics,
     TargetWeights,
@@ -161,12 +162,11 @@ def loss_with_gradients(
     return _LossWithGradients.apply(input, weight, bias, targets, class_weight, spec)
 
 
-def _runs(samples: int, classes: int, weight_bytes: int, device: torch.device) -> Iterator[slice]:
+def _runs(samples: int, classes: int, weight_bytes: int, device: torch.device) -> Iterable[slice]:
     step = rows_at_once(classes, weight_bytes, device)
     count = max(1, -(-samples // step))
     step = -(-samples // count)  # of about the same size, so that the last does not have only a few rows
-    for begin in range(0, samples, step):
-        yield slice(begin, min(begin + step, samples))
+    return repetitions([slice(begin, min(begin + step, samples)) for begin in range(0, samples, step)])
 
 
 def _is_one(factor: torch.Tensor) -> bool:
