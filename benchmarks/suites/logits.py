@@ -150,17 +150,17 @@ def measure_group(
 
 def run(arguments: argparse.Namespace) -> int:
     console = make_console()
-    rounds, measured_steps = (1, 2) if arguments.quick else (arguments.rounds, 3)
+    rounds, measured_steps = (1, 2) if arguments.quick else (arguments.rounds, arguments.steps)
     workloads = [_QUICK] if arguments.quick else [WORKLOADS[name] for name in arguments.model or WORKLOADS]
     for workload in workloads:
         for layout in LAYOUTS:
-            if layout.ranks not in arguments.ranks:
+            if layout.ranks not in arguments.ranks or layout.level not in arguments.zero:
                 continue
             group = measure_group(
                 workload,
                 layout,
                 rounds=rounds,
-                warmup_steps=2,
+                warmup_steps=min(2, measured_steps),
                 measured_steps=measured_steps,
                 console=console,
             )
@@ -173,6 +173,10 @@ def run(arguments: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=list(WORKLOADS), nargs="+", help="these models instead of all")
     parser.add_argument("--ranks", type=positive_int, nargs="+", default=[1, 2], help="numbers of ranks (default 1 2)")
+    parser.add_argument("--zero", type=int, choices=(0, 3), nargs="+", default=[0, 3], help="ZeRO levels (default 0 3)")
+    parser.add_argument(
+        "--steps", type=positive_int, default=3, help="steps of a turn that are measured (default %(default)s)"
+    )
     parser.add_argument(
         "--rounds", type=positive_int, default=3, help="how many turns each contender has (default %(default)s)"
     )
