@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Estimate", "MemoryProfile", "RankEstimate", "estimate", "profile_memory"]
 
-# Imported on first use, so that what only spells sizes or draws pages does not wait for torch.
+# Imported on first use, so that code which only formats sizes or draws pages need not import torch.
 __getattr__ = lazy_imports(
     __name__,
     {

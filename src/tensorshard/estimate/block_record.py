@@ -1,4 +1,4 @@
-"""What a block's call does to memory: its storages coming and going, in forward and in backward."""
+"""A record of what a block's call does to memory: which storages it makes and frees, in forward and in backward."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from tensorshard.torch_private.tensors import storage_address
 
 
 class Owner(Enum):
-    """Whose a storage is."""
+    """Where a storage comes from."""
 
     CALL = auto()
     """The call made it."""
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     """A tensor on one of a call's storages.
 
     Args:
-        number: of the storage among its owner's.
+        number: the storage's number among those of its owner.
     """
 
     owner: Owner
@@ -45,7 +45,7 @@ class Step(NamedTuple):
     """A storage of the call grows or shrinks; or the call lets go of one that it was given.
 
     Args:
-        nbytes: by how much; 0 for one that it was given.
+        nbytes: by how much; 0 if the call lets go of a storage that it was given.
     """
 
     owner: Owner
@@ -56,11 +56,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Birth:
-    """A parameter's gradient is there.
+    """The moment in backward when a parameter's gradient is computed.
 
     Args:
         parameter: its number among the block's.
-        at: how many steps of backward are before it.
+        at: how many steps of backward come before it.
     """
 
     parameter: int
@@ -73,8 +73,8 @@ class Given:
     """A tensor that a call was given.
 
     Args:
-        storage: its number among those of the call's arguments.
-        nbytes: of that.
+        storage: the number of its storage among those of the call's arguments.
+        nbytes: the size of that storage.
     """
 
     size: tuple[int, ...]
@@ -87,7 +87,7 @@ class Given:
 
 
 Pattern = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
-"""The size, stride and type of the gradient of each differentiable output; None for one that has none."""
+"""The size, stride and type of the gradient of each differentiable output; None for an output without a gradient."""
 
 
 @dataclass
@@ -95,9 +95,9 @@ class Backward:
     """A call's backward.
 
     Args:
-        steps: in order, of which the first `length` are before the inputs' gradients are handed on.
-        births: of the parameters' gradients, in order.
-        gradients: of the inputs that require one.
+        steps: in order; the first `length` come before the inputs' gradients are returned.
+        births: one for each parameter's gradient, in order.
+        gradients: of the inputs that require a gradient.
     """
 
     steps: list[Step]
@@ -109,17 +109,17 @@ class Backward:
 
 @dataclass
 class Record:
-    """What calls of a block with the same arguments do.
+    """What every call of a block with the same kind of arguments does to memory.
 
     Args:
-        key: what was the same: the arguments' shapes, and the modes that it was called in.
+        key: what these calls have in common: the arguments' shapes, and the modes that the block is called in.
         reads: the plain attributes that were read, and what they held.
         allocations: how the call's storages came to be.
-        forward_steps: what storages do in forward; the first `length` steps are before the outputs are returned.
+        forward_steps: the steps of forward; the first `length` come before the outputs are returned.
         outputs: tensors, each with its place, and other values, in the order of `spec`.
-        handed_on: the call's storages that others get, with their sizes in bytes.
-        backwards: by the gradients that it starts from.
-        usual: those that are expected.
+        handed_on: storages that the call makes and returns, as outputs or gradients, with their sizes in bytes.
+        backwards: what backward does, by the gradients that it starts from.
+        usual: the gradients that backward is expected to start from.
     """
 
     key: Hashable
@@ -136,7 +136,7 @@ class Record:
 
 
 def given(tensors: list[torch.Tensor]) -> list[Given]:
-    """What `tensors` are, and which of them share a storage."""
+    """A description of each of `tensors`, and of which of them share a storage."""
     storages: dict[int, int] = {}
     found = []
     for tensor in tensors:

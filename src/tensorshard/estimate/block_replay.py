@@ -1,4 +1,4 @@
-"""A block's call that is told from a record: nothing is run, and the ledgers say what they would have said."""
+"""Replays a block's call from a record: no operation runs, and the ledgers note what they would have noted."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,13 +16,13 @@ from tensorshard.torch_private.pytree import tree_unflatten
 class Replay:
     """One call of a block.
 
-    Only tensors that others get are made. Backward is a chain of nodes: the first takes the outputs' gradients, one for
-    each parameter hands its gradient on when it is its turn, so that what is hooked to it happens then, and the last
-    has the inputs' gradients.
+    It makes only the tensors that the call returns, as outputs or gradients. Backward is a chain of autograd nodes. The
+    first takes the outputs' gradients. Then one node for each parameter returns its gradient in turn, so that the
+    parameter's hooks run at the right moment. The last returns the inputs' gradients.
 
     Args:
-        tensors: that the call was given, as `metas` says.
-        other_backward: called for what a backward from other gradients than the usual ones does.
+        tensors: those that the call was given; `metas` describes them.
+        other_backward: says what a backward does that starts from other gradients than the usual ones.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Replay:
     ) -> None:
         self._record = record
         self._storages, self._operations = storages, operations
-        self._numbers: dict[int, int] = {}  # of storages without tensors, in the ledger
+        self._numbers: dict[int, int] = {}  # the ledger's numbers of storages without tensors
         self._sizes: dict[int, int] = {}
         self._held: dict[tuple[Owner, int], Any] = {}
         for tensor, meta in zip(tensors, metas, strict=True):
@@ -88,7 +88,7 @@ class Replay:
         self._operations.add(found.counts)
 
     def born(self, number: int) -> torch.Tensor | None:
-        """The gradient of the parameter whose turn is the given one, when it is there; None if it gets none."""
+        """Plays backward up to the gradient of the chain's parameter `number`, and returns it; None if it gets none."""
         assert self._backward is not None
         parameter = self._births[number].parameter
         birth = next((birth for birth in self._backward.births if birth.parameter == parameter), None)
@@ -97,7 +97,7 @@ class Replay:
         self._play_backward(birth.at)
         following = self._backward.steps[birth.at : birth.at + 1]
         if any(self._shares_storage(other, birth) for other in self._births[number + 1 :]):
-            following = []  # it is not all that is left of the storage
+            following = []  # a later gradient still needs the storage
         return self._tensor(birth.gradient, following)
 
     def _shares_storage(self, one: Birth, other: Birth) -> bool:
@@ -142,7 +142,7 @@ class Replay:
                 self._sizes[number] = nbytes
 
     def _tensor(self, place: Place, following: Sequence[Step]) -> torch.Tensor:
-        """The tensor at a place; where `following` steps let go of its storage, it is all that is left of that."""
+        """The tensor at a place. If one of the `following` steps frees its storage, the replay itself lets go of it."""
         key = (place.owner, place.number)
         held = self._held[key]
         base = held[0] if isinstance(held, list) else held
@@ -160,7 +160,7 @@ class Replay:
 
 
 class _Begin(Function):
-    """The outputs; their gradients begin backward."""
+    """Forward returns the outputs; backward takes their gradients and begins."""
 
     @staticmethod
     def forward(ctx: Any, replay: Replay, token: torch.Tensor, places: list[Place]) -> Any:
@@ -177,7 +177,7 @@ class _Begin(Function):
 
 
 class _Birth(Function):
-    """A parameter's gradient."""
+    """Backward returns one parameter's gradient."""
 
     @staticmethod
     def forward(ctx: Any, replay: Replay, number: int, token: torch.Tensor, parameter: torch.Tensor) -> Any:
@@ -190,7 +190,7 @@ class _Birth(Function):
 
 
 class _End(Function):
-    """The inputs' gradients, which end backward."""
+    """Backward returns the inputs' gradients and ends."""
 
     @staticmethod
     def forward(ctx: Any, replay: Replay, token: torch.Tensor, *inputs: torch.Tensor) -> Any:
@@ -204,6 +204,6 @@ class _End(Function):
 
 
 def _token() -> torch.Tensor:
-    """What links the nodes of a chain; it has no elements, and the ledgers do not see it."""
+    """A tensor that links the nodes of a chain. It has no elements, and the ledgers do not see it."""
     with without_dispatch_modes():
         return torch.zeros(0)

@@ -1,4 +1,4 @@
-"""Which blocks are alike: a description of a block that is equal for blocks that do the same."""
+"""Finds blocks that are alike: two blocks that do the same have equal descriptions."""
 
 import enum
 from collections.abc import Hashable, Iterable, Iterator
@@ -18,7 +18,7 @@ from tensorshard.torch_private.modules import TABLES, own_buffers, own_parameter
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size)
 _PACKAGE = __name__.partition(".")[0]
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-_SMALL = 1 << 12  # elements of a tensor with values, which are compared
+_SMALL = 1 << 12  # the most elements of a tensor whose values are compared
 
 Read = tuple[str, str]
 """The name of a module within its block, and of one of its attributes."""
@@ -27,14 +27,14 @@ Read = tuple[str, str]
 def describe_structure(block: nn.Module, kept: list[Any], apart_from: object = None) -> Hashable:
     """What `block` is made of: equal for two blocks that compute alike, apart from their plain attributes.
 
-    Modules of the block are named by their place, parameters and buffers described by their shapes, functions by their
-    code and what they refer to. What is known in no other way is the same only if it is the same object. Attributes
-    that are numbers or text are left out: most say nothing, as the number of a layer does, and :func:`noted_reads`
-    tells which of them do.
+    The block's modules are described by their place, parameters and buffers by their shapes, functions by their code
+    and what they refer to. Any other object equals only itself. Attributes that are numbers or text are left out: most
+    do not matter, such as the number of a layer, and :func:`noted_reads` tells which of them do.
 
     Args:
-        kept: gets the objects that are told by their identity, so that no other takes their place.
-        apart_from: an object that forwards refer to, and that does not count.
+        kept: a list that gets the objects which are compared by their identity. They must stay alive, or another object
+            could get the same identity.
+        apart_from: an object that forwards refer to, and that is not compared.
     """
     return _Describer(block, kept, apart_from).describe()
 
@@ -59,7 +59,7 @@ def noted_reads(block: nn.Module) -> Iterator[set[Read]]:
         cls.__getattribute__ = read  # type: ignore[method-assign,assignment]
 
     try:
-        # A class that derives from one that is watched already is watched by way of it.
+        # A class that derives from a watched class is watched already.
         for cls in sorted({type(module) for module in block.modules()}, key=lambda cls: len(cls.__mro__)):
             if not any(cls is not other and issubclass(cls, other) for other, _ in changed):
                 watch(cls)
@@ -73,7 +73,7 @@ def noted_reads(block: nn.Module) -> Iterator[set[Read]]:
 
 
 def values_of(block: nn.Module, reads: Iterable[Read]) -> dict[Read, Any]:
-    """What the attributes that were read hold."""
+    """The present values of the attributes that were read."""
     return {(path, name): vars(block.get_submodule(path)).get(name) for path, name in reads}
 
 
@@ -84,7 +84,7 @@ class _Describer:
         self._kept = kept
         self._modules = {id(module): name for name, module in block.named_modules()}
         self._tensors: dict[int, int] = {}  # parameters and buffers, which may be tied
-        self._seen: dict[int, tuple[int, Any]] = {}  # objects that were described, in their order
+        self._seen: dict[int, tuple[int, Any]] = {}  # objects that were described, each with its number
 
     def describe(self) -> Hashable:
         return tuple(self._module(name, module) for name, module in self._block.named_modules())
@@ -95,9 +95,9 @@ class _Describer:
             if key in TABLES or isinstance(value, SIMPLE) or "state_dict" in key:
                 continue
             if module is self._block and key.startswith(FSDP_STATE):
-                continue  # what its hooks gather and reduce
+                continue  # FSDP's state, which the block's hooks use to gather and reduce
             if key.endswith(_HOOKS):
-                if module is not self._block:  # its own are around what is compared
+                if module is not self._block:  # the block's own hooks run around the call, and are not compared
                     attributes.append((key, tuple(self._value(hook) for hook in value.values())))
                 continue
             attributes.append((key, self._value(value)))

@@ -1,4 +1,4 @@
-"""A block's forward and backward by themselves, to learn what they do to memory and what they compute."""
+"""Runs a block's forward and backward alone, to learn what they do to memory and what they compute."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -37,19 +37,19 @@ from tensorshard.torch_private.tensors import tensor_version
 
 
 class CannotComposeError(Exception):
-    """A block's calls have to be run, one by one; it says why."""
+    """A block's calls cannot be replayed and have to be run; the message says why."""
 
 
 class Trial:
-    """One run of a block that is no part of the model's.
+    """One run of a block that is not part of the model's own run.
 
-    Its inputs and the gradients that its backward starts from belong to nobody else, so that it shows when the block
-    lets go of them. Its parameters are stood in for, so that their gradients go nowhere.
+    Nobody else holds its inputs and the gradients that its backward starts from. So the ledger shows when the block
+    lets go of them. The block's parameters are replaced by others like them, whose gradients are dropped.
 
     Args:
         forward: of the block.
-        leaves, spec: the call's arguments, tensors as what is known of them.
-        autocast: the type that is computed in, None for that of the inputs.
+        leaves, spec: the call's arguments, with a :class:`Given` in place of each tensor.
+        autocast: the type to compute in; None for that of the inputs.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Trial:
         self._leaves, self._spec = list(leaves), spec
         self._autocast = autocast
         self._tensors = [leaf for leaf in leaves if isinstance(leaf, Given)]
-        self._owners: dict[int, tuple[Owner, int]] = {}  # of storages that the call is given, by the ledger's numbers
+        self._owners: dict[int, tuple[Owner, int]] = {}  # of storages given to the call, by the ledger's numbers
         self._births: list[Birth] = []
-        self._ignored: set[int] = set()  # storages that autograd makes when it keeps a parameter's gradient
+        self._ignored: set[int] = set()  # storages that autograd makes when it accumulates a parameter's gradient
         self._apart = Apart(0)
         self._counts = Counts()
         self._pattern: Pattern = ()
@@ -77,15 +77,15 @@ class Trial:
         self._length = 0
 
     def run(self, key: Any, phase: str, pattern: Pattern | None = None) -> Record:
-        """Runs it.
+        """Runs the block once, and returns the record.
 
         Args:
             key: of the record.
-            phase: that the call is in.
+            phase: the phase of the call.
             pattern: the gradients that backward starts from; None for dense ones of all outputs.
 
         Raises:
-            CannotComposeError: it does more than what a record can say.
+            CannotComposeError: the block does something that a record cannot hold.
         """
         before = note_attributes(self._block)
         with (
@@ -134,10 +134,10 @@ class Trial:
                 del sink
 
         def before(at: int) -> int:
-            """How many steps of backward are before an event."""
+            """How many steps of backward come before an event."""
             return len(self._steps([place for place in kept if place < at]))
 
-        # What backward did to storages that autograd itself made is no part of it.
+        # Storages that autograd made to accumulate parameters' gradients are not the block's own.
         kept = [
             at for at in range(forward, len(self._apart.events)) if self._apart.events[at].number not in self._ignored
         ]
@@ -192,7 +192,7 @@ class Trial:
 
     @contextmanager
     def _own_parameters(self) -> Iterator[list[nn.Parameter]]:
-        """Inside, the block has parameters that are like its own. They are what is yielded, in order."""
+        """Inside, the block has other parameters like its own. Yields them, in order."""
         places: list[tuple[nn.Module, str, nn.Parameter]] = []
         leaves: dict[int, nn.Parameter] = {}
         for parameter in (held := block_parameters(self._block)):
@@ -226,7 +226,7 @@ class Trial:
     # -- backward --
 
     def make_gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """The gradients that backward starts from. Nobody else has them."""
+        """New gradients that backward starts from. Nobody else holds them."""
         made: list[torch.Tensor | None] = []
         for number, pattern in enumerate(self._pattern):
             if pattern is None:
@@ -238,7 +238,7 @@ class Trial:
         return tuple(made)
 
     def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The inputs' gradients are there."""
+        """Notes the inputs' gradients, which backward has computed."""
         self._length = len(self._apart.events)
         self._gradients = [None if gradient is None else self._place(gradient) for gradient in gradients]
 
@@ -247,7 +247,8 @@ class Trial:
         self._before = self._counts.copy()
 
     def _kept(self, leaf: torch.Tensor) -> None:
-        """Autograd has kept a gradient: what it made and counted for that is its own, and it does so in each call."""
+        """Called when autograd has accumulated a gradient. What it allocated and computed for that is not counted here,
+        since autograd does it in every replayed call, too."""
         at = self._births[-1].at
         events = self._apart.events
         self._ignored |= {event.number for event in events[at:] if event.nbytes > 0}
@@ -301,7 +302,7 @@ class Trial:
 
 
 class _Inputs(Function):
-    """The call's inputs: their gradients are the last that its backward computes."""
+    """Forward passes the call's inputs on; backward takes their gradients, the last that are computed."""
 
     @staticmethod
     def forward(ctx: Any, trial: Trial, token: torch.Tensor, *tensors: torch.Tensor) -> Any:
@@ -316,7 +317,7 @@ class _Inputs(Function):
 
 
 class _Outputs(Function):
-    """What comes after the call: the gradients that its backward starts from are made, and given away."""
+    """Stands for what comes after the call: backward makes the gradients that the call's backward starts from."""
 
     @staticmethod
     def forward(ctx: Any, trial: Trial, *tensors: torch.Tensor) -> Any:
@@ -335,7 +336,7 @@ def block_parameters(block: nn.Module) -> list[nn.Parameter]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on fake memory is no more than its values."""
+    """Whether a tensor is a plain fake tensor: strided, and without a layout or a subclass of its own."""
     return type(tensor) is FakeTensor and tensor.layout is torch.strided and get_layout(tensor) is None
 
 

@@ -1,9 +1,9 @@
-"""CUDA's caching allocator of torch, as far as it decides how much memory is reserved.
+"""torch's caching allocator for CUDA, as far as it decides how much memory is reserved.
 
-Its rules are those of torch's documented allocator: sizes are rounded to 512 bytes; up to 1 MiB come from segments of
-2 MiB, below 10 MiB from segments of 20 MiB, and larger ones from segments of their own in steps of 2 MiB; a block is
-the smallest that fits, what is left of it is a block again, and free neighbours become one. Segments are kept. There is
-one stream.
+The rules are those of torch's documentation. Sizes are rounded up to 512 bytes. Blocks of up to 1 MiB come from
+segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, and larger ones from segments of their own, in steps of
+2 MiB. An allocation takes the smallest free block that fits; what is left over becomes a free block, and free
+neighbours are merged. Segments are never released. There is only one stream.
 """
 
 from bisect import bisect_left, insort
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 _ROUND = 512
-_SMALL = 1 << 20  # the largest request that is served from small segments, and the least rest that splits a large block
+_SMALL = 1 << 20  # the largest request for small segments; also, a large block is split if more than this is left
 _SMALL_SEGMENT = 2 << 20
 _LARGE_SEGMENT = 20 << 20
 _MOST_OF_LARGE = 10 << 20
@@ -30,7 +30,7 @@ def _segment(size: int) -> int:
 class _Block:
     size: int
     small: bool
-    number: int  # of those of one size, the one that was made first is taken
+    number: int  # among free blocks of one size, the one that was made first is taken
     free: bool = True
     before: "_Block | None" = None
     after: "_Block | None" = None
@@ -38,7 +38,7 @@ class _Block:
 
 @dataclass
 class CachingAllocator:
-    """Replays allocations.
+    """Takes requests for memory and requests to free it.
 
     Attributes:
         reserved: bytes of all segments so far.

@@ -1,4 +1,4 @@
-"""What would make a plan fit: changes of it, each estimated, the cheapest first."""
+"""Changes that would make a plan fit, each estimated, the cheapest first."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from tensorshard.plan import AXES, Plan
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a plan, with which it fits.
+    """A change with which a plan fits.
 
     Args:
         words: the change, as overrides of ``train.plan`` without that prefix.
         cost: what it costs, in words.
-        needed: bytes on the device then.
+        needed: bytes on the device with the change.
     """
 
     words: str
@@ -41,20 +41,20 @@ class _Candidate:
 def find_changes(
     plan: Plan, memory: int, needed: Callable[[Plan], int], *, batch: int | None = None, most: int = 3
 ) -> list[Change]:
-    """The `most` cheapest changes that make `plan` fit; where no single one does, several together.
+    """The `most` cheapest changes that make `plan` fit; if no single one does, several together.
 
     Args:
-        plan: resolved, one that does not fit.
+        plan: a resolved plan that does not fit.
         memory: bytes of a device.
-        needed: bytes that a plan takes on the device; raises one of `REFUSALS` for one that the model or the batch does
-            not suit.
-        batch: samples of one data rank, which micro-batches have to divide; None if that is not known.
+        needed: returns the bytes that a plan takes on the device; raises one of `REFUSALS` if the plan does not suit
+            the model or the batch.
+        batch: samples of one data rank, a multiple of the number of micro-batches; None if it is not known.
     """
     found: list[Change] = []
     kinds: set[str] = set()
     best: dict[str, tuple[int, _Candidate]] = {}
     for candidate in _candidates(plan, batch):
-        if candidate.kind in kinds:  # a milder change of that kind is enough
+        if candidate.kind in kinds:  # a milder change of this kind is enough
             continue
         bytes_needed = _needed(plan, candidate.fields, needed)
         if bytes_needed is None:
@@ -70,12 +70,12 @@ def find_changes(
 
 
 def _together(plan: Plan, memory: int, needed: Callable[[Plan], int], candidates: list[_Candidate]) -> list[Change]:
-    """The changes that together make it fit, each of which helps; none where all of them do not."""
+    """Changes that make the plan fit together, each of which helps; none if all of them together are not enough."""
     fields: dict[str, Any] = {}
     least = needed(plan)
     for candidate in candidates:
         if set(candidate.fields) & set(fields) & set(AXES):
-            continue  # the other one took those ranks
+            continue  # an earlier change has set these axes already
         tried = fields | candidate.fields
         bytes_needed = _needed(plan, tried, needed)
         if bytes_needed is None or bytes_needed >= least:
@@ -94,7 +94,7 @@ def _needed(plan: Plan, fields: dict[str, Any], needed: Callable[[Plan], int]) -
 
 
 def _candidates(plan: Plan, batch: int | None) -> Iterator[_Candidate]:
-    """Changes to try, in the order of what they cost; those of one kind from mild to strong."""
+    """Changes to try, the cheapest first; those of one kind from mild to strong."""
     zero = int(plan.zero)
     if plan.dp_shard > 1:
         for level in range(zero + 1, 3):

@@ -1,4 +1,4 @@
-"""Charts of memory as SVG, for the page of an estimate. Colours are those of the page's classes."""
+"""Charts of memory as SVG, for the page of an estimate. The page's CSS classes give the colours."""
 
 import html
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ def stacked_chart(moments: Sequence[Moment], top: int, title: str) -> str:
     """Memory over steps, stacked by category.
 
     Args:
-        moments: in order; each is as wide as any other.
+        moments: in order, all drawn with the same width.
         top: bytes at the top of the scale.
-        title: what is drawn, for readers who hear it.
+        title: what is drawn, for screen readers.
     """
     step = _WIDE / max(1, len(moments))
     floor = _TOP + _HIGH
@@ -46,12 +46,12 @@ def stacked_chart(moments: Sequence[Moment], top: int, title: str) -> str:
 
 
 def chart_title(name: str, rank: RankEstimate) -> str:
-    """What the chart of `rank` is called; `name` is "estimated" or "measured"."""
+    """The title of the chart of `rank`; `name` is "estimated" or "measured"."""
     return f"{name}, rank {rank.rank}: at most {size_text(rank.peak_allocated)} of live tensors, in {rank.phase}"
 
 
 def picture(name: str, rank: RankEstimate) -> str:
-    """The chart of `rank` as a picture of its own, with a title, a legend, colours and a ground."""
+    """The chart of `rank` as a picture of its own, with a title, a legend, colours and a background."""
     title = chart_title(name, rank)
     width, height = _LEFT + _WIDE + 8, _TOP + _HIGH + _BELOW
     keys, head = _legend(rank, width)
@@ -69,7 +69,7 @@ def picture(name: str, rank: RankEstimate) -> str:
 
 
 def _legend(rank: RankEstimate, width: int) -> tuple[list[str], int]:
-    """What the colours of a picture `width` wide mean, below its title; and where that ends."""
+    """The legend of a picture of the given width, and the height at which it ends."""
     parts, x, y = [], 12, 44
     for index, category in enumerate(CATEGORIES):
         if not any(moment.held[index] for moment in rank.history):
@@ -92,7 +92,7 @@ def _steps(heights: Sequence[int], top: int, step: float, floor: float) -> list[
 
 
 def _phases(moments: Sequence[Moment], step: float, floor: float) -> list[str]:
-    """A strip below the chart that says what is going on; words stand where there is room for them."""
+    """A strip below the chart that shows the phases, with their names where there is room."""
     parts, start = [], 0
     for phase, group in groupby(moments, key=lambda moment: moment.phase):
         count = len(list(group))

@@ -1,10 +1,9 @@
-"""Blocks that repeat are run once, by themselves; their other calls are told from what was found.
+"""Runs one of several equal blocks alone and records what it does. Calls of the others are replayed from the record.
 
-A call is told from a record if its block is made like the recorded one (:mod:`.block_structure`), got arguments of the
-same shapes in the same modes, and has equal values in all plain attributes that were read. Everything around blocks,
-what is hooked to them and to their parameters included, runs as it does otherwise: gathering, reduction, pipelines.
-A block that does what a record cannot say (it keeps a tensor, changes an attribute, takes or returns other objects)
-runs in full.
+A call is replayed if its block is made like the recorded one (:mod:`.block_structure`), gets arguments of the same
+shapes in the same modes, and has equal values in all plain attributes that were read. Everything around blocks runs as
+usual: gathering, reduction, pipelines, and the hooks of blocks and parameters. A block runs in full if it does
+something that a record cannot hold: it keeps a tensor, changes an attribute, or takes or returns other objects.
 """
 
 import logging
@@ -28,12 +27,12 @@ from tensorshard.torch_private.pytree import spec_as_tuples, tree_flatten
 
 logger = logging.getLogger("tensorshard.estimate")
 
-_TRIALS = 2  # of a call that cannot be told: the first may fill a cache
+_TRIALS = 2  # of a call that cannot be replayed: the first one may have failed only because it filled a cache
 
 
 @dataclass
 class _Kind:
-    """Blocks that are made alike."""
+    """Blocks of the same structure, and what is known of their calls."""
 
     records: list[Record] = field(default_factory=list)
     refused: list[tuple[Hashable, int]] = field(default_factory=list)
@@ -43,8 +42,8 @@ class ComposedBlocks:
     """The blocks of one rank's model under two ledgers.
 
     Attributes:
-        run, told: how many calls were run, trials included, and how many were told from a record.
-        refusals: why blocks cannot be told.
+        run, told: how many calls were run, trials included, and how many were replayed from a record.
+        refusals: why blocks could not be replayed, by the name of their class.
     """
 
     def __init__(self, storages: StorageLedger, operations: OperationLedger) -> None:
@@ -56,10 +55,10 @@ class ComposedBlocks:
         self.refusals: dict[str, str] = {}
 
     def compose(self, blocks: Iterable[nn.Module]) -> None:
-        """Has the calls of `blocks` told where that is possible, from now on."""
+        """From now on, calls of `blocks` are replayed if possible."""
         for block in blocks:
             if any(Role.PIPELINE_STAGE in roles_of(module) for module in block.modules() if module is not block):
-                continue  # a part of it is a stage's by itself
+                continue  # only a part of this block is in a pipeline stage
             wrap_forward(block, Role.COMPOSED, partial(self._call, block))
 
     def _call(self, block: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +116,7 @@ class ComposedBlocks:
         self.run += 1
         try:
             record: Record = trial().run(key, phase)
-        except Exception as error:  # whatever the block makes of being run by itself: it is run in full then
+        except Exception as error:  # the model's code may raise anything when a block runs alone; then it runs in full
             reason = f"{type(error).__name__}: {error}"
             self.refusals[type(block).__name__] = reason
             logger.debug("calls of %s are run one by one: %s", type(block).__name__, reason)
@@ -131,7 +130,7 @@ class ComposedBlocks:
 
 
 def _other_backward(record: Record, trial: Any, phase: str, pattern: Pattern) -> Backward | None:
-    """What backward from other gradients does; None if that cannot be told."""
+    """What a backward from other gradients does; None if a trial cannot find it out."""
     try:
         found: Record = trial().run(record.key, phase, pattern)
     except Exception as error:

@@ -11,7 +11,7 @@ _BAR = 30  # columns of the longest bar
 
 
 def verdict(needed: int, there: int, device: str = "") -> str:
-    """One line: whether `needed` bytes fit into the `there` bytes of a device, and by how much."""
+    """One line: whether `needed` bytes fit into the `there` bytes that a device has, and by how much."""
     of = f"{size_text(needed)} of the {size_text(there)} of {device or 'a device'}"
     if needed <= there:
         return f"fits: {of}, {size_text(there - needed)} to spare"
@@ -67,7 +67,7 @@ def _mostly(rank: RankEstimate) -> str:
 
 
 def offload_lines(rank: RankEstimate) -> list[str]:
-    """What `rank` keeps outside of the device, and moves in a step; none if it keeps nothing there."""
+    """What `rank` keeps outside of the device and moves in a step; no lines without offload."""
     if not rank.host_bytes and not rank.disk_bytes:
         return []
     places = {"host memory": (rank.host_bytes, rank.host_traffic), "disk": (rank.disk_bytes, rank.disk_traffic)}
@@ -79,7 +79,7 @@ def offload_lines(rank: RankEstimate) -> list[str]:
 
 
 def time_lines(time: StepTime, samples_per_second: float | None, *, measured: bool) -> list[str]:
-    """How long a step takes, from the least to the most, and what it is spent on."""
+    """How long a step takes, as a range, and what the time is spent on."""
     grade = "from measured rates" if measured else "not validated"
     rate = f", {samples_per_second:,.1f} samples/s" if samples_per_second is not None else ""
     shares = [f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.by_category.items() if seconds > 0]

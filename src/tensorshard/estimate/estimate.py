@@ -40,10 +40,10 @@ from tensorshard.torch_private.process_groups import fake_world
 logger = logging.getLogger("tensorshard")
 
 REFUSALS = (ValueError, NotImplementedError, RuntimeError)
-"""What says that a model does not suit a plan: a refusal, or what the model's own forward raises under it."""
+"""The errors of a plan that does not suit the model: a refusal, or what the model's own forward raises under it."""
 
 _RANKS_HERE = "LOCAL_WORLD_SIZE"
-_BACKENDS = {"cuda": "fake", "cpu": "gloo"}  # NCCL's collectives are one call each, as a fake group's are
+_BACKENDS = {"cuda": "fake", "cpu": "gloo"}  # an NCCL collective is one call, like one of a fake group
 
 _NOTES = (
     "bytes of live tensors in two steps of the Engine on fake tensors, one rank of each stage; what kernels take for "
@@ -59,10 +59,10 @@ class Estimate:
 
     Args:
         plan: with every axis set.
-        ranks: one for each distinct rank: those of a pipeline's stages, each with the largest shards.
-        hardware: what was asked for; None if nothing was.
+        ranks: one for each pipeline rank: the one with the largest shards.
+        hardware: the hardware of the estimate; None without.
         global_batch: samples of a step.
-        complete: whether every distinct rank was run; if not, one of `ranks` takes more than was allowed.
+        complete: whether every distinct rank was run. If not, one of `ranks` takes more than the limit that was given.
     """
 
     plan: Plan
@@ -74,10 +74,10 @@ class Estimate:
 
     @cached_property
     def step_time(self) -> StepTime | None:
-        """Seconds of a step on the hardware, between a low and a high; None without hardware whose speed is known, or
-        if not every rank was run.
+        """Seconds of a step on the hardware, with a low and a high bound; None without hardware whose speed is known,
+        or if not every rank was run.
 
-        Those of a profile are not validated; those of "this-machine" are made of measured rates.
+        Times on the hardware of a profile are not validated. Those on "this-machine" follow from measured rates.
         """
         if self.hardware is None or self.hardware.rates is None or not self.complete:
             return None
@@ -105,7 +105,7 @@ class Estimate:
 
     @property
     def peaks(self) -> list[int]:
-        """Bytes of live tensors at the peak of each rank of the world: that of its stage."""
+        """Bytes of live tensors at the peak, for each rank of the world: the peak of its stage."""
         each = self.world_size // len(self.ranks)
         return [rank.peak_allocated for rank in self.ranks for _ in range(each)]
 
@@ -116,7 +116,7 @@ class Estimate:
             memory: bytes of a device, or text such as "24GiB"; by default that of the hardware.
 
         Raises:
-            ValueError: neither is known.
+            ValueError: no memory was given, and the hardware is not known.
         """
         return self.largest.peak_device <= self._memory(memory)
 
@@ -144,7 +144,7 @@ class Estimate:
         return "\n".join(lines)
 
     def side(self) -> Side:
-        """What it is on a page."""
+        """The estimate as a column of a page."""
         return Side("estimated", self.ranks, _NOTES)
 
     def to_html(self, path: str | Path, memory: int | str | None = None) -> None:
@@ -198,7 +198,7 @@ def estimate(
         hardware: a name such as "a100-80", or a :class:`Hardware`; without it there is no time, and no limit to fit.
         device: what the ranks compute on: "cuda" or "cpu". Collectives of CPU ranks also hold what they receive.
         decisions: those of an earlier estimate of this model, to save time. Those of this one are added to them.
-        stop_above: bytes of a device. The first rank that takes more ends the estimate, which is not complete then.
+        stop_above: bytes of a device. The estimate ends at the first rank that takes more, and is not complete then.
             The ranks of a pipeline that are likely to take the most are run first. None to run all.
 
     Raises:
@@ -272,7 +272,7 @@ def estimate(
                 counter = OperationLedger()
                 ledger, known, engine = watch_steps(build, batch, counter)
             operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
-        # A CPU rank's host memory is its device's.
+        # A CPU rank's device memory is the host's, which also holds what is offloaded to it.
         on_host = engine.slots.held("host memory") if engine.slots is not None and device == "cpu" else 0
         ranks.append(
             summarize(
@@ -299,14 +299,15 @@ def _first_ranks(plan: Plan) -> Iterator[int]:
 
 
 def _fullest_first(stages: int) -> list[int]:
-    """The first stage's rank keeps the most micro-batches, and the last one's has the model's output."""
+    """The first and the last stage, then the others. The first keeps the most micro-batches, the last has the model's
+    output."""
     return sorted(range(stages), key=lambda stage: (stage not in (0, stages - 1), stage))
 
 
 @contextmanager
 def _young_garbage() -> Iterator[None]:
-    """Inside, garbage is looked for among what is made there: to go through all else takes longer than a step."""
-    if gc.get_freeze_count():  # somebody else's, which would be thawed
+    """Inside, garbage collection looks only at new objects: going through all others takes longer than a step."""
+    if gc.get_freeze_count():  # others have frozen objects, which `unfreeze` would thaw
         yield
         return
     gc.freeze()
@@ -329,7 +330,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _ranks_of_a_node(count: int) -> Iterator[None]:
-    """Inside, that many ranks share a host, of whose memory each may have its part."""
+    """Inside, `count` ranks share a host, and each may use its part of the host's memory."""
     before = os.environ.get(_RANKS_HERE)
     os.environ[_RANKS_HERE] = str(count)
     try:

@@ -1,6 +1,6 @@
-"""Devices by name: how much memory they have, what of it is taken before any tensor is, and how fast they are.
+"""Devices by name: how much memory they have, how much of it a process takes before any tensor, and how fast they are.
 
-Each is a JSON file in ``profiles/``; adding one is adding a file. "this-machine" is what ``tensorshard check`` has
+Each device is a JSON file in ``profiles/``; a new file adds a device. "this-machine" is what ``tensorshard check`` has
 measured.
 """
 
@@ -32,8 +32,8 @@ class Link:
 
     Args:
         bandwidth: bytes a second that a device sends, while it receives as many.
-        latency: seconds that each message takes beside its bytes.
-        efficiency: which share of the bandwidth collectives reach, at least and at most.
+        latency: seconds that each message takes in addition to the time of its bytes.
+        efficiency: the share of the bandwidth that collectives reach, at least and at most.
     """
 
     bandwidth: float
@@ -43,19 +43,19 @@ class Link:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Processor seconds that CPU ranks take beside kernels, as ``tensorshard check`` measures them on two ranks.
+    """Processor seconds that CPU ranks take in addition to kernels. ``tensorshard check`` measures them on two ranks.
 
-    Waiting is not in them. Those of messages come from collectives of several sizes, the others from steps of small
-    Engines: what is left of their time without kernels and messages, for each of the actions that were counted.
+    Waiting is not included. The costs of messages come from collectives of several sizes. The others come from steps of
+    small Engines: their time without kernels and messages, divided by the number of actions.
 
     Args:
-        message: of each message between two ranks, at both ends together: Python, Gloo's threads, the system.
-        queued: of one that is under way with others, for which nobody wakes up.
-        byte: of each byte of a message, at both ends together.
-        unit: of each gathering and each reduction of a unit's parameters under ZeRO 3.
-        split: of each collective along tp.
-        action: of each forward and each backward of a micro-batch on a pipeline's stage.
-        step: of each step, whatever its plan.
+        message: for each message between two ranks, at both ends together: Python, Gloo's threads, the system.
+        queued: for a message that is sent while others are under way, so that no thread has to be woken up.
+        byte: for each byte of a message, at both ends together.
+        unit: for each all-gather and each reduction of a unit's parameters under ZeRO 3.
+        split: for each collective along tp.
+        action: for each forward and each backward of a micro-batch on a pipeline's stage.
+        step: for each step, whatever its plan.
     """
 
     message: float
@@ -72,19 +72,20 @@ class Rates:
     """How fast a device is.
 
     Args:
-        flops: floating-point operations a second by type, such as "bfloat16"; dense ones. Other types take as long as
+        flops: dense floating-point operations a second by type, such as "bfloat16". Other types take as long as
             float32.
         memory_bandwidth: bytes a second that kernels read and write.
-        matmul_efficiency, memory_efficiency: which shares of these kernels reach, at least and at most.
-        launch: seconds that each operator takes beside its work.
+        matmul_efficiency, memory_efficiency: the shares of these two that kernels reach, at least and at most.
+        launch: seconds that each operator takes in addition to its work.
         asynchronous: whether the host launches ahead of the device, and transfers run beside kernels.
-        devices_per_node: consecutive ranks that are linked within a node.
+        devices_per_node: how many consecutive ranks are linked within a node.
         within_node, between_nodes: the links.
         host_bandwidth: bytes a second between a device and its host's memory.
         disk_bandwidth: bytes a second to and from the disk of a node, for all of its devices together; None if unknown.
-        operators: how long operators take of which that was measured, by name; others take as long as "aten.mm" if they
-            multiply, and as "aten.add" if they do not, of the same roofline. Empty if nothing was measured.
-        host: what else CPU ranks compute; None if nobody measured it: then they compute while they wait for messages.
+        operators: the measured times of operators, by name. Operators that were not measured take as long as "aten.mm"
+            with the same roofline if they multiply, and as "aten.add" if they do not. Empty if nothing was measured.
+        host: what else CPU ranks compute; None if it was not measured. Then ranks compute all the time that messages
+            take.
     """
 
     flops: Mapping[str, float]
@@ -107,13 +108,13 @@ class Hardware:
     """A device.
 
     Args:
-        name: of it.
+        name: the device's name.
         memory: bytes that it has, as its driver says.
-        context: bytes that a process takes before its first tensor: the context, libraries and communicators. Assumed
-            for a GPU; of this machine's CPU, measured.
-        rates: how fast it is; None if nobody knows.
+        context: bytes that a process takes before its first tensor: the context, libraries and communicators. They are
+            assumed for a GPU, and measured for this machine's CPU.
+        rates: how fast it is; None if that is not known.
         source: where the numbers come from.
-        time_ratio, memory_ratio: measured against estimated in the last run on it, which searches for plans use.
+        time_ratio, memory_ratio: measured over estimated, in the last run on it. Searches for plans use them.
     """
 
     name: str
@@ -137,10 +138,11 @@ def known_hardware() -> list[str]:
 
 
 def find_hardware(hardware: str | Hardware | None) -> Hardware | None:
-    """The device of a name.
+    """The device with the given name.
 
     Raises:
-        ValueError: unknown; says which names are known. Or "this-machine", which was not measured yet.
+        ValueError: the name is unknown, and the error lists the known ones; or it is "this-machine", which was not
+            measured yet.
     """
     if hardware is None or isinstance(hardware, Hardware):
         return hardware
@@ -159,13 +161,13 @@ def find_hardware(hardware: str | Hardware | None) -> Hardware | None:
 
 
 def measured_profile() -> Path | None:
-    """The file of the profile of this machine, which may be there or not; None if there is no cache folder."""
+    """The file for the profile of this machine, which may not exist yet; None if there is no cache folder."""
     folder = cache_folder()
     return None if folder is None else folder / f"{THIS_MACHINE}.json"
 
 
 def save_measured(memory: int, context: int, rates: Rates, source: str) -> Path | None:
-    """Writes the profile of this machine, in one go; returns its file, None if there is no cache folder."""
+    """Writes the profile of this machine, whole or not at all. Returns its file; None if there is no cache folder."""
     path = measured_profile()
     if path is None:
         return None
@@ -175,7 +177,7 @@ def save_measured(memory: int, context: int, rates: Rates, source: str) -> Path 
 
 
 def save_ratios(**ratios: float) -> Path | None:
-    """Adds `time_ratio` or `memory_ratio` to the profile of this machine; returns its file, None if there is none."""
+    """Adds `time_ratio` or `memory_ratio` to the profile of this machine. Returns its file; None if there is none."""
     path = measured_profile()
     if path is None or not path.is_file():
         return None
@@ -219,7 +221,7 @@ def _from_json(values: Mapping[str, Any]) -> Hardware:
 
 
 def rates_from_json(values: Mapping[str, Any]) -> Rates:
-    """The Rates that a profile's "rates" are."""
+    """The Rates of the "rates" in a profile."""
     rates = dict(values)
     for name in ("matmul_efficiency", "memory_efficiency"):
         rates[name] = tuple(rates[name])

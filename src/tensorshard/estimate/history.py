@@ -1,4 +1,4 @@
-"""How memory changes over steps, by what it is for, in few enough moments to draw."""
+"""How memory changes over steps, by category, in few enough moments to draw."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ class Moment:
 
 
 def moments(events: Sequence[Change], category_of: Sequence[str], categories: Iterable[str]) -> list[Moment]:
-    """The fullest moment of each stretch of `events`, of about 300 stretches; a phase's end begins a new one.
+    """Cuts `events` into about 300 stretches, and at the ends of phases, and returns the fullest moment of each.
 
     Args:
-        category_of: that of each storage, by its number.
-        categories: all that there are.
+        category_of: the category of each storage, by its number.
+        categories: all categories.
     """
     place = {name: index for index, name in enumerate(categories)}
     held = [0] * len(place)
@@ -52,7 +52,7 @@ def moments(events: Sequence[Change], category_of: Sequence[str], categories: It
         held[place[category_of[event.number]]] += event.nbytes
         moment = Moment(event.phase, tuple(held))
         if found and found[-1].phase == event.phase == "initialization":
-            found[-1] = moment  # one thing after the other: what is there when the steps begin
+            found[-1] = moment  # of the initialization only its end counts: what is there when the steps begin
         elif in_stretch >= length or found[-1].phase != event.phase:
             found.append(moment)
             in_stretch = 0

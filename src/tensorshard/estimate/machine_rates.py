@@ -14,9 +14,9 @@ from tensorshard.offload.folders import scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile
 
 _WIDTH = {"cpu": 1024, "cuda": 8192}
-_TRIAD_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # of each of three arrays: more than caches hold
+_TRIAD_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # bytes of each of three arrays: more than caches hold
 _REPEATS = 5
-_LONGEST = 1.0  # seconds that something slow is repeated for
+_LONGEST = 1.0  # seconds after which something slow is not repeated again
 _DISK_BLOCK = 16 << 20
 _DISK_BLOCKS = 8
 _SMALL, _LARGE = 1 << 8, 8 << 20  # bytes that collectives gather
@@ -39,7 +39,7 @@ def memory_rate(device: torch.device) -> float:
 
 
 def operator_overhead(device: torch.device) -> float:
-    """Seconds that an operator takes beside its work: one of a chain of tiny ones, forward and backward."""
+    """Seconds that an operator takes in addition to its work: those of a chain of tiny ones, forward and backward."""
     weight = torch.ones(8, device=device, requires_grad=True)
 
     def chain() -> None:
@@ -52,7 +52,7 @@ def operator_overhead(device: torch.device) -> float:
 
 
 def disk_rate() -> float:
-    """Bytes a second that are written to and read from the folder for scratch files, past the page cache.
+    """Bytes a second that the folder for scratch files writes and reads, past the page cache.
 
     Raises:
         ValueError: the folder takes no scratch files.
@@ -75,7 +75,7 @@ def host_rate(device: torch.device) -> float:
 
 
 def link_rates(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Latency and bandwidth of all-gathers over `group`, by a small one and a large one. A collective of it."""
+    """Latency and bandwidth of all-gathers over `group`, from a small one and a large one. A collective of `group`."""
     seconds = {}
     for nbytes in (_SMALL, _LARGE):
         output = torch.zeros(nbytes // 4, device=device)
@@ -90,13 +90,13 @@ def link_rates(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 
 def _best(run: Callable[[], object], device: torch.device, *, wall: bool = False) -> float:
-    """Seconds of the fastest of some runs; on a CPU, unless `wall`, those that this process computed for."""
+    """Seconds of the fastest of some runs. On a CPU, unless `wall`, only this process's computing time counts."""
     threads = torch.get_num_threads()
     on_cpu = device.type == "cpu" and not wall
     best, first = math.inf, time.perf_counter()
     run()
     for _ in range(_REPEATS):
-        if best < math.inf and time.perf_counter() - first > _LONGEST and not wall:  # a collective is all ranks'
+        if best < math.inf and time.perf_counter() - first > _LONGEST and not wall:  # a collective takes all ranks
             break
         _synchronize(device)
         begin = time.process_time() if on_cpu else time.perf_counter()

@@ -1,4 +1,4 @@
-"""Which addresses of this process are those of files: what is offloaded to disk looks as if it were in memory."""
+"""Finds addresses of this process that belong to files: what is offloaded to disk looks as if it were in memory."""
 
 from bisect import bisect_right
 from pathlib import Path
@@ -8,7 +8,7 @@ _IN_MEMORY = ("/dev/shm", "/memfd:", "/dev/zero")
 
 
 class MappedFiles:
-    """The files on disks that are mapped at this moment, shared with whoever else maps them; see proc_pid_maps(5)."""
+    """The files on disks that are mapped as shared at this moment; see proc_pid_maps(5)."""
 
     def __init__(self) -> None:
         found = []

@@ -1,4 +1,4 @@
-"""How many micro-batches have to be run to know what a step of more of them takes."""
+"""How many micro-batches an estimate must run to know what a step with more of them takes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,14 +9,15 @@ from tensorshard.modules.batches import batch_size
 from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
 from tensorshard.plan import Plan
 
-_ROUNDS = 4  # schedules that keep a bounded number have done so after these
-_ALONE = 3  # one after another: the first makes gradients, the last has them reduced, and all others are alike
+_ROUNDS = 4  # a schedule that keeps a bounded number of micro-batches reaches it in so many rounds over the ranks
+_ALONE = 3  # without a pipeline: the first makes gradients, the last has them reduced, and all others are alike
 
 
 def enough_micro_batches(plan: Plan, inputs: Any, targets: Any) -> int:
     """The fewest micro-batches that take the same memory as those of a resolved `plan`.
 
-    Without a pipeline these are three. In one, each rank must keep the activations of as many at once as with all.
+    Without a pipeline three are enough. In a pipeline, each rank must keep the activations of as many at once as it
+    does with all of them.
     """
     every = plan.micro_batches
     size = batch_size(inputs)
@@ -43,15 +44,15 @@ def enough_micro_batches(plan: Plan, inputs: Any, targets: Any) -> int:
 
 
 def first_samples(tree: Any, size: int, count: int) -> Any:
-    """The first `count` of `size` samples, in the memory of all."""
+    """The first `count` of `size` samples, as views: the memory of all of them stays."""
     return map_tensors_once(lambda tensor: tensor[:count] if tensor.dim() and count < size else tensor, tree)
 
 
 def scaled(found: Operations, plan: Plan, run: int) -> Operations:
-    """The operations of a step of the plan, from those of a step of `run` of its micro-batches.
+    """The operations of a step of the plan, from those of a step with `run` of its micro-batches.
 
-    Forward and backward are done for each. Gradients are reduced once; under ZeRO 3, those of a shard for each, and
-    its replicas once.
+    Forward and backward run for each micro-batch. Gradients are reduced once. Under ZeRO 3 they are reduced over shards
+    for each micro-batch, and over replicas once.
     """
     if run == plan.micro_batches:
         return found
@@ -68,7 +69,7 @@ def scaled(found: Operations, plan: Plan, run: int) -> Operations:
 
 def _is_of_each(transfer: Transfer, plan: Plan) -> bool:
     if transfer.axis == "pp":
-        return transfer.collective in ("send", "receive")  # neither the loss nor gradients that stages share
+        return transfer.collective in ("send", "receive")  # not those of the loss, and of gradients that stages share
     if transfer.section == UPDATE:
         return False
     if transfer.axis in ("dp_replicate", "dp_shard", "dp", "world"):
@@ -77,5 +78,5 @@ def _is_of_each(transfer: Transfer, plan: Plan) -> bool:
 
 
 def _divides(tree: Any, size: int) -> bool:
-    """Whether all tensors have samples, or are numbers."""
+    """Whether every tensor has `size` samples, or is a single number."""
     return all(not tensor.dim() or tensor.size(0) == size for tensor in tensor_leaves(tree))

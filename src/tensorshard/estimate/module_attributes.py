@@ -1,4 +1,4 @@
-"""What the attributes of a block's modules are before it is tried, and whether it has changed them."""
+"""Notes the attributes of a block's modules before a trial, and puts back those that the trial changed."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from torch import nn
 from tensorshard.torch_private.modules import TABLES
 
 Attributes = list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]
-"""Of each module: its attributes, and what is in those that are lists, tables or sets."""
+"""For each module: its attributes, and the contents of those that are lists, dicts or sets."""
 
 
 def note_attributes(block: nn.Module) -> Attributes:
-    """The attributes of the block's modules, and what is in those that are tables."""
+    """The attributes of the block's modules, and the contents of those that are lists, dicts or sets."""
     found = []
     for module in block.modules():
         held = dict(vars(module))
@@ -25,7 +25,7 @@ def _content(value: Any) -> Any:
 
 
 def restore_attributes(attributes: Attributes) -> str:
-    """Puts attributes back that were changed, and says the name of one of them; "" if none was."""
+    """Puts back the attributes that were changed. Returns the name of one of them; "" if none was."""
     changed = ""
     for module, held, contents in attributes:
         now = vars(module)

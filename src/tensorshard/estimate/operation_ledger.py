@@ -23,7 +23,7 @@ from tensorshard.torch_private.process_groups import group_of_argument
 from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.torch_private.storages import runs_backward
 
-# By the names of operators, without "c10d::" and underscores; and which argument is the full tensor.
+# By the operator's name, without "c10d::" and underscores: the collective, and which argument is the full tensor.
 _COLLECTIVES: dict[str, tuple[str, int]] = {
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", 0),
@@ -40,7 +40,7 @@ _COLLECTIVES: dict[str, tuple[str, int]] = {
     "send": ("send", 0),
     "recv": ("receive", 0),
 }
-# Those that return a new tensor.
+# Functional collectives, which return a new tensor.
 _FUNCTIONAL: dict[str, str] = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -54,7 +54,7 @@ _FUNCTIONAL: dict[str, str] = {
 
 @dataclass
 class Counts:
-    """Kernels and transfers, these with the name of their group and without its axis."""
+    """Kernels and transfers with their counts. A transfer has the name of its group beside it, and no axis yet."""
 
     kernels: Counter[Kernel] = field(default_factory=Counter)
     transfers: Counter[tuple[Transfer, str]] = field(default_factory=Counter)
@@ -69,9 +69,10 @@ class Counts:
 
 
 class OperationLedger(TorchDispatchMode):
-    """Counts the kernels and the transfers that it is told of, while it records.
+    """Counts kernels and transfers while it records.
 
-    As a mode it sees them itself: of operations on DTensors, those on their shards.
+    :meth:`note` counts one call. As a dispatch mode the ledger sees calls itself. For an operation on DTensors it
+    counts the operations on their shards.
 
     Attributes:
         recording: whether what runs now counts.
@@ -83,19 +84,19 @@ class OperationLedger(TorchDispatchMode):
         self._phase: Callable[[], str] = lambda: FORWARD
         self._kernels: Counter[Kernel] = Counter()
         self._transfers: Counter[tuple[Transfer, str]] = Counter()  # with the group's name, and no axis
-        # Since the last backward: forward, if another backward follows; else what comes after the last.
+        # What ran since the last backward. It is a forward if another backward follows, and else part of the update.
         self._after_backward: tuple[Counter[Kernel], Counter[tuple[Transfer, str]]] = (Counter(), Counter())
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._apart: Counts | None = None
         self._section_apart = FORWARD
-        self._times = 1  # that what is done now is done
+        self._times = 1  # how often each operation counts now, see `turns`
 
     @contextmanager
     def apart(self, section: str) -> Iterator[Counts]:
-        """Inside, operations are counted apart, whether or not it records.
+        """Inside, operations are counted separately, whether or not the ledger records.
 
         Args:
-            section: of those outside of a backward.
+            section: the section of operations outside of a backward.
         """
         self._apart, self._section_apart = Counts(), section
         try:
@@ -104,12 +105,12 @@ class OperationLedger(TorchDispatchMode):
             self._apart = None
 
     def turns(self, turns: list[slice]) -> Iterator[slice]:
-        """The first, the second and the last of turns that are alike; what the second does counts for all between."""
+        """The first, the second and the last of equal turns of a loop. The second counts for all those in between."""
         if len(turns) <= 3:
             yield from turns
             return
         yield turns[0]
-        before = self._times  # of the loop around this one
+        before = self._times  # the count of a loop around this one
         self._times = before * (len(turns) - 2)
         try:
             yield turns[1]
@@ -118,7 +119,7 @@ class OperationLedger(TorchDispatchMode):
         yield turns[-1]
 
     def add(self, counts: Counts) -> None:
-        """Counts what was counted apart before, while it records."""
+        """Adds what was counted in :meth:`apart` before, if the ledger records."""
         if not self.recording:
             return
         for kernel, count in counts.kernels.items():
@@ -127,10 +128,10 @@ class OperationLedger(TorchDispatchMode):
             self._count_transfer(transfer, group, self._entered(transfer.section), count)
 
     def begin_step(self, phase: Callable[[], str]) -> None:
-        """A step begins, and it alone counts.
+        """Begins a step. What was counted before is dropped.
 
         Args:
-            phase: called for what is going on: "forward", "backward" or "update".
+            phase: returns what is going on: "forward", "backward" or "update".
         """
         self._phase = phase
         for counter in (self._kernels, self._transfers, *self._after_backward):
@@ -138,30 +139,30 @@ class OperationLedger(TorchDispatchMode):
         self.recording = True
 
     def end_step(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         self.recording = False
         self._take_rest(UPDATE)
 
     def operations(self, mesh: Mesh, plan: Plan) -> Operations:
-        """What was counted, its groups named by the axes of `mesh`."""
+        """What was counted, with each group named by its axis of `mesh`."""
         axes = {name: axis_of(dist.get_process_group_ranks(group), mesh) for name, group in self._groups.items()}
         found = Operations(Counter(self._kernels))
         for (transfer, group), count in self._transfers.items():
             if transfer.ranks > 1:
                 axis = axes[group]
-                # FSDP's run on streams of their own, while the model computes.
+                # FSDP's transfers run on streams of their own, while the model computes.
                 hidden = transfer.overlaps or (plan.zero == 3 and axis in ("dp_shard", "dp_replicate"))
                 found.transfers[replace(transfer, axis=axis, overlaps=hidden)] += count
         return found
 
     @property
     def is_watching(self) -> bool:
-        """Whether what runs now is counted, or counted apart."""
+        """Whether operations are counted now, for the step or apart from it."""
         return self.recording or self._apart is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls the operators on shards, which come here
+            return NotImplemented  # DTensor then calls operators on its shards, which come here
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if self.is_watching:
@@ -219,7 +220,7 @@ class OperationLedger(TorchDispatchMode):
         part_of = ""
         if func.namespace == "c10d":
             if name not in _COLLECTIVES:
-                return  # barriers, and what moves objects
+                return  # barriers, and transfers of Python objects
             collective, place = _COLLECTIVES[name]
             full = args[place]
             if collective in ("send", "receive"):
@@ -243,14 +244,14 @@ class OperationLedger(TorchDispatchMode):
 
 
 def _is_waited_for(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the call returns when the collective is over."""
+    """Whether the call returns only when the collective is over."""
     names = [argument.name for argument in schema(func).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return not given.get("async_op", given.get("asyncOp", True))
 
 
 def axis_of(ranks: list[int], mesh: Mesh) -> str:
-    """The axis along which a group of this rank lies; "dp" for both data axes, "world" for what is no axis."""
+    """The axis along which a group of this rank lies; "dp" for both data axes, "world" for any other group."""
     for axis in AXES:
         if mesh.degrees[axis] > 1 and ranks == group_ranks(mesh.rank, axis, mesh.degrees):
             return axis

@@ -1,4 +1,4 @@
-"""What a rank's step consists of: kernels and transfers, counted, whatever hardware they run on."""
+"""What a rank's step consists of: kernels and transfers with their counts, on any hardware."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ class Kernel:
     """Calls of one operator that do the same work.
 
     Args:
-        section: of the step: "forward", "backward" (with what is computed again there) or "update".
-        name: of the operator, such as "aten.mm".
-        dtype: that it computes in, such as "bfloat16".
-        flops: floating-point operations of one call, a multiplication and an addition being two; 0 for operators that
-            are bound by memory.
-        nbytes: that one call reads and writes.
+        section: of the step: "forward", "backward" (with what is recomputed there) or "update".
+        name: the operator's name, such as "aten.mm".
+        dtype: the type that it computes in, such as "bfloat16".
+        flops: floating-point operations of one call; a multiplication and an addition count as two. 0 for operators
+            that are bound by memory.
+        nbytes: bytes that one call reads and writes.
     """
 
     section: str
@@ -36,13 +36,13 @@ class Transfer:
 
     Args:
         section: of the step, as for :class:`Kernel`.
-        axis: of the mesh that the group lies along; "dp" for both data axes at once, "world" for all ranks.
+        axis: the axis of the mesh along which the group lies; "dp" for both data axes at once, "world" for all ranks.
         collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send" or
             "receive".
-        nbytes: of the full tensor: what is gathered, or what is to be reduced.
-        ranks: of the group.
-        overlaps: whether the Engine computes on while it is under way.
-        part_of: the collective that a send or a receive belongs to; "" if it is one by itself.
+        nbytes: bytes of the full tensor: the one that is gathered, or the one that is reduced.
+        ranks: the number of ranks in the group.
+        overlaps: whether the Engine goes on computing while the transfer is under way.
+        part_of: the collective that a send or a receive belongs to; "" if it belongs to none.
     """
 
     section: str
@@ -66,10 +66,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What goes along an axis by one kind of collective in a step of one rank.
+    """What one kind of collective moves along one axis in a step of one rank.
 
     Args:
-        nbytes: of the full tensors. count: of calls. ranks: of the group.
+        nbytes: bytes of the full tensors. count: the number of calls. ranks: the number of ranks in the group.
         sent: bytes that the rank itself sends.
     """
 
@@ -81,7 +81,7 @@ class Traffic:
 
 @dataclass
 class Operations:
-    """One rank's step.
+    """The operations of one rank's step.
 
     Attributes:
         kernels, transfers: how often each occurs.
@@ -97,11 +97,11 @@ class Operations:
 
     @property
     def memory_traffic(self) -> int:
-        """Bytes that kernels read and write, as if nothing stayed in caches."""
+        """Bytes that kernels read and write, if nothing stays in caches."""
         return sum(kernel.nbytes * count for kernel, count in self.kernels.items())
 
     def traffic(self) -> dict[str, dict[str, Traffic]]:
-        """By axis and collective. Groups of one move nothing."""
+        """What is moved, by axis and collective. Groups of one rank move nothing, and are left out."""
         found: dict[str, dict[str, Traffic]] = {}
         for transfer, count in self.transfers.items():
             of_axis = found.setdefault(transfer.axis, {})

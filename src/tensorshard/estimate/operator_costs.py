@@ -11,16 +11,17 @@ from torch.utils.flop_counter import flop_registry
 from tensorshard.torch_private.operators import schema
 from tensorshard.torch_private.pytree import tree_leaves
 
-# They make a tensor without writing to it, or another name for one.
+# Operators that make a tensor without writing to it, or a view of one.
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh")
-# They read of their first argument as much as they return.
+# Operators that read as much of their first argument as they return.
 _READ_ROWS = ("embedding", "index_select", "gather", "index")
-# They write to their first argument without reading it.
+# Operators that write to their first argument without reading it.
 _OVERWRITE = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
-# CPU attention by blocks, which has no formula in torch's registry.
+# Flash attention on the CPU, which has no formula in torch's registry.
 _FLASH_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _GROUPED = "_grouped_mm"
-# A recurrent layer of CPU kernels, all of its steps in one call: its input, and two matrices.
+# A recurrent layer on the CPU. One call runs all steps of the sequence; its arguments begin with the input and two
+# matrices.
 _RECURRENT = "mkldnn_rnn_layer"
 
 
@@ -29,8 +30,8 @@ class _Operator:
     """What an operator does to memory.
 
     Args:
-        free: nothing.
-        written: the positions, and names, of arguments that it writes to.
+        free: whether it neither reads nor writes.
+        written: the positions and names of arguments that it writes to.
         returns_new: whether its outputs are new tensors.
     """
 
@@ -43,7 +44,7 @@ class _Operator:
 
 @dataclass(frozen=True)
 class Cost:
-    """One call. Args: as for :class:`tensorshard.estimate.operations.Kernel`."""
+    """The cost of one call. Args: as for :class:`tensorshard.estimate.operations.Kernel`."""
 
     flops: int
     nbytes: int
@@ -77,13 +78,13 @@ def cost_of(func: Any, args: Any, kwargs: Any, output: Any) -> Cost | None:
         read += _weights_of_other_steps(*args)
     flops = int(operator.formula(*args, **kwargs, out_val=output)) if operator.formula is not None else 0
     dtype = largest.dtype if largest is not None else torch.float32
-    if flops:  # what is multiplied says in which type
+    if flops:  # products are computed in the type of their arguments
         dtype = next(t.dtype for t in _tensors(args) if t.is_floating_point())
     return Cost(flops, read + written, str(dtype).removeprefix("torch."))
 
 
 def moved_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that reading all of a tensor takes: of one that was expanded, those that it has in memory."""
+    """Bytes that are read if all of a tensor is read. An expanded tensor counts once, as it is in memory."""
     size = tensor.numel() * tensor.element_size()
     if 0 in tensor.stride() and size:
         return min(size, tensor.untyped_storage().nbytes())
@@ -124,7 +125,7 @@ def _describe(func: Any) -> _Operator:
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Scores, and what they weigh; as if no mask were there, as torch counts."""
+    """Two products: the scores, and the scores times the values. Masks do not count, as in torch's own formulas."""
     (queries, width), (keys, value_width) = query.shape[-2:], value.shape[-2:]
     return 2 * _product(query.shape[:-2]) * queries * keys * (width + value_width)
 
@@ -132,29 +133,29 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 def _attention_backward_flops(
     _: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any, **___: Any
 ) -> int:
-    """The scores once more, and two products for each of the two of forward."""
+    """Five products: the scores once more, and two for each of the two products of forward."""
     (queries, width), (keys, value_width) = query.shape[-2:], value.shape[-2:]
     return 2 * _product(query.shape[:-2]) * queries * keys * (3 * width + 2 * value_width)
 
 
 def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Groups of rows, columns or inner elements, each of which is in one group; or of matrices, one by one."""
+    """Products of groups of rows, columns or inner elements, each of which is in one group; or of separate matrices."""
     rows_and_inner = a.numel() if a.dim() == 2 or b.dim() == 3 else _product(a.shape[1:])
     return 2 * rows_and_inner * b.size(-1)
 
 
 def _recurrent_flops(sequence: torch.Tensor, of_input: torch.Tensor, of_state: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Of each element of a sequence and of each state, products with a matrix."""
+    """One product for each element of a sequence, and one for each state."""
     return 2 * _product(sequence.shape[:-1]) * (of_input.numel() + of_state.numel())
 
 
 def _recurrent_backward_flops(*args: Any, **kwargs: Any) -> int:
-    """Those of the gradients of states and elements, and those of the matrices."""
+    """Twice those of forward: the gradients of elements and states, and those of the matrices."""
     return 2 * _recurrent_flops(*args, **kwargs)
 
 
 def _weights_of_other_steps(sequence: torch.Tensor, _: torch.Tensor, of_state: torch.Tensor, *__: Any) -> int:
-    """Bytes of the states' matrix, which is read in every step of the sequence, without those of the first."""
+    """Bytes of the states' matrix for all steps of the sequence but the first: each step reads the matrix again."""
     return (sequence.size(0) - 1) * moved_bytes(of_state)
 
 

@@ -1,8 +1,9 @@
 """How long operators take on this machine's CPU: small networks of usual layers take steps, and each call is timed.
 
-A roofline knows two numbers of a processor. What a kernel reaches of them differs by the kernel (a convolution of few
-pixels, a softmax, a sum over rows) and by its size (caches, threads, blocks of a product), by up to ten times on a CPU.
-So each operator keeps a curve: the seconds that it took at some sizes, beside what the roofline says of these calls.
+A roofline has two numbers for a processor. How much of them a kernel reaches depends on the kernel (a convolution of
+few pixels, a softmax, a sum over rows) and on its size (caches, threads, blocks of a product). On a CPU it varies by up
+to ten times. So each operator has a curve: the seconds that calls of several sizes took, and the roofline's seconds for
+the same calls.
 """
 
 import itertools
@@ -22,16 +23,16 @@ from tensorshard.estimate.operator_costs import cost_of
 from tensorshard.estimate.step_time import roofline
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 
-_STEPS = 3  # of each network that are timed, at least
-_SECONDS = 0.5  # for which they are, at least
-_POINTS = 16  # of a curve
-_LAUNCH = 2e-5  # seconds of a call that may be its launch; what is more is the kernel's own
+_STEPS = 3  # the fewest steps of each network that are timed
+_SECONDS = 0.5  # the shortest time that each network is timed
+_POINTS = 16  # the most points of a curve
+_LAUNCH = 2e-5  # seconds of a call that may be its launch; all beyond is the kernel's own time
 _WIDTH = 256
 _CLASSES = 1024
 
 
 class _Timer(TorchDispatchMode):
-    """Times every call of an operator in seconds of this thread."""
+    """Times every call of an operator, in seconds of this thread's processor time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,9 +50,10 @@ class _Timer(TorchDispatchMode):
 
 
 def operator_curves(rates: Rates) -> dict[str, Curve]:
-    """For each operator of the networks, the seconds of its calls beside those of the roofline of `rates`, ascending.
+    """For each operator of the networks, pairs in ascending order: the roofline's seconds by `rates`, and the seconds
+    of a call.
 
-    What a call takes whatever its size is in no curve, up to 20 us: it is a part of ``Rates.launch``.
+    Up to 20 us that a call takes at any size are left out of the curve. They are a part of ``Rates.launch``.
     """
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for step in _networks():
@@ -61,7 +63,7 @@ def operator_curves(rates: Rates) -> dict[str, Curve]:
 
 
 def _timed(step: Callable[[], object]) -> list[tuple[Kernel, float]]:
-    """The calls of a step, each with the least that it took in some: others may use the machine."""
+    """The calls of a step, each with its shortest time in several steps, since other processes may use the machine."""
     best: list[tuple[Kernel, float]] = []
     step()
     begin, steps = time.thread_time(), 0
@@ -75,7 +77,7 @@ def _timed(step: Callable[[], object]) -> list[tuple[Kernel, float]]:
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> Curve:
-    """At most so many points, of calls that are alike together; each call without what the smallest one takes."""
+    """A curve of at most `_POINTS` points, each the mean of similar calls, without the launch that every call has."""
     groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
     smallest = min(seconds - bound for bound, seconds in points)
     floor = min(max(smallest, 0.0), _LAUNCH)
@@ -116,7 +118,7 @@ def _step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Call
         F.cross_entropy(output.flatten(0, -2), targets.flatten()).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter.grad.add_(parameter.grad)  # as micro-batches are added
+            parameter.grad.add_(parameter.grad)  # as gradients of micro-batches are added
             parameter.grad.mul_(0.5).clone().copy_(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()

@@ -18,7 +18,7 @@ class Side:
     Args:
         name: "estimated" or "measured".
         ranks: one for each stage.
-        notes: what its numbers are, and what they are not.
+        notes: sentences that say what the numbers include, and what they do not.
     """
 
     name: str
@@ -31,7 +31,7 @@ def page(plan: Plan, world_size: int, sides: Sequence[Side], verdict: str = "") 
 
     Args:
         plan: with every axis set.
-        sides: what is shown side by side.
+        sides: the columns, side by side.
         verdict: whether it fits, if that is known.
     """
     stages = sorted({rank.stage for side in sides for rank in side.ranks})

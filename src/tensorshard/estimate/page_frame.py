@@ -1,4 +1,4 @@
-"""What the pages have in common: one HTML file each that needs nothing else, light or dark as the reader wants it."""
+"""The common parts of all pages. Each is one HTML file that needs no other, light or dark as the reader's system is."""
 
 from collections.abc import Iterable
 from html import escape
@@ -15,9 +15,9 @@ def document(title: str, body: Iterable[str], style: str = "") -> str:
     """A page, as HTML.
 
     Args:
-        title: as plain text; the page's own heading is in `body`.
-        body: its parts as HTML, in order; empty ones are left out.
-        style: rules of this page alone, as CSS.
+        title: the title as plain text; the visible heading is in `body`.
+        body: the page's parts as HTML, in order; empty ones are left out.
+        style: CSS rules for this page alone.
     """
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -46,7 +46,7 @@ def plan_section(plan: Plan, world_size: int, heading: str = "h2") -> list[str]:
 
 
 def _mesh(plan: Plan, world_size: int) -> str:
-    """The ranks: a box for each stage, in it a row for each data rank, of the ranks that split its layers."""
+    """A picture of the ranks: a box for each stage, and in it a row for each data rank with its cp and tp ranks."""
     degrees = {axis: getattr(plan, axis) for axis in AXES}
     shown = min(world_size, _RANKS_DRAWN)
     stages: dict[int, dict[tuple[int, int], list[int]]] = {}
@@ -68,7 +68,7 @@ def _mesh(plan: Plan, world_size: int) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    from tensorshard.pipeline.run.draw_schedule import timeline  # which imports torch
+    from tensorshard.pipeline.run.draw_schedule import timeline  # imported late, since it imports torch
 
     count = min(plan.micro_batches, _MICRO_BATCHES_DRAWN)
     drawn = timeline(plan.pp_schedule, ranks=plan.pp, stages_per_rank=plan.stages_per_rank, micro_batches=count)

@@ -35,7 +35,7 @@ th, td { text-align: left; padding: 3px 16px 3px 0; border-bottom: 1px solid var
 """
 
 
-# Of charts, below what stands for WITHIN.
+# Rules for charts. WITHIN is replaced by the selector of what the chart is in.
 _CHART_RULES = """
 WITHIN text { font-size: 12px; fill: var(--soft) }
 WITHIN .end { text-anchor: end } WITHIN .middle { text-anchor: middle }
@@ -69,10 +69,10 @@ STYLE = _in_both(
     [_light(":root"), _RULES, _CHART_RULES.replace("WITHIN", "svg"), _colours(_LIGHT)],
     [_dark(":root"), _colours(_DARK)],
 )
-"""Of a page."""
+"""The style of a page."""
 
 CHART = "tensorshard-chart"
-"""The class of charts that stand alone; what is within them looks the same wherever they stand."""
+"""The CSS class of charts that stand alone. Their own rules apply inside it, so that they look the same anywhere."""
 
 CHART_STYLE = _in_both(
     [
@@ -84,4 +84,4 @@ CHART_STYLE = _in_both(
     ],
     [_dark(f".{CHART}"), _colours(_DARK, f".{CHART} ")],
 )
-"""Of a chart that stands alone."""
+"""The style of a chart that stands alone."""

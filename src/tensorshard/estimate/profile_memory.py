@@ -31,11 +31,11 @@ _CUDA_NOTES = (
 
 @dataclass
 class MemoryProfile:
-    """What a rank held while it was watched.
+    """The memory that a rank held while it was profiled.
 
     Args:
-        plan: of the Engine. world_size: the number of its ranks.
-        ranks: this rank's; :meth:`joined` adds others. Empty until the ``with`` statement has ended.
+        plan: the Engine's plan. world_size: the number of its ranks.
+        ranks: this rank's memory; :meth:`joined` adds other ranks. Empty until the ``with`` statement has ended.
     """
 
     plan: Plan
@@ -45,17 +45,17 @@ class MemoryProfile:
 
     @property
     def rank(self) -> RankEstimate:
-        """The one that held the most.
+        """The rank that held the most.
 
         Raises:
-            ValueError: nothing was recorded yet.
+            ValueError: the ``with`` statement has not ended yet.
         """
         if not self.ranks:
             raise ValueError("nothing is recorded yet: ask after the end of `with profile_memory(engine)`")
         return max(self.ranks, key=lambda rank: rank.peak_allocated)
 
     def joined(self, others: list["MemoryProfile"]) -> "MemoryProfile":
-        """This profile with the fullest rank of each stage, of this one and `others`."""
+        """A profile with the fullest rank of each stage, among this profile and `others`."""
         fullest: dict[int, RankEstimate] = {}
         for rank in (rank for profile in (self, *others) for rank in profile.ranks):
             if rank.stage not in fullest or rank.peak_allocated > fullest[rank.stage].peak_allocated:

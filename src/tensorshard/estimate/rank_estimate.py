@@ -28,9 +28,9 @@ class LargeTensor:
     """A tensor that is held at the peak, or several that are alike.
 
     Args:
-        nbytes: of each.
-        line: of the user's code that made it, such as "gpt.py:71"; "" where no line of it did.
-        count: how many there are of it.
+        nbytes: bytes of each.
+        line: the line of the user's code that made it, such as "gpt.py:71"; "" if other code made it.
+        count: how many such tensors there are.
     """
 
     nbytes: int
@@ -48,15 +48,15 @@ class RankEstimate:
     """One rank's memory.
 
     Args:
-        rank: its number. stage: of the pipeline, 0 without one.
+        rank: its number. stage: its pipeline stage; 0 without a pipeline.
         peak_allocated: the largest number of bytes in live tensors at once, over the steps that were run.
-        peak_reserved: what torch's caching allocator on a CUDA device would have reserved for these. Not validated.
-        peak_device: that, and what the device itself takes.
+        peak_reserved: bytes that torch's caching allocator on a CUDA device would reserve for them. Not validated.
+        peak_device: `peak_reserved`, and the bytes that a process takes on the device in addition.
         by_category: bytes at the peak, by what they are for: "parameters", "gathered parameters", "gradients",
             "optimizer states", "activations", "inputs" and "temporaries"; they add up to `peak_allocated`.
         phase: what was going on at the peak: "initialization", "forward", "backward" or "update".
-        largest: the largest tensors then.
-        timeline: bytes in live tensors after each change of the steps, with the phase.
+        largest: the largest tensors at the peak.
+        timeline: the phase and the bytes in live tensors after each allocation and each free of the steps.
         history: the same by category, at a few hundred moments.
         operations: the kernels and transfers of a step.
         host_bytes, disk_bytes: what the plan's offload keeps in the host's memory, buffers included, and on disk.
@@ -91,7 +91,7 @@ class RankEstimate:
 
     @property
     def traffic(self) -> dict[str, dict[str, Traffic]]:
-        """What goes along each axis of the mesh by each collective in a step."""
+        """What each collective moves along each axis of the mesh in a step."""
         return self.operations.traffic()
 
 
@@ -105,13 +105,13 @@ def summarize(
     operations: Operations | None = None,
     slots: Slots | None = None,
 ) -> RankEstimate:
-    """What `ledger` says of a rank.
+    """The memory of a rank, from what `ledger` has noted.
 
     Args:
         known: the categories of storages whose use is known, by their numbers.
-        device_bytes: what the device takes beside tensors.
-        operations: of a step; None if nobody counted.
-        slots: what is offloaded, with what the last step has moved; None without offload.
+        device_bytes: bytes that the device holds in addition to tensors.
+        operations: the operations of a step; None if they were not counted.
+        slots: what is offloaded, and what the last step has moved; None without offload.
     """
     categories = [known.get(a.number) or _category(a) for a in ledger.allocations]
     peak, at = _peak(ledger.events, ledger.start)
@@ -143,7 +143,7 @@ def _category(allocation: Allocation) -> str:
 
 
 def _largest(ledger: StorageLedger, held: Mapping[int, int], categories: Sequence[str]) -> list[LargeTensor]:
-    """Those that take the most at the peak; tensors that are alike, as those of a model's blocks are, together."""
+    """The tensors that take the most at the peak. Equal tensors, such as those of a model's blocks, are one entry."""
     counts = Counter(_described(ledger.allocations[number], held[number], categories[number]) for number in held)
     alike = [replace(tensor, count=count) for tensor, count in counts.items()]
     return sorted(alike, key=lambda tensor: tensor.nbytes * tensor.count, reverse=True)[:_LARGEST]
@@ -168,7 +168,8 @@ def _peak(events: Sequence[Event], start: int) -> tuple[int, int]:
 
 
 def _at_once(held: Mapping[int, int]) -> list[Event]:
-    """What is there before the first step, as if nothing else had been: a table's search runs on the host."""
+    """Storages that are there before the first step, as if allocated at once. What was freed before is left out, since
+    the search for a table of tensor parallelism runs on the host."""
     return [Event(number, nbytes, "initialization") for number, nbytes in held.items()]
 
 
@@ -184,7 +185,7 @@ def _reserved(events: Sequence[Event]) -> int:
     blocks: dict[int, Any] = {}
     for event in events:
         block = blocks.pop(event.number, None)
-        if block is not None:  # also where a storage changes its size: it is another one then
+        if block is not None:  # a storage that grows gets a new block, too
             allocator.free(block)
         if event.nbytes > 0:
             blocks[event.number] = allocator.allocate(event.nbytes)

@@ -1,4 +1,4 @@
-"""Which line of the user's code is running: the innermost one that is not torch's, Python's own or this package's."""
+"""Finds the line of the user's code that is running: the innermost one outside of torch, Python and this package."""
 
 import os
 import sys
@@ -13,11 +13,11 @@ _LIBRARIES = tuple(
     f"{Path(path).resolve()}{os.sep}" for path in (Path(torch.__file__).parent, sysconfig.get_path("stdlib"))
 )
 _INSTALLED = tuple(f"{Path(sysconfig.get_path(name)).resolve()}{os.sep}" for name in ("purelib", "platlib"))
-_STEPS = str(Path(__file__).with_name("watched_steps.py"))  # which calls the Engine: what is beyond it is no model
+_STEPS = str(Path(__file__).with_name("watched_steps.py"))  # calls the Engine: frames outside of it are no model's
 
 
 def users_line() -> str:
-    """The line as "gpt.py:71", or "" where there is none, such as in the backward of torch's own functions."""
+    """The line as "gpt.py:71"; "" if there is none, as in the backward of torch's own functions."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -32,7 +32,7 @@ def users_line() -> str:
 
 @cache
 def _short_name(file: str) -> str:
-    """The file's last two names where it is installed, and its last one elsewhere; "" for a library's."""
+    """The file's name, with its folder's name before it if it is installed; "" for a file of a library."""
     if file.startswith("<"):
         return ""
     path = str(Path(file).resolve())

@@ -2,8 +2,8 @@
 
 Each operator takes as long as its arithmetic or its memory traffic, whichever is longer (the roofline of Williams et
 al. 2009). A collective takes a latency for each message, and its bytes at the link's bandwidth (Hockney 1994; rings as
-in Thakur et al. 2005). A pipeline is played through in the order of its own schedule. What the hardware reaches of its
-peaks lies between two shares, so that a time is an interval.
+in Thakur et al. 2005). A pipeline is simulated in the order of its own schedule. The hardware reaches a share of its
+peaks that is known only between two limits. So a time is an interval.
 """
 
 import math
@@ -24,8 +24,8 @@ OFFLOAD = "offload"
 TIME_CATEGORIES = (COMPUTE, COMMUNICATION, BUBBLE, OPTIMIZER, OFFLOAD)
 
 _SENDS = ("send", "receive")
-_LAUNCHES = 1.5  # how much longer, or shorter, they may take than is known
-_WORST, _MIDDLE, _BEST = 0.0, 0.5, 1.0  # within the shares of the peaks
+_LAUNCHES = 1.5  # launches may take longer or shorter than their known time by this factor
+_WORST, _MIDDLE, _BEST = 0.0, 0.5, 1.0  # places between the least and the most that the hardware reaches of its peaks
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class StepTime:
     """Seconds of a step, on the rank that takes the longest.
 
     Args:
-        seconds: in the middle. low, high: where the hardware reaches the most, and the least, of its peaks.
-        by_category: what they are spent with (:data:`TIME_CATEGORIES`); they add up to `seconds`.
-        busy: seconds of all ranks together in which they compute or send.
+        seconds: the middle. low, high: the times if the hardware reaches the most, and the least, of its peaks.
+        by_category: seconds by what they are spent on (:data:`TIME_CATEGORIES`); they add up to `seconds`.
+        busy: seconds in which ranks compute or send, of all ranks together.
     """
 
     seconds: float
@@ -47,20 +47,20 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _RankTime:
-    """One rank: seconds of its parts of a step, waiting for other stages left out."""
+    """Seconds of the parts of one rank's step, without waiting for other stages."""
 
     forward: float
     backward: float
     update: float
     blocking: dict[str, float]  # transfers that are waited for at once, by section
-    exposed: float  # what is left of transfers beside kernels
-    transfers: float  # of all transfers, those in which the rank computes
-    message: float  # of the largest that goes to another stage
+    exposed: float  # the part of overlapping transfers that kernels do not hide
+    transfers: float  # the rank's own computing for all transfers
+    message: float  # of the largest message to another stage
     offload: float
-    host: float  # of hooks and stages' actions, beside kernels
+    host: float  # of hooks and stages' actions, in addition to kernels
 
     def section(self, name: str) -> float:
-        """Seconds of forward or of backward, with the transfers within, and half of what the host does beside."""
+        """Seconds of forward or of backward, with the blocking transfers in it and half of the host's other work."""
         return (self.forward if name == FORWARD else self.backward) + self.blocking[name] + self.host / 2
 
     @property
@@ -72,7 +72,7 @@ def step_time(ranks: Sequence[RankEstimate], plan: Plan, world_size: int, rates:
     """The time of a step of a resolved `plan`.
 
     Args:
-        ranks: one of each pipeline rank, in order.
+        ranks: one for each pipeline rank, in order.
     """
     worst, middle, best = (
         [_rank_time(rank, plan, world_size, rates, place) for rank in ranks] for place in (_WORST, _MIDDLE, _BEST)
@@ -84,7 +84,7 @@ def step_time(ranks: Sequence[RankEstimate], plan: Plan, world_size: int, rates:
 
 
 def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, float]]:
-    """Seconds of the rank that takes the longest, and what they are spent with."""
+    """Seconds of the rank that takes the longest, and what they are spent on."""
     if plan.pp == 1:
         ends = [time.section(FORWARD) + time.section(BACKWARD) for time in times]
     else:
@@ -106,7 +106,7 @@ def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, f
 
 
 def _pipeline_ends(times: Sequence[_RankTime], plan: Plan) -> list[float]:
-    """When each rank's last backward is over; what a rank does for one of its stages takes as long as for another."""
+    """When each rank's last backward is over. All stages of one rank are taken to be equally long."""
     from tensorshard.pipeline.run.draw_schedule import timeline
     from tensorshard.pipeline.split_backward import may_split_backward
 
@@ -143,7 +143,7 @@ def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, pl
         if transfer.axis == "pp" and transfer.collective in _SENDS:
             message = max(message, seconds)
         elif transfer.collective == "receive":
-            pass  # it comes in while the rank sends: collectives of CPU ranks are made of both
+            pass  # it takes no time of its own: the rank receives while it sends
         elif transfer.overlaps and rates.asynchronous:
             hidden[transfer.section].append((seconds, count))
         else:
@@ -157,7 +157,7 @@ def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, pl
 
 
 def sending_time(transfer: Transfer, host: HostCosts) -> float:
-    """Seconds that CPU ranks compute for a send, at both of its ends; a receive is the other end of one."""
+    """Seconds that CPU ranks compute for a send, at both of its ends. So a receive is not counted by itself."""
     if transfer.collective == "receive":
         return 0.0
     queued = transfer.overlaps and transfer.part_of != ""
@@ -165,7 +165,7 @@ def sending_time(transfer: Transfer, host: HostCosts) -> float:
 
 
 def host_time(found: Operations, plan: Plan, host: HostCosts) -> float:
-    """Seconds of one rank's step beside kernels and messages: of sharded units, split layers, stages' actions."""
+    """Seconds of one rank's step in addition to kernels and messages: for sharded units, split layers and stages."""
     units = split = 0.0
     for transfer, count in found.transfers.items():
         if transfer.collective == "receive":
@@ -192,7 +192,7 @@ def kernel_time(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
     if rates.operators:
         work *= _of_roofline(kernel, work if place == _MIDDLE else roofline(kernel, rates), rates)
     launch = rates.launch * _LAUNCHES ** (1 - 2 * place)
-    # A device that is given work ahead of time waits for the host only where the work is shorter than giving it.
+    # The host launches ahead of an asynchronous device, which waits only if its work is shorter than the launch.
     return max(work, launch) if rates.asynchronous else work + launch
 
 
@@ -205,7 +205,7 @@ def roofline(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
 
 
 def _of_roofline(kernel: Kernel, bound: float, rates: Rates) -> float:
-    """How many times as long as the roofline's `bound` a call takes, by what was measured of its operator."""
+    """How many times as long as the roofline's `bound` a call takes, by the measured times of its operator."""
     operators = rates.operators
     curve = operators.get(kernel.name) or operators.get("aten.mm" if kernel.flops else "aten.add", ())
     if not curve or not bound:
@@ -223,16 +223,16 @@ def transfer_time(transfer: Transfer, plan: Plan, world_size: int, rates: Rates,
     link = link_of(transfer.axis, transfer.ranks, plan, world_size, rates)
     nbytes = transfer.sent if transfer.collective != "receive" else float(transfer.nbytes)
     ring = 1 if transfer.collective in _SENDS else transfer.ranks - 1
-    if rates.asynchronous:  # trees, where the ring would be long
+    if rates.asynchronous:  # a tree, if the ring has more steps
         ring = min(ring, 2 * math.ceil(math.log2(transfer.ranks)))
     messages = 2 * ring if transfer.collective == "all_reduce" else ring
     return messages * link.latency + nbytes / (link.bandwidth * _share(link.efficiency, place))
 
 
 def link_of(axis: str, ranks: int, plan: Plan, world_size: int, rates: Rates) -> Link:
-    """What the slowest part of a ring along `axis` goes over.
+    """The link of the slowest part of a ring along `axis`.
 
-    Where several devices of a node are in the group, the ring goes over the adapters of all of them.
+    If several devices of a node are in the group, the ring uses the network adapters of all of them.
     """
     stride = 1
     if axis in AXES:
@@ -253,7 +253,7 @@ def _share(limits: tuple[float, float], place: float) -> float:
 
 
 def _window(section: str, kernels: dict[str, float], plan: Plan) -> float:
-    """Seconds of kernels beside which the transfers of a section run."""
+    """Seconds of the kernels that run while the transfers of a section are under way."""
     if plan.zero == 3:
         return kernels[section]
     # Gradients are reduced in the last micro-batch's backward, and weights gathered in the next step's first forward.
@@ -261,7 +261,7 @@ def _window(section: str, kernels: dict[str, float], plan: Plan) -> float:
 
 
 def _left_over(transfers: list[tuple[float, int]], window: float) -> float:
-    """What is seen of transfers beside kernels: at least one, before the first or after the last kernel."""
+    """Seconds of transfers that kernels do not hide: at least one, before the first or after the last kernel."""
     if not transfers:
         return 0.0
     total = sum(seconds * count for seconds, count in transfers)
@@ -269,7 +269,7 @@ def _left_over(transfers: list[tuple[float, int]], window: float) -> float:
 
 
 def _offload_time(rank: RankEstimate, world_size: int, rates: Rates) -> float:
-    """Seconds of moving what is offloaded: the update waits for it. A node's devices share its disk."""
+    """Seconds in which the update waits for offloaded values to be moved. A node's devices share its disk."""
     disk = 0.0
     if rank.disk_traffic and rates.disk_bandwidth:
         disk = rank.disk_traffic * min(world_size, rates.devices_per_node) / rates.disk_bandwidth

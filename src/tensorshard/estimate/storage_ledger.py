@@ -24,11 +24,11 @@ class Allocation:
     """One storage.
 
     Args:
-        phase: in which it was made: "initialization", "forward", "backward" or "update".
-        operation: that made it.
-        shape, dtype: of the tensor that it was first seen with.
-        line: of the user's code that made it, see :func:`users_line`; "" for what was made before the steps.
-        resized: whether it was emptied and filled again, as parameters that are gathered are.
+        phase: the phase in which it was made: "initialization", "forward", "backward" or "update".
+        operation: the operation that made it.
+        shape, dtype: those of the first tensor that was seen on it.
+        line: the line of the user's code that made it, see :func:`users_line`; "" if it was made before the steps.
+        resized: whether it was emptied and filled again, as those of gathered parameters are.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Event:
 
 @dataclass
 class Apart:
-    """What a trial does, apart from the run that it is made in (:meth:`StorageLedger.apart`).
+    """The events of a trial, kept apart from those of the run (:meth:`StorageLedger.apart`).
 
     Args:
         first: the number of the first storage that the trial makes.
@@ -68,15 +68,15 @@ class StorageLedger(TorchDispatchMode):
     idea is that of torch's MemTracker, without its modules and without rounding.
 
     Args:
-        counts: whether a storage is on the device that is watched; None if all are.
+        counts: tells whether a storage is on the device that is watched; None if all are.
         is_late: whether there are storages already. They are added when an operation first uses them.
-        operations: sees the operations, too; None for nobody.
+        operations: a ledger that counts the operations, too; None for none.
 
     Attributes:
-        allocations: by their numbers.
-        events: in order.
-        initializing: whether what is made now belongs to the model and its Engine.
-        updating: whether the optimizer runs.
+        allocations: all storages, by their numbers.
+        events: all events, in order.
+        initializing: whether storages that are made now belong to the model and its Engine.
+        updating: whether the optimizer runs now.
         start: the number of events before the first step.
     """
 
@@ -96,11 +96,11 @@ class StorageLedger(TorchDispatchMode):
         self.initializing = True
         self.updating = False
         self.start = 0
-        self._numbers: dict[int, int] = {}  # of the live storages, by their address as objects
+        self._numbers: dict[int, int] = {}  # the numbers of live storages, by their address as objects
         self._sizes: dict[int, int] = {}
         self._resizes: AbstractContextManager[None] | None = None
         self._apart: Apart | None = None
-        self._template: Allocation | None = None  # of storages that stand for those of a trial
+        self._template: Allocation | None = None  # describes the storages that a replay makes in place of a trial's
 
     def __enter__(self) -> "StorageLedger":
         self._resizes = watched_resizes(self._resized)
@@ -114,12 +114,12 @@ class StorageLedger(TorchDispatchMode):
         self._resizes.__exit__(*exception)
 
     def initialized(self) -> None:
-        """Says that the model and its Engine are there, and steps follow."""
+        """Ends the initialization: the model and its Engine are built, and steps follow."""
         self.initializing = False
         self.start = len(self.events)
 
     def phase(self) -> str:
-        """What is going on."""
+        """What is going on: "initialization", "forward", "backward" or "update"."""
         if self.initializing:
             return "initialization"
         if self.updating:
@@ -133,14 +133,15 @@ class StorageLedger(TorchDispatchMode):
         self.events = [event for event in self.events if event.number not in numbers]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor's storage; None if it was made before."""
+        """The number of a tensor's storage; None if the ledger has not seen it."""
         return self._numbers.get(storage_address(_storage(tensor)))
 
     @contextmanager
     def apart(self) -> Iterator[Apart]:
-        """Inside, what happens to storages that are made there is noted apart, and is no part of the run.
+        """Inside, events of newly made storages are noted apart, and are not part of the run.
 
-        Storages that were there before are the run's, wherever they go. One that is left when it is over is forgotten.
+        Events of storages that were there before still belong to the run. A new storage that outlives the context is
+        forgotten.
         """
         assert self._apart is None, "a trial within a trial"
         self._apart = Apart(len(self.allocations))
@@ -153,11 +154,11 @@ class StorageLedger(TorchDispatchMode):
             self._apart = None
 
     def is_live(self, first: int) -> bool:
-        """Whether a storage with that number, or a higher one, is still there."""
+        """Whether any storage with the number `first` or a higher one is still there."""
         return any(number >= first and self._sizes[number] for number in self._numbers.values())
 
     def made_like(self, template: Allocation, nbytes: int, phase: str) -> int:
-        """Notes a storage without a tensor. Returns its number."""
+        """Notes a new storage like `template` without making a tensor. Returns its number."""
         number = len(self.allocations)
         self.allocations.append(replace(template, number=number))
         self.events.append(Event(number, nbytes, phase))
@@ -169,7 +170,7 @@ class StorageLedger(TorchDispatchMode):
 
     @contextmanager
     def making_like(self, template: Allocation) -> Iterator[None]:
-        """Inside, storages are noted as if what made `template` made them."""
+        """Inside, new storages are noted as if the operation that made `template` had made them."""
         self._template = template
         try:
             yield
@@ -199,7 +200,7 @@ class StorageLedger(TorchDispatchMode):
         return number
 
     def _note_earlier(self, tensor: torch.Tensor) -> None:
-        """Adds the storage of a tensor that was there before the ledger was, as if it had been seen from the start."""
+        """Adds the storage of a tensor that is older than the ledger, as if it had been seen from the start."""
         before, self.initializing = len(self.events), True
         self.note(tensor, "made before")
         self.initializing = False
@@ -209,7 +210,7 @@ class StorageLedger(TorchDispatchMode):
             before += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE:  # most calls are this question, of autograd's
+        if func is DEVICE:  # autograd asks for a tensor's device in most calls
             known = fake_device(args[0])
             return func(*args) if known is None else known
         if self._is_late and not self.initializing:
@@ -221,7 +222,7 @@ class StorageLedger(TorchDispatchMode):
         if operations is None or not operations.is_watching:
             output = func(*args, **kwargs)
         elif any(issubclass(kind, DTensor) for kind in types):
-            with operations:  # a mode of its own, for what is done to the shards
+            with operations:  # as a dispatch mode, it sees what is done to the shards
                 output = func(*args, **kwargs)
         else:
             output = func(*args, **kwargs)
@@ -248,7 +249,7 @@ class StorageLedger(TorchDispatchMode):
         if number is None:
             if not storage.nbytes():
                 return
-            # Made before the ledger was there, and empty until now.
+            # A storage that is older than the ledger, and was empty until now.
             number = self._add(storage, "resize_", (storage.nbytes(),), torch.uint8)
         self.allocations[number].resized = True
         self._change(number, storage.nbytes())

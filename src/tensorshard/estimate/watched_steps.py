@@ -1,4 +1,4 @@
-"""Steps of an Engine under a ledger, and what each storage in it is for."""
+"""Runs steps of an Engine under a ledger, and notes what each storage is for."""
 
 import gc
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from tensorshard.plan import Plan
 from tensorshard.schedules import find_schedule
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 
-STEPS = 2  # the first makes the optimizer's states, at its end; the second has them all the time
+STEPS = 2  # the first makes the optimizer's states at its end; the second holds them from its start
 
 
 class StepWatcher:
@@ -65,7 +65,7 @@ class StepWatcher:
         self._note(self._states(), OPTIMIZER)
 
     def note_inputs(self, tensors: Any) -> None:
-        """Says that `tensors` are a batch."""
+        """Notes that `tensors` are a batch."""
         self._add(tensors, INPUTS)
 
     def _held(self) -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ class StepWatcher:
         self._ledger.updating = False
 
     def _add(self, tensors: Any, category: str) -> None:
-        """Notes tensors that the ledger may not have seen being made."""
+        """Adds tensors to the ledger, which may not have seen them being made, and notes their category."""
         for tensor in tensor_leaves(tensors):
             self._ledger.note(tensor, "made before")
         self._note(tensors, category)
@@ -104,14 +104,16 @@ def watch_steps(
     """Makes an Engine and takes :data:`STEPS` steps.
 
     Args:
-        operations: counts what the last of them computes and sends; None for nobody.
-        compose: whether blocks that repeat are run once (:mod:`.composed_blocks`); it takes fake tensors, and
-            `operations`.
+        operations: a ledger that counts what the last step computes and sends; None for none.
+        compose: whether one of several equal blocks is run for all (:mod:`.composed_blocks`). This needs fake tensors
+            and `operations`.
 
     Returns:
-        The ledger of all of it; the categories of storages whose use is known, by their numbers; the Engine.
+        The ledger of construction and steps; the categories of storages whose use is known, by their numbers; the
+        Engine.
     """
-    # Tables of tp are checked on real tensors, which are the host's; pipelines are cut by a run on fake ones.
+    # On the device only tensors of one kind count. Under a fake mode, tables of tp are checked on real tensors, which
+    # are the host's. Otherwise pipelines are cut by a run on fake ones.
     counts = _is_real if active_fake_mode() is None else _is_fake
     with StorageLedger(counts, operations=operations) as ledger:
         engine = make_engine()
@@ -122,7 +124,7 @@ def watch_steps(
             watcher = stack.enter_context(StepWatcher(ledger, engine))
             inputs, targets = make_batch()
             watcher.note_inputs((inputs, targets))
-            gc.collect()  # what searches leave in circles of references
+            gc.collect()  # searches leave cycles of references
             ledger.initialized()
             for index in range(STEPS):
                 if index == STEPS - 1:
@@ -147,9 +149,10 @@ def _is_real(storage: torch.UntypedStorage) -> bool:
 
 
 def _can_compose(plan: Plan) -> bool:
-    """Whether a plan leaves calls of blocks to this process, as they are, and their backwards in one piece."""
+    """Whether a block's call under a plan can be replayed: not compiled, its backward in one piece, no activations
+    offloaded."""
     splits = plan.pp > 1 and find_schedule(plan.pp_schedule).splits_backward and may_split_backward(plan)
-    # What is kept for backward is moved where it is kept, which is within blocks.
+    # Activations are offloaded when they are saved for backward, inside of blocks.
     moves = plan.offloaded is not None and plan.offloaded.activations is not None
     return not (plan.compile or splits or moves)
 
@@ -161,7 +164,7 @@ def _blocks(engine: Engine) -> list[nn.Module]:
 
 
 def _elsewhere(ledger: StorageLedger, slots: Slots) -> set[int]:
-    """The numbers of storages that are not in the device's memory: those that are offloaded, and what the update on the
-    host makes for itself."""
+    """The numbers of storages that are not in the device's memory: offloaded ones, and those that the update on the
+    host makes."""
     offloaded = {number for tensor in slots.tensors if (number := ledger.number_of(tensor)) is not None}
     return offloaded | {allocation.number for allocation in ledger.allocations if allocation.phase == "update"}
