@@ -1,4 +1,4 @@
-"""The search for plans: the best ones for a model and the machines at hand, on the estimates, with their reasons."""
+"""The search for plans: finds the best plans for a model and some hardware by their estimates, and says why."""
 
 from tensorshard.planner.find_plans import find_plans
 from tensorshard.planner.plan_search import FoundPlan, PlanSearch

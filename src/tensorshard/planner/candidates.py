@@ -1,4 +1,4 @@
-"""Every plan that a world allows, by arithmetic alone; and what it does not allow, with the reason."""
+"""Every plan that a world allows, by arithmetic alone; and the plans that it does not allow, with the reason."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import Any
 from tensorshard.plan import RECOMPUTE_MODES, Plan
 from tensorshard.planner.question import Question
 
-# Schedules that are tried, with the stages of each rank. The others differ from these in memory alone, or take as long.
+# Schedules that are tried, with the stages of each rank. The others are no faster than these, or differ only in memory.
 _SCHEDULES: tuple[tuple[str, int | None], ...] = (("1f1b", None), ("interleaved_1f1b", 2), ("zbv", 2))
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Plans that are not there, and why.
+    """Plans that are not allowed, and why.
 
     Args:
         region: what they have in common, such as "tp=3".
-        reason: with a number.
+        reason: why, with a number.
     """
 
     region: str
@@ -34,7 +34,7 @@ class Candidate:
     Args:
         plan: with every axis set.
         micro_batch: samples that a rank computes at once.
-        order: among plans that are as good, those with a lower number come first: simpler ones.
+        order: among equally good plans, those with a lower number, which are simpler, come first.
     """
 
     plan: Plan
@@ -43,7 +43,7 @@ class Candidate:
 
 
 def candidates(question: Question) -> tuple[list[Candidate], list[Refusal]]:
-    """The plans to choose from, simpler ones first, and the regions without any."""
+    """The plans to choose from, simpler ones first, and the regions without any plan."""
     refused: dict[str, str] = {}
     found: list[Candidate] = []
     for tp, pp, dp in _splits(question, refused):
@@ -80,7 +80,7 @@ def _splits(question: Question, refused: dict[str, str]) -> Iterator[tuple[int, 
 
 
 def _shapes(question: Question, tp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
-    """The axes, and what goes with them: how sequences, schedules and data ranks are."""
+    """Fields of a Plan with these degrees: the axes, sequence parallelism and the pipeline's schedule."""
     sequences = _options(question, "sequence_parallel", (False, True) if tp > 1 else (False,))
     names = _options(question, "pp_schedule", [name for name, _ in _SCHEDULES] if pp > 1 else ["1f1b"])
     for sequence in sequences:
@@ -100,7 +100,7 @@ def _shapes(question: Question, tp: int, pp: int, dp: int) -> Iterator[dict[str,
 
 
 def _shard_degrees(question: Question, tp: int, dp: int) -> list[int]:
-    """Over how many data ranks to shard: over all, or over those of a node (hybrid sharding)."""
+    """The values of dp_shard to try: all data ranks, or those of a node (hybrid sharding)."""
     degrees = [dp]
     within = max((d for d in _divisors(dp) if d * tp <= question.rates.devices_per_node), default=1)
     if 1 < within < dp:
@@ -114,10 +114,14 @@ def _shard_degrees(question: Question, tp: int, dp: int) -> list[int]:
 
 
 def _plans(question: Question, shape: dict[str, Any], batch: int, refused: dict[str, str]) -> Iterator[Plan]:
-    """The plans of a shape: ZeRO levels, micro-batches, recomputation and offload. `batch`: of one data rank."""
+    """The plans of a shape, with all ZeRO levels, micro-batches, recomputation and offload.
+
+    Args:
+        batch: samples of one data rank.
+    """
     several = shape["dp_shard"] > 1
     if shape["dp_replicate"] > 1 and several:
-        levels: Sequence[Any] = (1, 2, 3)  # without sharding, that is one group of replicas
+        levels: Sequence[Any] = (1, 2, 3)  # ZeRO 0 shards nothing: all data ranks are replicas, which is another shape
     else:
         levels = (0, 1, 2, 3) if several else (0,)
     counts = _micro_batches(batch)
@@ -125,7 +129,7 @@ def _plans(question: Question, shape: dict[str, Any], batch: int, refused: dict[
         count = question.fixed["micro_batches"]
         refused[f"dp={question.global_batch // batch}"] = f"leaves {batch} samples, not a multiple of {count}"
         return
-    # Where ranks are CPU processes, host memory is the device's.
+    # CPU ranks have no device memory apart from the host's. So only offload to disk saves any.
     places = (None, "disk") if question.on_cpus and question.rates.disk_bandwidth else (None,)
     for offload in _options(question, "offload", places):
         for recompute in _options(question, "recompute", RECOMPUTE_MODES):
@@ -134,7 +138,7 @@ def _plans(question: Question, shape: dict[str, Any], batch: int, refused: dict[
                     chosen = {**shape, "zero": zero, "recompute": recompute, "offload": offload, "micro_batches": count}
                     whole = recompute != "none" or shape["tp"] > 1 or (zero == 3 and several)
                     if whole and shape["pp_schedule"] == "zbv" and "pp_schedule" not in question.fixed:
-                        continue  # without backwards in two halves it is no better than the others
+                        continue  # if backward is not split in two halves, zbv is no better than the others
                     try:
                         plan = question.plan(**chosen).resolve(question.world_size)
                         _ = plan.stages_per_rank
@@ -146,12 +150,12 @@ def _plans(question: Question, shape: dict[str, Any], batch: int, refused: dict[
 
 
 def _region(plan: Plan) -> str:
-    """What a plan is refused with, where no plan like it is left."""
+    """The region that a refused plan belongs to. It is reported if no plan of the region is left."""
     return f"pp={plan.pp} pp_schedule={plan.pp_schedule}" if plan.pp > 1 else f"tp={plan.tp}"
 
 
 def _micro_batches(batch: int) -> list[int]:
-    """Counts that divide the batch into parts of a power of two, and one for the batch as it is."""
+    """Numbers of micro-batches: 1, and those that give each of them a power of two of samples."""
     return [count for count in _divisors(batch) if count == 1 or (batch // count).bit_count() == 1]
 
 

@@ -1,4 +1,4 @@
-"""The best plan for the world that this process is in: rank 0 looks for it, and all ranks take it."""
+"""The best plan for the world that this process is in: rank 0 searches for it, and all ranks take it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,10 +28,10 @@ def choose_plan(
 ) -> Plan:
     """The best plan, the same on every rank. A collective of the world.
 
-    The search runs in a fork of rank 0, which is in no world and leaves nothing behind. It prints what it chose.
+    The search runs in a fork of rank 0, which is in no process group and leaves nothing behind. It prints its choice.
 
     Args:
-        inputs, targets: as of :func:`tensorshard.parallelize`; no targets to guess them.
+        inputs, targets: as for :func:`tensorshard.parallelize`; without targets, they are guessed.
 
     Raises:
         ValueError: nothing fits, or an argument makes no sense.

@@ -1,4 +1,4 @@
-"""What an estimate says of plans that are like the one that was estimated: by how much predictions are off there."""
+"""Corrects predictions by estimates: the error of a prediction is likely the same for plans like the estimated one."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ class Corrections:
     _known: dict[tuple[Any, ...], list[tuple[Plan, float]]] = field(default_factory=dict)
 
     def note(self, plan: Plan, predicted: float, estimated: float) -> None:
-        """A plan was estimated."""
+        """Notes the seconds of a plan that was predicted and then estimated."""
         self._known.setdefault(_kind(plan), []).append((plan, estimated / predicted))
 
     def of(self, plan: Plan) -> float | None:
-        """What to multiply the prediction of a plan by: the ratio of the nearest plan with its stages and its split
-        layers; None where there is none."""
+        """The factor for the prediction of `plan`: the ratio of the nearest estimated plan with the same stages and the
+        same split of layers; None if there is none."""
         known = self._known.get(_kind(plan))
         return None if known is None else min(known, key=lambda one: _distance(plan, one[0]))[1]
 
@@ -32,6 +32,7 @@ def _kind(plan: Plan) -> tuple[Any, ...]:
 
 
 def _distance(one: Plan, other: Plan) -> tuple[float, float]:
-    """How different two plans with the same stages are; micro-batches in powers of two."""
+    """How different two plans with the same stages are: the number of differing fields, then micro-batches in powers of
+    two."""
     differing = sum(getattr(one, name) != getattr(other, name) for name in (*_DATA, "recompute", "offload"))
     return differing, abs(math.log2(one.micro_batches / other.micro_batches))

@@ -1,4 +1,4 @@
-"""Which collectives of the data axes a step makes, by the rules that the Engine packs gradients and weights by."""
+"""The collectives of a step along the data axes, by the rules with which the Engine packs gradients and weights."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,11 +10,11 @@ from tensorshard.data_parallel.shard_units import shard_units
 from tensorshard.plan import Plan
 
 Bucket = tuple[tuple[int, int], ...]
-"""Rows and elements of the trained parameters that travel together."""
+"""Rows and elements of each trained parameter of one bucket: parameters that may share a message."""
 
 
 def find_buckets(model: nn.Module, requested: int | list[str] | None) -> list[Bucket]:
-    """A bucket for each sharding unit, and for what is before the first and after the last of them.
+    """A bucket for each sharding unit, and one each for the parameters before and after all units.
 
     Args:
         requested: as ``Plan(shard_units=...)``.
@@ -37,7 +37,7 @@ def find_buckets(model: nn.Module, requested: int | list[str] | None) -> list[Bu
 
 
 def packed_sizes(buckets: Sequence[Bucket], plan: Plan, width: int) -> Iterator[float]:
-    """Elements of each message in which gradients, or weights, travel: large tensors by themselves, others together.
+    """Elements of each message with gradients or weights: large tensors are sent by themselves, others together.
 
     Args:
         width: bytes of an element.
@@ -57,7 +57,7 @@ def packed_sizes(buckets: Sequence[Bucket], plan: Plan, width: int) -> Iterator[
 
 
 def sends(collective: str, nbytes: float, ranks: int) -> tuple[int, float]:
-    """Into how many sends the collective of a CPU rank falls, and the bytes of each."""
+    """The number of sends that a CPU rank makes for a collective, and the bytes of each."""
     if collective == "all_reduce":
         if is_sent_whole(nbytes, ranks):
             return ranks - 1, nbytes

@@ -1,4 +1,4 @@
-"""A model with a few of its equal blocks. What a step of all of them takes follows from steps of two such models."""
+"""A model with only a few of its equal blocks. Steps of two such models tell what a step of the full model takes."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from tensorshard.tensor_parallel.verify.block_kinds import built_alike
 KEPT = (3, 4)
 """How many equal blocks the two models keep."""
 
-_WORTH_IT = 12  # equal blocks, from which on two short models are run sooner than the whole one
+_WORTH_IT = 12  # with at least so many equal blocks, running two short models is faster than running the full one
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FewerBlocks:
 
 
 def equal_blocks(model: nn.Module) -> tuple[str, ...]:
-    """The names of the blocks that are built alike, of the list that has the most of them; none if they are few."""
+    """The names of the largest group of blocks that are built alike and in one list; none if they are few."""
     lists: dict[str, dict[str, nn.Module]] = defaultdict(dict)
     for name, block in find_blocks(model).items():
         lists[name.rpartition(".")[0]][name] = block
@@ -46,8 +46,8 @@ def equal_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def without_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> VerifiedTable:
-    """The table of a model with the first `kept` of its equal `blocks`. The last of these does what the last of all
-    does: parts of a sequence are put together there."""
+    """The table of a model with the first `kept` of its equal `blocks`. The last one that is kept takes the sequence
+    split of the full model's last block, which gathers the parts of a sequence."""
     left_out = set(blocks[kept:])
 
     def is_there(name: str) -> bool:

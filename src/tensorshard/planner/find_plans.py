@@ -1,4 +1,4 @@
-"""`find_plans`: the best plans for a model and the machines at hand, and why."""
+"""`find_plans`: the best plans for a model and some hardware, and why."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,8 +52,8 @@ def find_plans(
             their machine's.
         global_batch: samples of a step, the same under every plan. None for as many as `world_size` data ranks have if
             each is given `inputs`: a plan with ``tp * pp`` of 4 then gives each data rank four times as many.
-        fixed: what is insisted on: a dict of a Plan's fields, or a Plan, of which the fields that are not at their
-            defaults count.
+        fixed: fields that every plan must have: a dict of a Plan's fields, or a Plan, whose fields count if they are
+            not at their defaults.
         objective: "time" of a step; "memory" of the fullest rank; or "cost", the fewest devices, at most `world_size`,
             that take a step in `step_time` seconds.
         top: how many plans to return, at most. The first is the best; the others are the next best.
@@ -97,10 +97,10 @@ def find_plans(
 
 
 def _cheapest(question: Question, top: int, step_time: float, progress: Progress) -> Search:
-    """The search on the fewest devices that take a step in time.
+    """The search on the fewest devices that take a step in `step_time` seconds.
 
     Raises:
-        ValueError: not even all of them do.
+        ValueError: not even all devices together do.
     """
     search = Search(question)
     for devices in range(1, question.world_size + 1):
@@ -125,7 +125,7 @@ def _answer(search: Search, top: int, *, by_memory: bool) -> PlanSearch:
     not_chosen = rejections(search, best, by_memory=by_memory)
     plans = []
     for one in search.found[:top]:
-        assert one.estimate is not None  # those found were estimated
+        assert one.estimate is not None  # every plan that was found was estimated
         plans.append(FoundPlan(one.plan, one.estimate, one.seconds, found_reasons(one, best)))
     return PlanSearch(
         plans,

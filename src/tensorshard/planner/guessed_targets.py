@@ -1,4 +1,4 @@
-"""Targets for a search that was given none: of a shape and type that the loss takes, found on fake tensors."""
+"""Guesses targets for a search without any: of a shape and type that the loss takes on fake tensors."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ def guess_targets(
     """Zeros that ``loss_fn(model(inputs), targets)`` takes: classes, values like the output's, or the inputs.
 
     Args:
-        inputs: of `samples` samples.
+        inputs: a batch of `samples`.
 
     Raises:
         ValueError: the loss takes none of these.
@@ -47,10 +47,10 @@ def _shapes(output: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.dtype
 
 def _is_taken(loss_fn: Callable[[Any, Any], Any], output: Any, targets: Any) -> bool:
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("error")  # such as that of shapes which are broadcast
+        warnings.simplefilter("error")  # such as the warning about shapes that are broadcast
         try:
             fakes = [map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), tree) for tree in (output, targets)]
             loss_fn(*fakes)
-        except Exception:  # whatever a loss says to targets that are not its own
+        except Exception:  # a loss may raise anything for targets that do not suit it
             return False
     return True

@@ -1,4 +1,4 @@
-"""The machine that a search runs on, where no other hardware was named."""
+"""The machine that a search runs on, if no other hardware was named."""
 
 import os
 
@@ -11,7 +11,7 @@ ASSUMED_CPU = "assumed-cpu"
 """The name of the hardware that stands for a machine which was not measured."""
 
 _ASSUMED_PROCESS = 300 << 20  # bytes of Python, torch and a world's connections, before the first tensor
-# One core of a server: a guess, for the order of plans rather than for seconds.
+# One core of a server. The numbers are a guess that serves to order plans, and not to predict seconds.
 _ASSUMED = Rates(
     {"float32": 5e10, "bfloat16": 5e10},
     1e10,
@@ -31,7 +31,7 @@ def hardware_here() -> Hardware:
     """This machine: as ``tensorshard check`` measured it, else the profile of its GPU, else an assumed CPU.
 
     Raises:
-        ValueError: it has a GPU that no profile is of, and was not measured.
+        ValueError: it has a GPU without a profile, and was not measured.
     """
     try:
         measured = find_hardware(THIS_MACHINE)
@@ -58,7 +58,7 @@ def hardware_here() -> Hardware:
 
 
 def _device(name: str) -> str:
-    """The name of a profile without the memory that it ends with."""
+    """The name of a profile without the size of the memory at its end."""
     device, _, memory = name.rpartition("-")
     return device if memory.isdecimal() and len(memory) < 4 else name
 
@@ -69,16 +69,16 @@ def cores_here() -> int:
 
 
 def on_cores(seconds: float, busy: float, hardware: Hardware) -> float:
-    """The time of a step that takes each rank `seconds`; ranks of this machine's CPU wait where they share a core.
+    """The time of a step that takes each rank `seconds`. On this machine's CPU, ranks that share a core also wait.
 
     Args:
-        busy: seconds that all ranks together compute.
+        busy: seconds that all ranks compute, added up.
     """
     waits = hardware.is_measured and hardware.rates is not None and not hardware.rates.asynchronous
     return max(seconds, busy / cores_here()) if waits else seconds
 
 
 def estimated_seconds(expected: Estimate) -> float | None:
-    """Seconds of a step on this machine by its estimate; None where the speed of the hardware is not known."""
+    """Seconds of a step on this machine by its estimate; None if the speed of the hardware is not known."""
     time, hardware = expected.step_time, expected.hardware
     return None if time is None or hardware is None else on_cores(time.seconds, time.busy, hardware)

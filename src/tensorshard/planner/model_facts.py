@@ -1,4 +1,4 @@
-"""What one forward on fake tensors tells of a model: its blocks' work and outputs. No world is needed for it."""
+"""What one forward on fake tensors tells about a model: its blocks' work and outputs. It needs no process group."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,19 +24,19 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One forward of the model.
+    """Facts from one forward of the model.
 
     Args:
-        samples: that it was given.
+        samples: the number of samples in its batch.
         trained: how many parameters are trained.
         blocks: how many of the model's blocks were called.
-        kernels: of the blocks.
-        block_outputs: bytes that the blocks return, all together.
-        largest_block: elements of the trained parameters of the block that has the most.
-        buckets: the trained parameters that travel together along the data axes.
-        stages: where the model can be cut; None if nothing is known of that.
-        output: what the model returned, on fake tensors.
-        equal_blocks: names of many blocks that are built alike; none where there are few.
+        kernels: the kernels of the blocks, with their counts.
+        block_outputs: bytes that all blocks together return.
+        largest_block: elements of the trained parameters in the block that has the most.
+        buckets: the trained parameters that share messages along the data axes.
+        stages: where the model can be cut into stages; None if that is not known.
+        output: the model's output, on fake tensors.
+        equal_blocks: names of blocks that are built alike; none if they are few.
     """
 
     samples: int
@@ -52,7 +52,7 @@ class ModelFacts:
 
 
 class _BlockKernels(TorchDispatchMode):
-    """Counts the kernels of what runs while `depth` is above 0."""
+    """Counts the kernels that run inside of blocks, while `depth` is above 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,11 +70,11 @@ class _BlockKernels(TorchDispatchMode):
         return output
 
     def enter(self, *_: Any) -> None:
-        """A block is called."""
+        """Called before a block's forward."""
         self.depth += 1
 
     def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """A block returns."""
+        """Called after a block's forward."""
         self.depth -= 1
         self.calls += 1
         self.outputs += sum(t.nbytes for t in tensor_leaves(output)[:1])  # the others may be caches or masks
@@ -83,11 +83,11 @@ class _BlockKernels(TorchDispatchMode):
 def model_facts(
     model: nn.Module | Callable[[], nn.Module], inputs: Any, samples: int, fixed: Mapping[str, Any] | None = None
 ) -> ModelFacts | None:
-    """What one forward tells; None for a model that cannot be built or run on fake tensors, of which nothing is known.
+    """The facts of one forward; None for a model that cannot be built or run on fake tensors.
 
     Args:
         inputs: a batch of `samples`.
-        fixed: fields of a Plan that are given; None where nobody asks for plans.
+        fixed: fields of a Plan that the user gave; None outside of a search for plans.
     """
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
@@ -101,7 +101,7 @@ def model_facts(
             facts = _one_forward(ours, batch, samples)
         stages = None if fixed is None else stage_costs(ours, inputs, samples, fixed)
         return replace(facts, buckets=tuple(buckets), stages=stages, equal_blocks=equal)
-    except Exception:  # whatever a model's code does with tensors that have no values
+    except Exception:  # a model's code may raise anything for tensors without values
         return None
 
 

@@ -1,4 +1,4 @@
-"""What to say where no plan fits: by how much, and the smallest changes with which one does."""
+"""The error of a search in which no plan fits: by how much, and the smallest changes with which one fits."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,10 +20,10 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class FittingChange:
-    """A change of what was asked, with which a plan fits.
+    """A change of the search's arguments with which a plan fits.
 
     Args:
-        words: what to change. plan: in words. memory: bytes that it takes then.
+        words: what to change. plan: the plan that fits then, in words. memory: bytes that this plan takes.
     """
 
     words: str
@@ -38,8 +38,8 @@ class NothingFitsError(ValueError):
     """No plan fits.
 
     Args:
-        problem: by how much, in a sentence. regions: what each ZeRO level and kind of recomputation lacks.
-        changes: the smallest ones with which a plan fits.
+        problem: a sentence that says by how much. regions: what each ZeRO level and kind of recomputation lacks.
+        changes: the smallest changes with which a plan fits.
     """
 
     def __init__(self, problem: str, regions: list[str], changes: list[str]) -> None:
@@ -90,12 +90,12 @@ def _no_plan(search: Search) -> str:
 
 
 def _nearest(search: Search, taken: list[Considered]) -> Considered:
-    """The plan that takes the least, estimated if that is known after a few tries."""
+    """The plan that takes the least memory: an estimated one, unless a few tries give no estimate."""
     for _ in range(2 * _TRIES):
         nearest = min(taken, key=lambda one: one.memory)
         if nearest.is_estimated:
             break
-        with suppress(*REFUSALS):  # its bound stands then
+        with suppress(*REFUSALS):  # without an estimate its bound stays
             nearest.estimate = search.question.estimate(nearest.plan)
     return min(taken, key=lambda one: (not one.is_estimated, one.memory))
 

@@ -1,4 +1,4 @@
-"""What a search for plans found, and what it says of the rest."""
+"""The plans that a search has found, and why it rejected the others."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class FoundPlan:
     Args:
         plan: with every axis set.
         estimate: its memory on every distinct rank, and its time.
-        seconds: of a step. On this machine's CPU, with the waiting of ranks that share a core.
-        reasons: what speaks for it or against it, in words with numbers.
+        seconds: seconds of a step. On this machine's CPU they include the waiting of ranks that share a core.
+        reasons: what speaks for or against the plan, in words with numbers.
     """
 
     plan: Plan
@@ -44,9 +44,9 @@ class PlanSearch:
     """The best plans for a model on some machines; iterating goes through them, the best first.
 
     Args:
-        plans: those that were found.
-        rejected: regions of plans that were not chosen, each with its reason.
-        hardware, memory, world_size, global_batch: what was searched for. `memory`: bytes that a rank may take.
+        plans: the plans that were found.
+        rejected: groups of plans that were not chosen, each with the reason.
+        hardware, memory, world_size, global_batch: those of the search. `memory` is the bytes that a rank may take.
         considered: how many plans the world and the batch allow.
         estimated: how many of them were run on fake tensors. The others are predicted to be slower, or do not fit.
         proven: whether everything that was predicted to be near the best was estimated.
@@ -73,7 +73,7 @@ class PlanSearch:
 
     @property
     def best(self) -> FoundPlan:
-        """The first of them."""
+        """The first plan."""
         return self.plans[0]
 
     def describe(self) -> str:
@@ -92,7 +92,7 @@ class PlanSearch:
         return "\n".join(lines)
 
     def title(self) -> str:
-        """What was searched for, in one line."""
+        """What the search was for, in one line."""
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)} of {self.hardware.name}"
         return f"{ranks}, {size_text(self.memory)} each, {self.global_batch} samples a step"
 

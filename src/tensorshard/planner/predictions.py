@@ -1,8 +1,8 @@
-"""How long a plan takes, and the least memory that it can take, from traces that were taken: no run is needed.
+"""Predicts how long a plan takes, and the least memory that it can take, from traces that exist already.
 
-Seconds are put together from what was measured of parts: the kernels of one data rank, shared out over stages as the
-model is cut; the collectives that the Engine makes of its parameters; the schedule, played through. They are near what
-an estimate says, above it or below. Memory is a bound: what is left out (padding, buffers, uneven stages) comes on top.
+Seconds are added up from parts: the kernels of one data rank, divided among the stages as the model is cut; the
+collectives that the Engine makes for its parameters; the schedule, which is simulated. They are near the estimate's
+seconds, above or below. Memory is a lower bound: it leaves out padding, buffers and uneven stages.
 """
 
 from collections import Counter
@@ -21,20 +21,20 @@ from tensorshard.planner.question import Question
 from tensorshard.planner.traces import BASE, Family, Trace, family_of, scaled_kernel_time
 from tensorshard.schedules import find_schedule
 
-_UNEVEN = 0.7  # a stage's share of activations, against that of stages that are alike
-_COMPUTED_AGAIN = 0.9  # of a block's forward: its last operations need not be
-# Kernels that the Engine launches for each trained parameter, beside those of one rank: gradients are packed for a
-# reduction and unpacked (ZeRO 0 to 2), and added to those of earlier micro-batches.
+_UNEVEN = 0.7  # a stage's share of activations is at least this times that of equal stages
+_COMPUTED_AGAIN = 0.9  # the share of a block's forward that is recomputed: its last operations are not needed
+# Kernels that the Engine launches for each trained parameter, in addition to those of one rank. Gradients are packed
+# for a reduction and unpacked (ZeRO 0 to 2), and added to those of earlier micro-batches.
 _PACKING = 4
 _ADDING = 1
-# Passes over all gradients: to add those of a micro-batch; for CPU ranks to sum what they receive; and under ZeRO 3 to
-# unpack weights twice, and pack gradients.
+# Passes over all gradients: to add those of a micro-batch; on CPU ranks, to sum what they receive; and under ZeRO 3, to
+# unpack weights twice and to pack gradients.
 _ADDED = 3
 _SUMMED = 3
 _COPIED = 6
 _SUMS = 4  # collectives of a block along tp, if its attention and its MLP are split
 _SEGMENT = 2 << 20  # bytes that torch's allocator takes from a device at once, at least
-_PLAYED = 256  # ranks times micro-batches of a schedule, above which it is not played through
+_PLAYED = 256  # a schedule is not simulated if its ranks times its micro-batches are more than this
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Prediction:
     """What is known of a plan without its estimate.
 
     Args:
-        memory: the least bytes of the fullest rank's device. seconds: of a step, about.
-        bubble, communication: seconds of these that are lost to them.
+        memory: a lower bound for the bytes on the fullest rank's device. seconds: of a step, about.
+        bubble, communication: the part of these seconds that is lost to each.
     """
 
     memory: int
@@ -54,7 +54,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Moved:
-    """Seconds of transfers: in which their ranks are held up, and in which they compute for them."""
+    """Seconds of transfers: `seen` holds up a rank's step, `computed` is the rank's own computing for them."""
 
     seen: float = 0.0
     computed: float = 0.0
@@ -68,11 +68,11 @@ class _Moved:
 
 @dataclass
 class Predictions:
-    """What is known of plans, from the traces that there are.
+    """Predicts plans from the traces that there are.
 
     Args:
-        traces: by family; that of one rank is always there.
-        facts: of one forward; None if nothing is known of it.
+        traces: by family; the trace of the family `BASE` is always there.
+        facts: the facts of one forward; None if they are not known.
     """
 
     question: Question
@@ -81,11 +81,11 @@ class Predictions:
     _sizes: dict[tuple[int, int, int], Counter[float]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Prediction:
-        """What is known of a plan."""
+        """The prediction for a plan."""
         return Prediction(self._memory(candidate), *self._seconds(candidate))
 
     def _nearest(self, plan: Plan) -> tuple[Trace, Family, int]:
-        """The trace that says the most of a plan, whose it is, and over how many tp ranks its work is still split."""
+        """The nearest trace to a plan, its family, and the number of tp ranks by which to divide its work."""
         tp, sequences, _ = family = family_of(plan)
         for known in (family, (tp, sequences, "none"), (tp, not sequences, "none")):
             if known in self.traces:
@@ -97,11 +97,11 @@ class Predictions:
         trace, known, split = self._nearest(plan)
         split *= plan.pp
         zero, shard = int(plan.zero), plan.dp_shard
-        copies = 1.0 if plan.precision == "fp32" else 1 / 3  # of 6 bytes, 2 are computed with
+        copies = 1.0 if plan.precision == "fp32" else 1 / 3  # of 6 bytes, 2 are the copy for computing
         parameters = trace.parameters / split
         if zero == 3:
             parameters /= shard
-            if self.facts is not None and shard > 1 and plan.shard_units is None:  # a block's are gathered
+            if self.facts is not None and shard > 1 and plan.shard_units is None:  # one block's parameters are gathered
                 width = 4 if plan.precision == "fp32" else 2
                 parameters += self.facts.largest_block * width / plan.tp
         elif zero and plan.precision != "fp32":
@@ -110,42 +110,43 @@ class Predictions:
         optimizer = trace.optimizer / split / (shard if zero >= 1 else 1)
         if plan.offloaded is not None:
             gradients, optimizer = 0.0, 0.0
-            if not self.question.on_cpus:  # masters are the host's
+            if not self.question.on_cpus:  # master weights are in the host's memory
                 parameters = 0.0 if zero == 3 and shard > 1 else trace.parameters / split * copies
         activations = self._activations(plan, trace, known) * candidate.micro_batch / split
         if plan.pp > 1:
             activations *= _UNEVEN * min(plan.micro_batches, plan.pp)
         kept = gradients if plan.micro_batches > 1 else 0.0
         if plan.pp == 1 and known == family_of(plan):
-            # What a step works on is a fixed part and one for each sample.
+            # The working memory of a step has a fixed part, and a part for each sample. So for fewer samples it shrinks
+            # at most in proportion.
             activations = max(activations, trace.working * min(1.0, candidate.micro_batch / trace.samples))
         held = parameters + optimizer + max(gradients, kept + activations)
-        segments = -(-int(held) // _SEGMENT)  # what an allocator reserves
+        segments = -(-int(held) // _SEGMENT)  # an allocator reserves whole segments
         return max(1, segments) * _SEGMENT + self.question.hardware.context
 
     def _activations(self, plan: Plan, trace: Trace, known: Family) -> float:
-        """The least bytes of each sample, on the ranks that `trace` is of, which is that of the family `known`."""
+        """A lower bound for the bytes of each sample, on the ranks of `trace`, whose family is `known`."""
         if known[2] == plan.recompute and (known == BASE or known[1] or not plan.sequence_parallel):
             return trace.activations / trace.samples
         if self.facts is None or plan.recompute == "none":
             return 0.0
-        # Blocks that are computed again keep what they were given.
+        # A block that is recomputed keeps its inputs.
         width = 1.0 if plan.precision == "fp32" else 0.5
         return self.facts.block_outputs * width / self.facts.samples / (plan.tp if known[0] == plan.tp else 1)
 
     def kept_without_recomputation(self, candidate: Candidate) -> float:
-        """Bytes of activations that a plan would keep if it computed none again, as far as is known."""
+        """Bytes of activations that a plan would keep without recomputation, as far as is known."""
         plan = candidate.plan
         plain = replace(plan, recompute="none")
         trace, known, split = self._nearest(plain)
         return self._activations(plain, trace, known) * candidate.micro_batch / split / plan.pp
 
     def _seconds(self, candidate: Candidate) -> tuple[float, float, float]:
-        """Of a step, of its bubble, and of communication that is waited for."""
+        """Seconds of a step, of its bubble, and of waiting for communication."""
         plan, question = candidate.plan, self.question
         trace, known, split = self._nearest(plan)
         size, count = candidate.micro_batch, plan.micro_batches
-        # Between split layers each tp rank computes on all, unless sequences are split, too.
+        # Each tp rank computes the layers between split ones in full, unless sequences are split, too.
         others = split if plan.sequence_parallel else 2 * split / (split + 1)
         forward = trace.seconds(FORWARD, question, size, split, others)
         backward = trace.seconds(BACKWARD, question, size, split, others)
@@ -171,7 +172,7 @@ class Predictions:
         return on_cores, bubble, along_tp.seen * count / plan.pp + along_dp.seen
 
     def _shares(self, plan: Plan, trace: Trace) -> tuple[float, ...]:
-        """Of a micro-batch's time, those of each pipeline rank."""
+        """Each pipeline rank's share of a micro-batch's time."""
         if plan.pp == 1:
             return (1.0,)
         if self.facts is None or self.facts.stages is None:
@@ -179,7 +180,8 @@ class Predictions:
         return self.facts.stages.shares(plan, round(trace.arithmetic_share(self.question), 3))
 
     def _computed_again(self, plan: Plan, samples: int) -> float:
-        """Seconds of the blocks' forwards for one micro-batch: of all kernels, or of those without products."""
+        """Seconds of recomputation for one micro-batch: of all kernels of the blocks, or, if it is selective, of those
+        without products."""
         if self.facts is None:
             return 0.0
         share = samples / self.facts.samples / plan.tp
@@ -192,7 +194,7 @@ class Predictions:
         return _COMPUTED_AGAIN * seconds if full else seconds / 2
 
     def _along_tp(self, trace: Trace, known: Family, candidate: Candidate) -> "_Moved":
-        """Of tp's collectives for one micro-batch, which are waited for."""
+        """Seconds of tp's collectives for one micro-batch. Ranks wait for each of them."""
         plan, moved = candidate.plan, _Moved()
         if plan.tp == 1:
             return moved
@@ -200,14 +202,14 @@ class Predictions:
         if known[0] == plan.tp:
             share = candidate.micro_batch / trace.samples
             for transfer, count in trace.transfers:
-                if transfer.collective != "receive":  # it comes in while the rank sends
+                if transfer.collective != "receive":  # the rank receives while it sends
                     scaled = replace(transfer, nbytes=round(transfer.nbytes * share))
                     hops = (count / (plan.tp - 1)) if transfer.collective == "send" else count
                     moved += self._one(scaled, plan) * count + _both(host.split * hops if host else 0.0)
             return moved
         if self.facts is None or not self.facts.blocks:
             return moved
-        # A block has two pairs of split layers. Their outputs are summed, and the gradients of their inputs.
+        # A block has two pairs of split layers. The outputs of each pair are summed, and the gradients of its inputs.
         nbytes = self.facts.block_outputs / self.facts.blocks * candidate.micro_batch / self.facts.samples
         if plan.precision != "fp32":
             nbytes /= 2
@@ -215,7 +217,7 @@ class Predictions:
         return (each + _both(host.split if host else 0.0)) * (_SUMS * self.facts.blocks)
 
     def _along_dp(self, candidate: Candidate, windows: Mapping[str, float]) -> "_Moved":
-        """Of the data axes' collectives: what is seen of them beside kernels, and all that ranks compute for them."""
+        """Seconds of the data axes' collectives: those not hidden by kernels, and all that ranks compute for them."""
         plan = candidate.plan
         if plan.dp_size == 1:
             return _Moved()
@@ -246,14 +248,14 @@ class Predictions:
         return _Moved(seen, moved.computed)
 
     def _around_stages(self, plan: Plan) -> float:
-        """Seconds of what a pipeline's stages do around each forward and backward, and of what every step does."""
+        """Seconds of the host's work around each forward and backward of a pipeline's stages, and in every step."""
         host = self.question.rates.host
         if host is None:
             return 0.0
         return host.step + (2 * plan.micro_batches * plan.stages_per_rank * host.action if plan.pp > 1 else 0.0)
 
     def _messages(self, plan: Plan) -> Counter[float]:
-        """Elements of what travels along the data axes, of a model that is not cut, and how often each occurs."""
+        """The sizes in elements of all messages along the data axes, without a pipeline, and how often each occurs."""
         if self.facts is None:
             return Counter([self.traces[BASE].gradients / 4 / plan.tp])
         key = (plan.tp, plan.dp_shard, int(plan.zero))
@@ -263,7 +265,7 @@ class Predictions:
         return self._sizes[key]
 
     def _copies(self, plan: Plan) -> float:
-        """Seconds of adding up gradients, and of packing and unpacking what travels, of a model that is not cut."""
+        """Seconds of adding up gradients, and of packing and unpacking messages, without a pipeline."""
         trained = self.traces[BASE].gradients / plan.tp
         passes = 0.0
         if plan.zero != 3 or plan.dp_shard == 1:
@@ -277,16 +279,16 @@ class Predictions:
         return passes * trained / (rates.memory_bandwidth * (low * high) ** 0.5)
 
     def _collective(self, name: str, axis: str, nbytes: float, ranks: int, plan: Plan) -> "_Moved":
-        """Of a collective, which CPU ranks make of sends."""
+        """Seconds of one collective. CPU ranks make it out of sends."""
         if not self.question.on_cpus:
             return self._one(Transfer(BACKWARD, axis, name, int(nbytes), ranks), plan)
         count, each = sends(name, nbytes, ranks)
-        # Gradients and weights travel while others do; what is split is waited for.
+        # Several messages with gradients and weights are under way at once. Ranks wait for each collective along tp.
         transfer = Transfer(BACKWARD, axis, "send", int(each), ranks, overlaps=axis != "tp", part_of=name)
         return self._one(transfer, plan) * count
 
     def _one(self, transfer: Transfer, plan: Plan) -> "_Moved":
-        """Of a transfer. CPU ranks may send all of it at once."""
+        """Seconds of one transfer. On CPU ranks, a collective counts as one send of all its bytes."""
         question = self.question
         if question.on_cpus and transfer.collective != "send":
             transfer = replace(transfer, collective="send", nbytes=int(transfer.sent))
@@ -307,12 +309,12 @@ class Predictions:
         """When the schedule is over, in seconds.
 
         Args:
-            forward: its share of a micro-batch's time. each: that time. shares: of each rank in it.
+            forward: the share of forward in a micro-batch's time. each: that time. shares: each rank's share of it.
         """
         plan = candidate.plan
         if plan.pp == 1:
             return each * plan.micro_batches
-        if plan.pp * plan.micro_batches > _PLAYED:  # the schedules' own formulas, with a third for each half backward
+        if plan.pp * plan.micro_batches > _PLAYED:  # a formula; with backward in two halves, each half is a third
             parts = 3 if find_schedule(plan.pp_schedule).splits_backward else 1
             idle = (plan.pp - 1) / (parts * plan.stages_per_rank * plan.micro_batches)
             return each * plan.micro_batches * max(shares) * (1 + idle)
@@ -328,7 +330,7 @@ class Predictions:
         return played * each
 
     def _launches(self, plan: Plan) -> float:
-        """Seconds of small kernels for each parameter, of a model that is not cut."""
+        """Seconds of small kernels for each parameter, without a pipeline."""
         if self.facts is None or plan.zero == 3:
             return 0.0
         each = (_PACKING if plan.dp_size > 1 else 0) + _ADDING * (plan.micro_batches - 1)
@@ -336,12 +338,12 @@ class Predictions:
 
 
 def _both(seconds: float) -> _Moved:
-    """Of what the host does around transfers, while nothing else runs."""
+    """The host's own work around transfers: the rank computes, and its step is held up for as long."""
     return _Moved(seconds, seconds)
 
 
 def _coarse(share: float) -> float:
-    """In steps of 2%: so that schedules are played seldom."""
+    """`share` rounded to 2%. So more schedules are equal, and each is simulated once."""
     return round(share * 50) / 50
 
 

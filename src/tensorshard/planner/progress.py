@@ -1,10 +1,10 @@
-"""One line on the terminal that says what a search does, where anybody looks."""
+"""One line on the terminal that says what a search is doing."""
 
 import sys
 
 
 class Progress:
-    """Writes over its own line on stderr; nothing where that is no terminal."""
+    """Writes over its own line on stderr. It writes nothing if stderr is not a terminal."""
 
     def __init__(self) -> None:
         self._shown = sys.stderr.isatty()

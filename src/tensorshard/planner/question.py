@@ -1,4 +1,4 @@
-"""What a search is asked: the model, the machines, and what the user insists on. Checked before any work is done."""
+"""The arguments of a search: the model, the hardware, and the user's fixed fields. They are checked before any work."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,14 +39,15 @@ class Question:
     Args:
         model, inputs, targets, optimizer, loss_fn: as for :func:`find_plans`.
         hardware: with rates.
-        memory: bytes that a rank may take, by estimates.
+        memory: bytes that a rank may take by its estimate.
         global_batch: samples of a step.
-        fixed: fields of a Plan that are given, by name.
-        tables: of tensor parallelism that were found, by degree and whether sequences are split. Filled by estimates.
-        shared: what holds for several plans: the constructor's run, and runs that pipelines are cut by. Filled by
-            estimates.
-        captures: runs that tables were searched by. Filled by estimates.
-        shortened: the same of models with fewer blocks, by how many they keep.
+        fixed: fields of a Plan that the user gave, by name.
+        tables: the tables of tensor parallelism found so far, by degree and whether sequences are split. Estimates fill
+            it.
+        shared: what holds for several plans: the run of the model's constructor, and the runs from which pipelines are
+            cut. Estimates fill it.
+        captures: the model's runs from which tables were found. Estimates fill it.
+        shortened: the questions for models with fewer blocks, by the number of blocks that they keep.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -76,11 +77,12 @@ class Question:
         return not self.rates.asynchronous
 
     def plan(self, **chosen: Any) -> Plan:
-        """The Plan of what is fixed and of what was chosen; a field that is fixed stays as it is."""
+        """The Plan with the `chosen` fields and the fixed ones. A fixed field wins."""
         return Plan(**{**chosen, **self.fixed})
 
     def batch(self, samples: int) -> tuple[Any, Any]:
-        """Inputs and targets of so many samples: the first ones of those given, or the first one again and again."""
+        """Inputs and targets of `samples` samples: the first of the given ones; if these are too few, the first sample
+        again and again."""
         size = batch_size(self.inputs)
 
         def resized(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,10 +105,10 @@ class Question:
         """The estimate of a resolved `plan`.
 
         Args:
-            world_size: in place of the question's.
-            samples: of one data rank; its part of the global batch by default.
-            borrow: whether a table that was found for another number of tp ranks will do, where it suits: for
-                predictions alone, as the search for its own may find another.
+            world_size: the number of ranks; None for the question's.
+            samples: samples of one data rank; None for its part of the global batch.
+            borrow: whether a table that was found for another number of tp ranks may be used, if it suits the model.
+                This is for predictions only, since a search for this number may find another table.
             stop_above: as for :func:`tensorshard.estimate.estimate.estimate`.
 
         Raises:
@@ -117,7 +119,7 @@ class Question:
         if borrow and decisions.table is None and plan.tp > 1:
             decisions.table = self.table_for(plan.tp, sequence_parallel=plan.sequence_parallel)
             if decisions.table is not None:
-                with suppress(Exception):  # whatever a model raises whose layers do not suit another's table
+                with suppress(Exception):  # a model may raise anything if its layers do not suit the table
                     return self._estimate(plan, world_size, samples, decisions)
                 decisions.table = None
         found = self._estimate(plan, world_size, samples, decisions, stop_above)
@@ -125,7 +127,8 @@ class Question:
         return found
 
     def table_for(self, size: int, *, sequence_parallel: bool) -> VerifiedTable | None:
-        """The table that was found for so many tp ranks, or one for others, made for these; None if there is none."""
+        """The table that was found for `size` tp ranks, or one for another number with its size changed; None if there
+        is none."""
         for other in (size, *(ranks for ranks, _ in self.tables)):
             table = self._table_of(other, sequence_parallel=sequence_parallel)
             if table is not None:
@@ -133,7 +136,7 @@ class Question:
         return None
 
     def _table_of(self, size: int, *, sequence_parallel: bool) -> VerifiedTable | None:
-        """The table that was found for so many tp ranks. One that splits sequences serves where they are whole, too."""
+        """The table that was found for `size` tp ranks. One with sequence parallelism also serves without it."""
         table = self.tables.get((size, sequence_parallel))
         in_parts = self.tables.get((size, True))
         return replace(in_parts, sequence={}) if table is None and in_parts is not None else table
@@ -165,13 +168,13 @@ class Question:
         return found
 
     def seconds(self, found: Estimate) -> float:
-        """The step time of an estimate. On this machine's CPU, ranks that have no core of their own wait for one."""
+        """The step time of an estimate. On this machine's CPU, ranks without a core of their own also wait for one."""
         time = found.step_time
         assert time is not None  # the hardware has rates
         return self.on_cores(time.seconds, time.busy)
 
     def on_cores(self, seconds: float, busy: float) -> float:
-        """The time of a step of so many `seconds` a rank, in which all ranks together compute for `busy` seconds."""
+        """The time of a step that takes each rank `seconds`, if all ranks together compute for `busy` seconds."""
         return on_cores(seconds, busy, self.hardware) * self.hardware.time_ratio
 
     def with_blocks(self, kept: int, equal_blocks: Sequence[str]) -> "Question":
@@ -205,10 +208,10 @@ def ask(
     global_batch: int | None,
     fixed: Plan | Mapping[str, Any] | None,
 ) -> Question:
-    """The question that these arguments of :func:`find_plans` are.
+    """Checks these arguments of :func:`find_plans`, and returns them as a question.
 
     Raises:
-        ValueError, TypeError: one of them makes no sense, in a sentence.
+        ValueError, TypeError: one of them makes no sense; the error says why.
         RuntimeError: this process is in a process group already.
     """
     check_int("world_size", world_size, least=1)
@@ -235,16 +238,16 @@ def ask(
         )
     share = 1 if found.rates.asynchronous else min(world_size, found.rates.devices_per_node)
     there = found.memory // share if memory is None else size_in_bytes("memory", memory)
-    there = int(there / found.memory_ratio)  # what estimates may say, if runs here take more than they do
+    there = int(there / found.memory_ratio)  # real runs take this times the estimate, so the estimate must stay lower
     batch = size * world_size if global_batch is None else global_batch
     return Question(model, world_size, inputs, targets, optimizer, loss_fn, found, there, batch, given)
 
 
 def fixed_fields(fixed: Plan | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The fields that are insisted on: those of a mapping, or those of a Plan that are not at their defaults.
+    """The fixed fields: those of a mapping, or those of a Plan that are not at their defaults.
 
     Raises:
-        ValueError, TypeError: unknown fields, or values that no Plan takes.
+        ValueError, TypeError: there are unknown fields, or values that no Plan takes.
     """
     if fixed is None:
         return {}
@@ -257,7 +260,7 @@ def fixed_fields(fixed: Plan | Mapping[str, Any] | None) -> dict[str, Any]:
     if unknown is not None:
         raise ValueError(f"fixed: {unknown}")
     checked = Plan(**fixed)
-    # -1 is what the other axes leave, which a search chooses.
+    # -1 stands for what the other axes leave. The search chooses that.
     return {name: getattr(checked, name) for name in fixed if not (name in _DEGREES and fixed[name] == -1)}
 
 
@@ -265,10 +268,10 @@ _DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 
 
 def check_objective(objective: str, step_time: float | None, top: int) -> None:
-    """Refuses what no search can look for.
+    """Refuses an objective, a step time or a number of plans that makes no sense.
 
     Raises:
-        ValueError, TypeError: in a sentence.
+        ValueError, TypeError: one of them makes no sense; the error says why.
     """
     check_choice("objective", objective, OBJECTIVES)
     check_int("top", top, least=1)

@@ -1,9 +1,8 @@
-"""Best first: the plan that is predicted to be the best is looked at next, until none is predicted to be better.
+"""A best-first search: it estimates the plan with the best prediction next, until no other is predicted to be better.
 
-A prediction is first one of the full model alone, then one of a trace under the plan's own tp, and then the estimate
-itself. Each step is taken only for a plan that is the most promising one. What an estimate says beyond the prediction
-is learned for plans like it (:mod:`.corrections`). Memory is bounded from below: no plan that may fit is left out for
-that.
+A plan is first predicted from a trace without tp, then from a trace with the plan's own tp, and then it is estimated.
+Each of these is done only when the plan is the most promising one. The error of a prediction corrects those of similar
+plans (:mod:`.corrections`). Predicted memory is a lower bound. So no plan that may fit is left out.
 """
 
 import math
@@ -22,10 +21,10 @@ from tensorshard.planner.question import SEARCHED, Question
 from tensorshard.planner.traces import BASE, Family, Trace, family_of, run_trace
 
 MOST_ESTIMATES = 48
-"""How many plans are estimated, at most; a search that ends there says what it cannot exclude."""
+"""The most plans that are estimated. A search that ends there says that others may be better."""
 
-# A plan that is predicted to be behind the best by less than this share is estimated, too; a quarter of it where a plan
-# with the same stages was.
+# A plan is estimated, too, if it is predicted to be slower than the best by less than this share, or by less than a
+# quarter of it if a plan with the same stages was estimated before.
 _DOUBT = 0.02
 
 
@@ -34,13 +33,13 @@ class Considered:
     """A plan, and what is known of it so far.
 
     Args:
-        first: what was predicted of it from traces alone.
-        estimate: what it takes; None where the prediction said enough; where it does not fit, perhaps of some ranks.
-        seconds: of a step, by the estimate.
-        refused: why the model does not take it; "" where it does, or nobody asked.
+        first: the prediction from traces alone.
+        estimate: the estimate; None if the plan was not estimated. If the plan does not fit, it may lack some ranks.
+        seconds: seconds of a step, by the estimate.
+        refused: why the model does not take the plan; "" if it does, or if that was not tried.
 
     Attributes:
-        predicted: what it takes, about, by what is known now.
+        predicted: the prediction with the present corrections.
     """
 
     candidate: Candidate
@@ -60,7 +59,7 @@ class Considered:
 
     @property
     def memory(self) -> int:
-        """Bytes of the fullest rank's device, or the least that it can be."""
+        """Bytes on the fullest rank's device; before the estimate, a lower bound of them."""
         return self.predicted.memory if self.estimate is None else self.estimate.largest.peak_device
 
     @property
@@ -75,7 +74,7 @@ class Considered:
 
 
 Key = Callable[[int, float], tuple[float, float]]
-"""What is minimized: of bytes and seconds, the first number decides and the second where that is the same."""
+"""What is minimized: from bytes and seconds, two numbers. The first decides; the second decides between equal ones."""
 
 BY_TIME: Key = lambda memory, seconds: (seconds, memory)  # noqa: E731
 BY_MEMORY: Key = lambda memory, seconds: (memory, seconds)  # noqa: E731
@@ -89,14 +88,14 @@ class Search:
     """A search under way, or done.
 
     Args:
-        traces, facts: of an earlier search for the same model; they are used, and added to.
+        traces, facts: those of an earlier search for the same model. This search uses them, and adds to them.
 
     Attributes:
         considered: every plan that the world allows.
-        refused: regions without any.
+        refused: regions without any plan.
         found: plans that fit, the best first.
         exhausted: whether every plan that could be better than those found was estimated.
-        estimates: how many were.
+        estimates: how many plans were estimated.
     """
 
     question: Question
@@ -125,7 +124,7 @@ class Search:
 
         Args:
             most: how many plans may be estimated.
-            longest: seconds that a step may take; plans that take longer are not looked for.
+            longest: the most seconds that a step may take.
             any_will_do: whether to stop at the first plan that fits.
 
         Raises:
@@ -151,7 +150,7 @@ class Search:
                     self.traces[family] = self._run_trace(family, self.traces[BASE].samples)
                 except REFUSALS as error:
                     one.refused = failed[family] = _first_sentence(error)
-                for other in queue:  # those with other numbers of tp ranks are predicted from other traces
+                for other in queue:  # the new trace improves the predictions of plans with as many tp ranks
                     if other.plan.tp == family[0] and not other.refused:
                         other.first = self._predictions.of(other.candidate)
             elif self.estimates == most:
@@ -174,13 +173,13 @@ class Search:
         return deque(sorted(left, key=lambda one: (self._rank(one, key), one.candidate.order)))
 
     def _is_over(self, one: Considered, key: Key, top: int) -> bool:
-        """Whether enough was found, if `one` is the most promising of what is left."""
+        """Whether the search is over, if `one` is the most promising plan that is left."""
         if len(self.found) < top:
             return False
         best, last = self.found[0], self.found[top - 1]
         if self._rank(one, key) < key(last.memory, last.seconds):
             return False
-        # By time it is a prediction that has to be behind: what is near the best is estimated.
+        # Predicted times may be too high. So a plan that is predicted to be near the best is estimated, too.
         doubt = _DOUBT if self._corrections.of(one.plan) is None else _DOUBT / 4
         return key is not BY_TIME or one.likely_seconds * (1 - doubt) >= best.seconds
 
@@ -188,7 +187,7 @@ class Search:
         question = self.question
         listed, self.refused = candidates(question)
         if BASE not in self.traces:
-            # As many as a data rank has if all ranks are: what most plans compute at once is near that.
+            # As many samples as a data rank has if all ranks are data ranks. Most plans compute about as many at once.
             samples = min(question.global_batch, max(2, question.global_batch // question.world_size))
             progress.say("running the model once")
             self.facts = model_facts(question.model, question.batch(samples)[0], samples, question.fixed)
@@ -206,7 +205,7 @@ class Search:
         return key(one.predicted.memory, one.predicted.seconds)
 
     def _correct(self, among: Iterable[Considered]) -> None:
-        """Predicts again, with what estimates said."""
+        """Corrects the predictions by the estimates so far."""
         for one in among:
             ratio = self._corrections.of(one.plan) or 1.0
             seconds = max(one.first.seconds * ratio, self._floors.get(one.candidate.order, 0.0))
@@ -235,9 +234,9 @@ class Search:
             self.found.sort(key=lambda found: (key(found.memory, found.seconds), found.candidate.order))
 
     def _traced_as(self, one: Considered) -> Family:
-        """The family whose trace is wanted before a plan is estimated.
+        """The family whose trace should be run before a plan is estimated.
 
-        What recomputation takes is known well enough without one, unless memory is scarce.
+        Unless memory is scarce, a trace without recomputation is enough.
         """
         tp, sequence_parallel, _ = family = family_of(one.plan)
         kept = self._predictions.kept_without_recomputation(one.candidate)
@@ -245,7 +244,7 @@ class Search:
         return family if is_scarce else (tp, sequence_parallel, "none")
 
     def _raise_floors(self, one: Considered) -> None:
-        """Plans that do all that `one` does and more take as long at least."""
+        """Notes that plans which do all that `one` does and more take at least as long."""
         for other in self.considered:
             if other is not one and _does_more(other.plan, one.plan):
                 order = other.candidate.order
@@ -261,8 +260,8 @@ class Search:
 
 
 def _does_more(plan: Plan, than: Plan) -> bool:
-    """Whether `plan` computes again, moves elsewhere, reduces more often or cuts smaller what `than` does not, and is
-    the same."""
+    """Whether `plan` is like `than`, but recomputes or offloads more, reduces more often, or has smaller
+    micro-batches."""
     if than.recompute not in (plan.recompute, "none") or than.offload not in (plan.offload, None):
         return False
     if plan.zero != than.zero and (plan.zero, than.zero) != (2, 1):

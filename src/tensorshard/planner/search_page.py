@@ -12,7 +12,7 @@ _WIDTH, _HEIGHT, _EDGE = 640, 320, 60
 
 @dataclass(frozen=True)
 class Point:
-    """A plan. Args: as of :class:`tensorshard.planner.plan_search.FoundPlan`, the plan in words."""
+    """A plan in the picture. Args: as for :class:`tensorshard.planner.plan_search.FoundPlan`; the plan is in words."""
 
     seconds: float
     memory: int
@@ -38,7 +38,7 @@ def search_page(title: str, points: list[Point], rejected: list[str], note: str)
 
 
 def _picture(points: list[Point]) -> str:
-    """Plans as points by their numbers in the table: the further left and down, the better."""
+    """Plans as points, labelled with their numbers in the table: the further left and down, the better."""
     longest, most = max(point.seconds for point in points), max(point.memory for point in points)
     marks = []
     for number, point in enumerate(points, start=1):

@@ -1,4 +1,4 @@
-"""How a model's time is shared out over the stages of a pipeline, by the cut that the Engine would make."""
+"""How a model's time is divided among the stages of a pipeline, by the cut that the Engine would make."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class StageCosts:
     """The cuts of one model.
 
     Args:
-        graph: of its run on `samples` samples.
+        graph: the calls of its run on `samples` samples.
     """
 
     graph: CallGraph
@@ -31,7 +31,7 @@ class StageCosts:
         """Where a plan cuts the model.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: the model cannot be cut that way.
         """
         key = (plan.pp * plan.stages_per_rank, None if plan.pp_split is None else tuple(plan.pp_split))
         if key not in self._cuts:
@@ -42,8 +42,8 @@ class StageCosts:
         """Each pipeline rank's share of the time of a forward, or of a backward; they add up to 1.
 
         Args:
-            arithmetic: the share of products, convolutions and attention in the time: it is a call's share of all
-                floating-point operations, and of the rest as much as it writes of all bytes.
+            arithmetic: the share of products, convolutions and attention in the time. This part of the time is divided
+                among calls by their floating-point operations, and the rest by the bytes that they write.
         """
         key = (plan.pp, plan.pp_schedule, plan.stages_per_rank, arithmetic)
         if key not in self._shares:
@@ -59,21 +59,21 @@ class StageCosts:
         return self._shares[key]
 
     def sent(self, plan: Plan) -> float:
-        """Bytes for each sample that the widest cut sends on."""
+        """The bytes of one sample that cross the widest cut."""
         positions = self.cut(plan).positions
         return max((self.graph.crossing_bytes(position) for position in positions), default=0) / self.samples
 
 
 def stage_costs(model: nn.Module, inputs: Any, samples: int, fixed: Mapping[str, Any]) -> StageCosts | None:
-    """The costs of a model's calls; None where its units are the user's, or it cannot be run in stages.
+    """The costs of a model's calls; None if the user names the units, or the model cannot be run in stages.
 
     Args:
         inputs: a batch of `samples`.
-        fixed: fields of a Plan that are given.
+        fixed: fields of a Plan that the user gave.
     """
     if fixed.get("pp_units") is not None or fixed.get("pp") == 1:
         return None
     try:
         return StageCosts(Tracer(model, device=torch.device("cpu")).trace(inputs), samples)
-    except Exception:  # whatever a model's code does with tensors that have no values: a plan with stages says so
+    except Exception:  # a model's code may raise anything for tensors without values; a plan with stages reports it
         return None

@@ -1,4 +1,4 @@
-"""Runs of the Engine on one data rank, from which bounds of many plans follow."""
+"""Runs of the Engine on one data rank, from which many plans are predicted."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ from tensorshard.planner.question import Question
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 
 Family = tuple[int, bool, str]
-"""What plans share whose bounds follow from one trace: tp, sequence_parallel and recompute."""
+"""The fields that plans must share to be predicted from one trace: tp, sequence_parallel and recompute."""
 
 BASE: Family = (1, False, "none")
 
@@ -41,10 +41,10 @@ class Trace:
     """One step of one data rank, without a pipeline, with one micro-batch.
 
     Args:
-        samples: of the step.
-        kernels: by section.
-        transfers: along tp, in forward and backward.
-        parameters, gradients, optimizer, activations: the most bytes that were held of each.
+        samples: the samples of the step.
+        kernels: the kernels by section, with their counts.
+        transfers: the transfers along tp in forward and backward.
+        parameters, gradients, optimizer, activations: the most bytes that were held of each at once.
         working: the most bytes of activations, temporaries and inputs that forward or backward held at once.
     """
 
@@ -61,10 +61,10 @@ class Trace:
     def seconds(
         self, section: str, question: Question, samples: float, split: float = 1, others: float | None = None
     ) -> float:
-        """Seconds of a section's kernels for so many samples, if `split` ranks share the work of each.
+        """Seconds of a section's kernels for `samples` samples, if `split` ranks share the work.
 
         Args:
-            others: how many share that of kernels without products; None for as many.
+            others: how many ranks share the work of kernels without products; None for `split`.
         """
         others = split if others is None else others
         key = (section, samples, split, others)
@@ -87,7 +87,7 @@ class Trace:
 
 
 def scaled_kernel_time(kernel: Kernel, question: Question, share: float) -> float:
-    """Seconds of a kernel that does a share of the work."""
+    """Seconds of a kernel with `share` times the work."""
     scaled = Kernel(
         kernel.section, kernel.name, kernel.dtype, round(kernel.flops * share), round(kernel.nbytes * share)
     )
@@ -95,27 +95,27 @@ def scaled_kernel_time(kernel: Kernel, question: Question, share: float) -> floa
 
 
 def run_trace(question: Question, family: Family, samples: int, equal_blocks: Sequence[str] = ()) -> Trace:
-    """Takes the steps of a family on `samples` samples.
+    """Takes steps of the Engine for a family, on `samples` samples.
 
     Args:
-        equal_blocks: names of blocks that are built alike. The model is run with a few of them, and each of the others
-            takes what one more of these does.
+        equal_blocks: names of blocks that are built alike. If there are any, the model is run with a few of them, and
+            the cost of one more of these is added for each of the others.
 
     Raises:
         ValueError, NotImplementedError: the model does not take such plans.
     """
     if equal_blocks and not isinstance(question.model, nn.Module | PretrainedModel):
-        with suppress(Exception):  # whatever a model raises that counts on all of its blocks
+        with suppress(Exception):  # a model that needs all of its blocks may raise anything
             return _run_short(question, family, samples, equal_blocks)
     return _run(question, family, samples)
 
 
 def _run_short(question: Question, family: Family, samples: int, equal_blocks: Sequence[str]) -> Trace:
-    """The same from two models with a few of the blocks.
+    """The trace of the full model, from two models with a few of its blocks.
 
     Raises:
-        LookupError: no table of tp was found yet; it is searched once, for the whole model.
-        Exception: whatever a model raises that counts on all of its blocks.
+        LookupError: no table of tp was found yet. The search for one runs once, on the full model.
+        Exception: a model that needs all of its blocks may raise anything.
     """
     tp, sequence_parallel, _ = family
     table = None if tp == 1 else question.table_for(tp, sequence_parallel=sequence_parallel)
@@ -152,10 +152,10 @@ def _run(question: Question, family: Family, samples: int) -> Trace:
 
 
 def _with_more_blocks(few: Trace, more: Trace, times: int) -> Trace:
-    """The trace that has `times` as much beyond `more` as that has beyond `few`.
+    """The trace `more`, plus `times` times what `more` has beyond `few`.
 
-    A kernel that works on all blocks at once counts less than nothing for fewer of them: its times add up to that for
-    all.
+    A kernel that works on all blocks at once has another size in each trace. So some counts are negative; the sum is
+    the time of the kernel for all blocks.
     """
 
     def extended(of_few: Iterable[tuple[Any, int]], of_more: Iterable[tuple[Any, int]]) -> list[tuple[Any, int]]:

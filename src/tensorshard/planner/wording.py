@@ -10,12 +10,12 @@ from tensorshard.planner.search import Considered, Search
 
 _LOSSES = {BUBBLE: "to the bubble", COMMUNICATION: "to exposed communication", OFFLOAD: "to offload"}
 _WORTH_SAYING = 0.02
-# The order in which what was not chosen is told of.
+# The order in which rejected values of fields are listed.
 _TOLD = ("zero", "recompute", "micro_batches", "tp", "sequence_parallel", "pp", "dp_replicate", "offload")
 
 
 def plan_words(plan: Plan) -> str:
-    """The chosen fields of a resolved plan as overrides, without those that say nothing."""
+    """The chosen fields of a resolved plan as overrides, without those that change nothing."""
     words = []
     for name in SEARCHED:
         value = getattr(plan, name)
@@ -27,7 +27,7 @@ def plan_words(plan: Plan) -> str:
 
 
 def found_reasons(one: Considered, best: Considered) -> list[str]:
-    """What can be said of a plan that was found: what it loses, and how far it is behind the best."""
+    """The reasons of a plan that was found: what it loses time to, and how far it is behind the best."""
     said = []
     if one is not best:
         said.append(_compared(one, best))
@@ -39,7 +39,7 @@ def found_reasons(one: Considered, best: Considered) -> list[str]:
 
 
 def rejections(search: Search, best: Considered, *, by_memory: bool) -> list[Refusal]:
-    """For each value of a field that the best plan does not have: why no plan with it was chosen."""
+    """For each other value of a field than the best plan's: why no plan with it was chosen."""
     said = []
     for name in _TOLD:
         values = {getattr(one.plan, name) for one in search.considered} - {getattr(best.plan, name)}
@@ -50,7 +50,7 @@ def rejections(search: Search, best: Considered, *, by_memory: bool) -> list[Ref
 
 
 def why_nothing_fits(search: Search) -> list[Refusal]:
-    """For each ZeRO level and kind of recomputation, what it lacks."""
+    """For each ZeRO level and kind of recomputation, how much memory is missing."""
     said = []
     for name in ("zero", "recompute"):
         for value in sorted({getattr(one.plan, name) for one in search.considered}, key=str):
@@ -92,7 +92,7 @@ def _compared(one: Considered, best: Considered) -> str:
 
 
 def _lost(one: Considered) -> dict[str, float]:
-    """Which shares of a step are lost to what, by the estimate or by the prediction."""
+    """The shares of a step that are lost, by what they are lost to; from the estimate, else from the prediction."""
     time = None if one.estimate is None else one.estimate.step_time
     if time is not None:
         return {name: time.by_category[name] / time.seconds for name in _LOSSES}
