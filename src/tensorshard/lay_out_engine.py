@@ -1,4 +1,4 @@
-"""A model and a Plan in, an Engine out."""
+"""Builds an Engine from a model and a Plan."""
 
 import logging
 from collections.abc import Callable
@@ -60,18 +60,18 @@ def lay_out_engine(
     """What :func:`tensorshard.parallelize` does with a Plan.
 
     Args:
-        decisions: of another rank of this plan and model, which one process tried before; None to decide.
-        off_device: whether what is offloaded leaves the device's memory for the host's; None to ask the device.
+        decisions: decisions of another rank of this plan and model, which this process tried before; None to decide.
+        off_device: whether offloaded values leave the device's memory for the host's; None to ask the device.
 
     Raises:
-        ValueError, TypeError: as there.
+        ValueError, TypeError: as for :func:`tensorshard.parallelize`.
     """
     check_arguments(model, plan, optimizer, loss_fn, seed)
     device = default_device() if device is None else as_device(device)
     plan = plan.resolve(world_size())
     check_supported(plan.precision, device)
     patience = as_timedelta(timeout)
-    # The parts of parallel layers that were built by hand are known where they have values.
+    # Parallel layers that were built by hand know their parts only if their parameters have values.
     built = isinstance(model, nn.Module) and not any(parameter.is_meta for parameter in model.parameters())
     split = "tp" if built else "refused"
     users_parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
@@ -141,8 +141,8 @@ def _weights_of(
     users: UsersModules,
     decisions: Decisions | None,
 ) -> tuple[TensorSource, bool, list[HeadUpdate]]:
-    """Where the initial weights come from, whether they are the same on every rank by construction, and what the
-    model's heads were to update by themselves, which is switched off."""
+    """Where the initial weights come from; whether they are the same on every rank by construction; and the updates of
+    the model's heads, which are switched off."""
     if not isinstance(model, nn.Module):
         if decisions is not None and decisions.recorded is not None:
             again = decisions.recorded[0].again()
@@ -180,8 +180,8 @@ def _check_updates(model: nn.Module, updates: list[HeadUpdate], optimizer: Optim
 
 
 def _described(plan: Plan, seed: int, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What must be the same on every rank before any group is made. Of layers that are split by hand, the last rank's
-    shard may be smaller."""
+    """What must be the same on every rank, for a comparison before any group is made. If layers are split by hand, the
+    last rank's shard may be smaller."""
     split = tuple(
         f"{name}." if name else ""
         for name, module in model.named_modules()

@@ -1,1 +1,1 @@
-"""The only room that knows every parallelism: one model, or its pipeline stages, through the transforms."""
+"""Applies all transforms to one model, or to its pipeline stages. No other package knows every parallelism."""

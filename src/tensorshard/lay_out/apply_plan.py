@@ -1,4 +1,4 @@
-"""A model laid out as a Plan says: tensor parallelism is chosen first, then a pipeline is cut, then all is laid out."""
+"""Lays a model out as a Plan says: it chooses tensor parallelism, then cuts a pipeline, then applies all transforms."""
 
 from typing import Any
 
@@ -30,13 +30,13 @@ def apply_plan(
     slots: Slots | None = None,
     decisions: Decisions | None = None,
 ) -> ShardedModel:
-    """The source's model, laid out over `mesh` as `plan` says, its values on `device`.
+    """The source's model, laid out over `mesh` as `plan` says, with its values on `device`.
 
     Args:
-        broadcast: whether the values of the mesh's first rank count, because the ranks' own may differ.
-        sample_inputs: what the model is run on to find out how it can be split and cut; None to guess.
-        slots: where what is offloaded goes; None if the plan offloads nothing.
-        decisions: of another rank of this plan, which are taken; None to decide.
+        broadcast: whether all ranks take the values of the mesh's first rank, because their own may differ.
+        sample_inputs: inputs on which the model is run to find out how it can be split and cut; None to guess them.
+        slots: where offloaded values go; None if the plan offloads nothing.
+        decisions: decisions of another rank of this plan, to use again; None to decide.
     """
     model = source.module
     by_hand = split_by_hand(model) if mesh.degrees["tp"] > 1 else {}

@@ -1,4 +1,4 @@
-"""What one rank has decided about a model and a plan, for another rank of the same plan in the same process."""
+"""The decisions of one rank about a model and a plan, for another rank of the same plan in the same process."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class Traced(NamedTuple):
-    """What a pipeline is cut by.
+    """Runs of a model, from which a pipeline is cut.
 
     Args:
-        tracer: runs the model. graph: of its run on the sample inputs.
-        graphs: of further runs, by what tells their inputs and modes apart.
-        table: that the model is split by.
+        tracer: runs the model. graph: the calls of its run on the sample inputs.
+        graphs: the calls of further runs, by their inputs and modes.
+        table: the table of tensor parallelism by which the model is split.
     """
 
     tracer: "Tracer"
@@ -29,17 +29,18 @@ class Traced(NamedTuple):
 
 @dataclass
 class Decisions:
-    """Filled by the first rank that is laid out with it, and taken from it by the next.
+    """Decisions that the first rank makes and later ranks use again.
 
-    Ranks of a world decide together. One process that tries one rank after the other (an estimate) would decide the
-    same again for each.
+    The ranks of a world decide together. But an estimate tries one rank after the other in one process, and would make
+    the same decisions again for each.
 
     Attributes:
-        table: of tensor parallelism; None if there is none yet.
-        recorded: the constructor's run, with a module that nobody has laid out, and what its heads were to update;
-            None if there is none yet, or it cannot be used twice.
-        shapes: the model's run and its cut into stages, as a rank with this place along ``tp`` sees it; None likewise.
-        traced: the model's runs, which plans that cut it elsewhere may share; None where nobody tries other plans.
+        table: the table of tensor parallelism; None if there is none yet.
+        recorded: the constructor's run, with a module that is not laid out, and the updates of its heads; None if there
+            is none yet, or if it cannot be used twice.
+        shapes: the model's run and its cut into stages, as a rank with this place along ``tp`` sees it; None if there
+            is none yet, or if it cannot be used twice.
+        traced: the model's runs, which plans with other cuts may share; None if no other plans are tried.
     """
 
     table: "VerifiedTable | None" = None

@@ -1,4 +1,4 @@
-"""Marks on modules that a plan has laid out, so that none is laid out twice: the second would train nothing."""
+"""Marks on modules that a plan has laid out, so that none is laid out twice: the second plan would train nothing."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ def mark_laid_out(models: Iterable[nn.Module], by: str) -> None:
     """Marks every module of `models` as laid out.
 
     Args:
-        by: the function that was called, for :func:`check_not_laid_out`.
+        by: the name of the function that did it, for the error of :func:`check_not_laid_out`.
     """
     for model in models:
         for module in model.modules():
@@ -19,10 +19,10 @@ def mark_laid_out(models: Iterable[nn.Module], by: str) -> None:
 
 
 def check_not_laid_out(model: nn.Module) -> None:
-    """Refuses a model that is laid out already, or has a module that is.
+    """Refuses a model if it, or one of its modules, is laid out already.
 
     Raises:
-        ValueError: it is, whether or not its Engine is still there.
+        ValueError: it is laid out already, whether or not its Engine still exists.
     """
     for name, module in model.named_modules():
         by = vars(module).get(_MARK)

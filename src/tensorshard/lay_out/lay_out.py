@@ -1,4 +1,4 @@
-"""One model, or one stage of it, through the transforms: tensor, logits, recompute, compile, precision, shard."""
+"""Applies the transforms to one model, or one stage: tensor, logits, recompute, compile, precision, shard."""
 
 import logging
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from tensorshard.transforms.recompute import apply_recompute
 logger = logging.getLogger("tensorshard")
 
 Values = Callable[[str], torch.Tensor]
-"""The whole value of a parameter or buffer, by its name, on this rank's device."""
+"""Returns the whole value of a parameter or buffer, by its name, on this rank's device."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Part:
     Args:
         module: on the meta device.
         repeated: the blocks, which are recomputed and compiled one by one.
-        units: what is gathered and reduced together.
-        computed: the modules in which anything is computed.
-        returns: whether it returns the model's output, and not what goes to another stage.
+        units: lists of modules whose parameters are gathered and reduced together.
+        computed: the modules that this rank computes.
+        returns: whether the part returns the model's output, and not the input of another stage.
     """
 
     module: nn.Module
@@ -61,8 +61,8 @@ def lay_out(
     """Applies the transforms to `part`, and fills it.
 
     Args:
-        slots: where what is offloaded goes.
-        value_of: asked for one name after the other, in the order of the model where that matters to other ranks.
+        slots: where offloaded values go.
+        value_of: called for one name after the other, in the model's order if other ranks depend on the order.
         split_tensors: splits the part over the tensor-parallel ranks.
     """
     names = [name for name, _ in part.module.named_parameters()]
@@ -134,7 +134,7 @@ def lay_out(
 def from_first_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """`value` as the mesh's first rank has it. A collective of the mesh.
 
-    What is received goes into a copy: `value` may be the user's own memory, whose plan may still be refused.
+    The value is received into a copy: `value` may be the user's own memory, and the plan may still be refused.
     """
     value = value.contiguous() if mesh.rank == 0 else value.clone(memory_format=torch.contiguous_format)
     dist.broadcast(value, group=mesh.world_group, group_src=0)

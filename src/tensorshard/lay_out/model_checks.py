@@ -1,4 +1,4 @@
-"""What a model must be like for a plan to be honoured, asked before any of it is allocated."""
+"""Checks that a model suits a plan, before any of it is allocated."""
 
 from collections.abc import Sequence
 
@@ -25,14 +25,16 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
     Args:
         model: built, or on the meta device.
         plan: a resolved plan.
-        split: parallel layers that were built by hand: "refused"; "tp", if they are split over the plan's
-            tensor-parallel ranks; or "outside", if over other ranks than the plan's, `ranks`.
+        split: what to do with parallel layers that were built by hand. "refused": refuse them. "tp": accept those that
+            are split over the plan's tensor-parallel ranks. "outside": accept those that are split over ranks outside
+            of the plan.
+        ranks: the plan's own ranks, for "outside".
 
     Raises:
-        ValueError: a module that is laid out already, a parameter that cannot be trained or laid out, or that has
-            hooks, a layer that is split already, a module with sparse gradients, a batch normalization that cannot be
-            synchronized, nothing to train, a head that does what a plan does, or a name in ``plan.shard_units`` that
-            no module has.
+        ValueError: there is a module that is laid out already, a parameter that cannot be trained or laid out, or that
+            has hooks, a layer that is split already, a module with sparse gradients, a batch normalization that cannot
+            be synchronized, nothing to train, a head that does a plan's work, or a name in ``plan.shard_units`` that no
+            module has.
     """
     check_not_laid_out(model)
     _check_not_wrapped(model)
@@ -44,7 +46,7 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
         _check_parameter_hooks(name, parameter)
-    # A head's own, with update=, require no gradient yet.
+    # Parameters of a head with update= do not require a gradient yet.
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad or isinstance(p, UpdatedParameter)}
     if not trained:
         raise ValueError(
@@ -73,7 +75,7 @@ def _check_not_wrapped(model: nn.Module) -> None:
                 f"{what} is a {type(module).__name__}, which averages gradients by itself, as a plan does: give the "
                 f"module inside of it, model.module"
             )
-        if type(module).__name__ == "OptimizedModule":  # whose import takes seconds
+        if type(module).__name__ == "OptimizedModule":  # by its name, since importing the class takes seconds
             raise ValueError(
                 f"{what} is an OptimizedModule of torch.compile, which was compiled for full parameters: give the "
                 f"model that was compiled, and Plan(compile=True)"
@@ -104,7 +106,7 @@ def _check_not_split(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> None
 
 
 def _is_whole(group: dist.ProcessGroup, ranks: Sequence[int]) -> bool:
-    """Whether what is split over `group` is the same on all of `ranks`."""
+    """Whether all of `ranks` hold the same part of what is split over `group`: only this rank of them is in it."""
     members = set(dist.get_process_group_ranks(group))
     return len(members) == 1 or (bool(ranks) and members.intersection(ranks) == {dist.get_rank()})
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = None) -> "VerifiedTable | None":
-    """The table for the source's model under `plan`, found or checked by numbers; None where nothing is to be split.
+    """The table for the source's model under `plan`, found or checked by running it; None if nothing is to be split.
 
-    The first rank works it out and broadcasts it. A collective of the mesh.
+    The first rank finds it and broadcasts it. A collective of the mesh.
 
     Args:
         inputs: samples to run the model on; None to guess them.
@@ -43,7 +43,7 @@ def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: An
                 check=plan.tp_check,
                 sequence_parallel=plan.sequence_parallel,
             )
-        # What was run to find it refers to itself in circles, and would stay beside the model for many steps.
+        # The search leaves reference cycles, whose memory would otherwise be held for many steps.
         gc.collect()
         return found
 
@@ -61,14 +61,15 @@ def split_over_tensor_ranks(model: nn.Module, found: "VerifiedTable | None", pla
     from tensorshard.tensor_parallel.verify.model_run import find_units
 
     group = mesh.group("tp")
-    # Layers that share an input reduce its gradient together, for which the first reads the others' weights: these are
-    # not there under ZeRO 3 where units by name may part them.
+    # Layers that share an input reduce its gradient together. For that the first layer reads the others' weights. Under
+    # ZeRO 3 these may not be gathered then, if the user names the units.
     parted = plan.zero == 3 and isinstance(plan.shard_units, list)
     shared_inputs = () if parted else found.shared_inputs
     outputs = SplitOutputs()
     layouts = apply_tensor_parallel(model, found.plan, group, shared_inputs=shared_inputs, outputs=outputs)
     styles = found.plan.resolve(model)
-    # Where the blocks that have parts of a sequence are within a model that was examined as one, they draw apart.
+    # If the model was examined as one unit, but only some blocks inside get parts of a sequence, these blocks draw
+    # random numbers separately.
     blocks = find_units(model) if "" not in find_units(model) or "" in found.sequence else found.sequence or [""]
     random = [name for name in blocks if name not in found.not_random]
     split_randomness(model, random, styles, found.sequence, group)

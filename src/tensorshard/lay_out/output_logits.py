@@ -1,4 +1,4 @@
-"""Which layers of a model, or of a pipeline's last stage, may hand on logits that are not computed."""
+"""Finds the layers of a model, or of a pipeline's last stage, that may return logits before they are computed."""
 
 from collections.abc import Iterable, Mapping
 
@@ -26,14 +26,15 @@ def find_output_logits(
     gathered: list[list[nn.Module]],
     split_outputs: Mapping[nn.Module, int],
 ) -> OutputLogits:
-    """Has the linear layers outside of `model`'s blocks hand on what the plan says.
+    """Makes the linear layers outside of `model`'s blocks return logits as ``plan.logits`` says.
 
     Args:
-        model: on the meta device, its parameters whole.
-        computed: the modules in which anything is computed.
-        repeated: its blocks; the model itself where it has none.
-        gathered: under ZeRO 3 the modules whose parameters are there for their own forward alone; else nothing.
-        split_outputs: of layers split over the tensor-parallel ranks that hand on whole outputs, the features of all.
+        model: on the meta device, with whole parameters.
+        computed: the modules that this rank computes.
+        repeated: the model's blocks; the model itself if it has none.
+        gathered: under ZeRO 3, the modules whose parameters are gathered only for their own forward; else empty.
+        split_outputs: layers that are split over the tensor-parallel ranks and return whole outputs, each with its
+            number of features on all ranks together.
     """
     if plan.logits == "whole":
         return OutputLogits()
@@ -61,13 +62,14 @@ def find_output_logits(
         elif plan.pp > 1 and find_schedule(plan.pp_schedule).splits_backward:
             layer.refused = f"pp_schedule={plan.pp_schedule!r} computes gradients of inputs and of parameters apart"
         layers.append(layer)
-    # As many gradients of the weight would wait for backward as there are micro-batches under way.
+    # A loss that computes gradients in forward keeps one as large as the weight for each micro-batch under way. So at
+    # most one may be under way.
     at_once = plan.pp == 1 or plan.pp_schedule == "1f1b"
     return OutputLogits(plan.logits, layers, _state_bytes(model, plan), at_once=at_once)
 
 
 def _state_bytes(model: nn.Module, plan: Plan) -> int:
-    """What weights, gradients and two optimizer states take on a rank in fp32, alike on all ranks."""
+    """Bytes of weights, gradients and two optimizer states on a rank in fp32; the same number on all ranks."""
     parameters = sum(parameter.numel() for parameter in model.parameters()) // plan.tp
     level, ranks = int(plan.zero), plan.dp_shard
     over = [ranks if level >= needed else 1 for needed in (3, 2, 1, 1)]

@@ -1,7 +1,7 @@
 """Models with parallel layers that were built by hand, under a Plan: their groups are its tensor-parallel ranks.
 
-Such layers place their collectives themselves, so that nothing is searched for and no forward is replaced. What the
-Plan needs to know, for ZeRO, the norm of the gradients and checkpoints, is how their parameters are split.
+Such layers call their collectives themselves. So nothing is searched for, and no forward is replaced. The Plan only
+needs to know how their parameters are split: for ZeRO, the norm of the gradients, and checkpoints.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from tensorshard.tensor_parallel.table.layouts import Layout, check_can_split
 
 
 def split_by_hand(model: nn.Module) -> dict[str, ParallelMark]:
-    """How the parameters and buffers of `model` are split, by each of their names; of those that are."""
+    """How parameters and buffers of `model` are split, by their names. Those that are not split are left out."""
     found = {name: layout_of(tensor) for name, tensor in named_tensors(model)}
     return {name: mark for name, mark in found.items() if mark is not None and mark.dim is not None}
 
@@ -62,12 +62,12 @@ def check_split_by_hand(model: nn.Module, plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class _ByHand:
-    """Says of a :class:`TensorSplit` where it comes from."""
+    """The source of a :class:`TensorSplit` that was built by hand."""
 
     names: tuple[str, ...]
 
     def describe(self) -> str:
-        """For people: what is split."""
+        """A sentence that says what is split."""
         return "split by hand: " + ", ".join(self.names)
 
 
@@ -78,5 +78,5 @@ def tensor_split_of(marks: Mapping[str, ParallelMark], group: dist.ProcessGroup)
 
 
 def _layout(mark: ParallelMark) -> Layout:
-    assert mark.dim is not None and mark.size is not None  # of a split tensor, as check_split_by_hand asks
+    assert mark.dim is not None and mark.size is not None  # check_split_by_hand refuses others
     return Layout(mark.dim, (mark.size,))

@@ -1,4 +1,4 @@
-"""A model cut into the stages of a pipeline, of which each rank lays out its own."""
+"""Cuts a model into the stages of a pipeline. Each rank lays out its own stages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,14 +48,14 @@ def apply_pipeline(
     sample_inputs: Any,
     slots: Slots | None = None,
 ) -> PipelinedModel:
-    """The stages of the source's model that this rank has, laid out over the other axes of `mesh`.
+    """This rank's stages of the source's model, laid out over the other axes of `mesh`.
 
     Args:
-        decisions: the tensor-parallel table, and where the model is cut if another rank has decided that.
+        decisions: the table of tensor parallelism, and the model's cut if another rank has decided it.
         broadcast, sample_inputs, slots: as for :func:`tensorshard.lay_out.lay_out.apply_plan`.
 
     Raises:
-        ValueError: the model cannot be cut; it says where and why.
+        ValueError: the model cannot be cut; the error says where and why.
     """
     model, found = source.module, decisions.table
     if decisions.shapes is None:
@@ -75,10 +75,10 @@ def _cut(
     device: torch.device,
     sample_inputs: Any,
 ) -> Shapes:
-    """Where the model is cut into the stages of all ranks, and what crosses the cuts."""
+    """Where the model is cut into stages, and what crosses the cuts."""
     tracer, graph, graphs, _ = _traced(source, decisions, plan, mesh, device, sample_inputs)
     count = mesh.degrees["pp"] * mesh.stages_per_rank
-    # Ranks may have parts of different sizes, and must cut alike.
+    # Ranks may have parts of different sizes. They must all use the same cut.
     positions = decide_once(lambda: cut_model(graph, count, split=plan.pp_split).positions, mesh.world_group)
     return Shapes(tracer, Cut(graph, positions), graphs if decisions.traced is not None else None)
 
@@ -91,7 +91,7 @@ def _traced(
     device: torch.device,
     sample_inputs: Any,
 ) -> Traced:
-    """The model's run, or that of another plan under which the model runs the same."""
+    """The model's run, or the run of an earlier plan if the model runs the same under both."""
     units = None if plan.pp_units is None else tuple(plan.pp_units)
     key = (plan.tp, plan.sequence_parallel, mesh.index("tp"), plan.precision, units, input_signature(sample_inputs))
     known = None if decisions.traced is None else decisions.traced.get(key)
@@ -149,7 +149,7 @@ def _tracer(source: TensorSource, found: VerifiedTable | None, plan: Plan, mesh:
         if found is not None:
             fake_tensor_split(fake_copy, found, mesh.group("tp"))
 
-    # What buffers hold may decide what the model does; parameters do not.
+    # A model may decide by the values of its buffers what to run, but not by its parameters. So buffers have values.
     with_buffers = copy_with(
         source.module, lambda name, tensor: tensor if isinstance(tensor, nn.Parameter) else source.tensor(name)
     )
@@ -158,7 +158,7 @@ def _tracer(source: TensorSource, found: VerifiedTable | None, plan: Plan, mesh:
 
 
 def _units(model: nn.Module, named: list[str]) -> list[str]:
-    """What is `named`, and the model's blocks but for those that have some of it inside of them."""
+    """The `named` modules, and the model's blocks, except for blocks that contain a named module."""
     chosen = list(select_modules(model, named))
     blocks = [block for block in find_blocks(model) if not any(name.startswith(f"{block}.") for name in chosen)]
     return [*chosen, *blocks]
@@ -173,7 +173,7 @@ def _trace(tracer: Tracer, model: nn.Module, sample_inputs: Any) -> CallGraph:
             return tracer.trace(candidate)
         except UncuttableError:
             raise
-        except Exception as caught:  # whatever a model makes of inputs that are not its own
+        except Exception as caught:  # a model may raise anything for guessed inputs
             if not raised_by_model(caught):
                 raise
             error = error or caught
@@ -189,15 +189,15 @@ def _trace(tracer: Tracer, model: nn.Module, sample_inputs: Any) -> CallGraph:
 def _values(
     source: TensorSource, stages: list[StageModule], mesh: Mesh, device: torch.device, *, broadcast: bool
 ) -> Callable[[str], torch.Tensor]:
-    """Where the values of this rank's stages come from."""
-    # Two stages of a rank each change their own buffers.
+    """Returns the function that gives the values of this rank's stages, by name."""
+    # If a rank has several stages, each changes its own copy of a buffer.
     copied = {name for name, _ in source.module.named_buffers()} if len(stages) > 1 else set()
     if not broadcast:
         return lambda name: source.tensor(name).to(device, copy=name in copied)
     own = {name for stage in stages for name, _ in stage.module.named_parameters()}
     own |= {name for stage in stages for name, _ in stage.module.named_buffers()}
     held: dict[str, torch.Tensor] = {}
-    # Stages are of different ranks, and each is to have the first rank's values: all take part in sending all.
+    # Every stage gets the first rank's values. The broadcast of each value takes all ranks, whatever stage it is for.
     model = source.module
     for name in [*dict(model.named_parameters()), *dict(model.named_buffers())]:
         value = from_first_rank(source.tensor(name).to(device), mesh)

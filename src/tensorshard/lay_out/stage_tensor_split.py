@@ -23,7 +23,7 @@ from tensorshard.tensor_parallel.verify.model_run import find_units
 def fake_tensor_split(fake_copy: nn.Module, found: VerifiedTable, group: dist.ProcessGroup) -> None:
     """Gives `fake_copy`, a copy on fake tensors, the shapes that this rank of `group` will see between modules.
 
-    Without sequence parallelism: sequences are put together where stages end.
+    Sequence parallelism is left out, since sequences are gathered at the end of a stage.
     """
     silent = fake_process_group(group.rank(), group.size())
     layouts = apply_tensor_parallel(fake_copy, found.plan, silent, shared_inputs=found.shared_inputs)
@@ -42,7 +42,7 @@ def split_stage(
     """Makes `stage` compute this rank's part of what the table `found` splits.
 
     Args:
-        whole: the model, on the meta device and as it was.
+        whole: the unchanged model, on the meta device.
     """
     styles = found.plan.resolve(whole)
     parted = plan.zero == 3 and isinstance(plan.shard_units, list)
@@ -67,10 +67,10 @@ def split_stage(
 
 
 def stage_sequences(stage: StageModule, sequence: Mapping[str, SequenceSplit]) -> dict[str, SequenceSplit]:
-    """How the stage's own blocks compute on parts of a sequence: what crosses a cut is whole.
+    """How the stage's own blocks compute on parts of a sequence. Sequences that cross a cut are whole.
 
     Raises:
-        ValueError: the model has no blocks, so that its sequence is split as a whole.
+        ValueError: the model has no blocks, so that the sequence is split for the whole model.
     """
     if "" in sequence:
         raise ValueError(
@@ -85,7 +85,7 @@ def stage_sequences(stage: StageModule, sequence: Mapping[str, SequenceSplit]) -
                 f"pp_units names {inside!r}, which is inside of {name!r}, and with sequence_parallel=True that "
                 f"computes on parts of a sequence as a whole; name {name!r} itself, or set sequence_parallel=False"
             )
-    runs: list[list[str]] = []  # blocks one after the other between which the sequence stays split
+    runs: list[list[str]] = []  # consecutive blocks between which the sequence stays split
     for unit in dict.fromkeys(call.unit for call in stage.cut.graph.calls):
         for name in (name for name in sequence if name == unit or name.startswith(f"{unit}.")):
             if sequence[name].scatters or not runs:

@@ -1,4 +1,4 @@
-"""The user's module stays the user's until a plan is accepted: what it was like is kept, and put back on a refusal."""
+"""A refused plan leaves the user's module unchanged: its state is noted before, and restored on a refusal."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,10 +15,10 @@ _TABLES = (dict, OrderedDict, list, set)
 
 
 class UsersModules:
-    """Surrounds the work of laying a model out; puts the modules given to :meth:`keep` back if an exception leaves it.
+    """A context for laying a model out. If an exception leaves it, it restores the modules given to :meth:`keep`.
 
-    Nothing is copied but references: no tensor of a kept module is written to before its plan is accepted, and the
-    tensors are held until then in any case, since their values are still to be laid out. No other rank is asked.
+    It copies only references. No tensor of a kept module is written to before the plan is accepted, and all are held
+    until then in any case, since their values must still be laid out. It does not communicate with other ranks.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class UsersModules:
         self._restore.clear()
 
     def keep(self, model: nn.Module) -> None:
-        """Notes what `model` is like: the attributes, tables and class of each module, what hangs on each tensor."""
+        """Notes the state of `model`: the attributes and class of each module, and the attributes of each tensor."""
         seen: dict[int, torch.Tensor] = {}
         for module in model.modules():
             self._restore.append(_module_restorer(module))
@@ -47,7 +47,7 @@ class UsersModules:
 
 
 def is_just_built(model: nn.Module) -> bool:
-    """Whether `model` was built by a constructor that is being recorded, and so belongs to nobody else."""
+    """Whether `model` comes from a constructor that is being recorded. Then it is not the user's."""
     return any(isinstance(t, FakeTensor) for t in (*model.parameters(), *model.buffers()))
 
 
@@ -66,9 +66,9 @@ def _module_restorer(module: nn.Module) -> Callable[[], None]:
 
 
 def _attributes_restorer(attributes: dict[str, Any]) -> Callable[[], None]:
-    """Puts back the `attributes` of an object, and what was in those that are tables, lists or sets.
+    """Returns what restores the `attributes` of an object, and the contents of those that are dicts, lists or sets.
 
-    The tables themselves stay: what removes a hook knows the one that the hook was put into.
+    These containers themselves stay the same objects: the handle that removes a hook refers to the dict of the hook.
     """
     before = dict(attributes)
     contents = [(value, value.copy()) for value in before.values() if type(value) in _TABLES]
