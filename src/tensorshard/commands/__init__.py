@@ -1,1 +1,1 @@
-"""The commands of ``tensorshard``, one a file: each adds its own parser and says what to do."""
+"""The commands of ``tensorshard``, one in each file. Each adds its own parser and runs."""

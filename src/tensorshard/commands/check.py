@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
-        LaunchError, WorkerFailedError: two ranks do not work together, or compute what one process does not.
+        LaunchError, WorkerFailedError: two ranks do not work together, or compute other results than one process.
     """
     from tensorshard.estimate.hardware import rates_from_json, save_measured
     from tensorshard.launch.launcher import World, launch, visible_gpus

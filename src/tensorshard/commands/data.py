@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
-        ConfigError: what was asked for cannot be done; nothing was written.
+        ConfigError: the arguments make no sense, or a text cannot be tokenized; nothing was written.
     """
     if not args.words or args.words[0] != "tokenize":
         given = " ".join(args.words) or "nothing"
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(texts: list[Path], codec: "TextCodec", files: dict[str, Path], share: float) -> dict[str, int]:
-    """Writes the token files, reading each text once; all of them or none. Returns their numbers of tokens.
+    """Writes all token files or none, reading each text once. Returns the number of tokens in each.
 
     Raises:
         ValueError: a file would be empty; a text is not UTF-8.
@@ -124,7 +124,7 @@ def _write(texts: list[Path], codec: "TextCodec", files: dict[str, Path], share:
 
 
 def _pieces(content: str, start: int, end: int) -> Iterator[str]:
-    """``content[start:end]`` in pieces that end with a line where they can."""
+    """``content[start:end]`` in pieces that end at the end of a line if possible."""
     while start < end:
         cut = end if end - start <= _PIECE else content.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
         yield content[start:cut]

@@ -1,4 +1,4 @@
-"""``tensorshard env``: what there is on this machine, for a report of a problem or before a run."""
+"""``tensorshard env``: versions and devices on this machine, for a bug report or before a run."""
 
 import argparse
 import os
@@ -48,7 +48,7 @@ def describe_machine(stream: TextIO, *, variables: bool = False) -> str:
     """A line for each version, device and backend, as wide as the terminal that `stream` writes to.
 
     Args:
-        variables: whether environment variables that matter are added.
+        variables: whether to add the environment variables that matter.
     """
     import tensorshard
 
@@ -68,7 +68,7 @@ def describe_machine(stream: TextIO, *, variables: bool = False) -> str:
 
 
 def _version(package: str) -> str:
-    if package == "torch":  # which its metadata does not always tell in full: 2.11.0+cu130
+    if package == "torch":  # its metadata may lack the end of the version, as in 2.11.0+cu130
         import torch
 
         return torch.__version__

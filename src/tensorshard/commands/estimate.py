@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
-        ConfigError: what was asked for cannot be done.
+        ConfigError: the config or an option makes no sense, the plan does not suit the model, or the page cannot be
+            written.
     """
     world_size = check_world_size(args.world_size)
     find_own_modules()

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
-        ConfigError: what was asked for cannot be done; nothing was written.
+        ConfigError: the checkpoint cannot be exported as asked; nothing was written.
     """
     if len(args.words) != 2:
         given = " ".join(args.words) or "nothing"

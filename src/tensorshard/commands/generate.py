@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
-        ConfigError, LaunchError: what was asked for cannot be done.
+        ConfigError, LaunchError: the model cannot be read, an option makes no sense, or processes cannot be started.
         WorkerFailedError: a process failed.
     """
     find_own_modules()
@@ -64,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
     if len(args.words) != 2:
         raise ConfigError(f"generate takes a model and a prompt, and was given {' '.join(args.words) or 'nothing'}")
     source, prompt = args.words
-    if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes that the shell hands on undecoded
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # stand for bytes that are not UTF-8
         raise ConfigError("the prompt is not UTF-8 text; set the terminal's encoding to UTF-8")
     world = World(nproc=args.nproc)
     names = [field.name for field in fields(TextSettings) if field.name != "prompt"]
     settings = TextSettings(prompt, **{name: getattr(args, name) for name in names})
-    find_model(Path(source), args.allow)  # what is wrong with it is said before processes are started
+    find_model(Path(source), args.allow)  # errors are raised here, before processes are started
     if world.nproc == 1:
         print_text(source, settings, args.allow)
     else:

@@ -8,14 +8,14 @@ _COMMAND = re.compile(r"\s*(tensorshard|torchrun) ")
 
 
 class HelpFormat(argparse.HelpFormatter):
-    """Keeps the lines of descriptions and examples; breaks those at words that are longer than the terminal is wide."""
+    """Keeps the lines of descriptions and examples. Breaks lines that are wider than the terminal, between words."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(_broken(f"{indent}{line}", width) for line in text.splitlines())
 
 
 def _broken(line: str, width: int) -> str:
-    """`line` in lines of at most `width` columns; a command with the backslashes that a shell needs."""
+    """`line`, broken into lines of at most `width` columns. A command gets the backslashes that a shell needs."""
     own = line[: len(line) - len(line.lstrip())]
     if len(line) <= width:
         return line

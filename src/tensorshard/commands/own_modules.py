@@ -1,10 +1,10 @@
-"""Modules of the user's own, which configs may name."""
+"""The user's own modules, which configs may name."""
 
 import os
 import sys
 
 
 def find_own_modules() -> None:
-    """Has imports find what lies in the working directory, as ``python -m`` does."""
+    """Makes modules in the working directory importable, as ``python -m`` does."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

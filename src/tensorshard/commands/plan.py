@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
-        ConfigError: what was asked for cannot be done.
+        ConfigError: the config or an option makes no sense, or a file cannot be written.
     """
     world_size = check_world_size(args.world_size)
     for option in ("save", "html"):

@@ -1,4 +1,4 @@
-"""``tensorshard report``: what became of runs, as a table and as a page."""
+"""``tensorshard report``: the results of runs, as a table and as a page."""
 
 import argparse
 import sys
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
-        ConfigError: a folder that is no run's, or a page that cannot be written.
+        ConfigError: a folder is not a run's, or the page cannot be written.
     """
     from tensorshard.run_report.describe import describe
     from tensorshard.run_report.read_run import read_runs

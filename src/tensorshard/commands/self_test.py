@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
-        LaunchError: so many processes cannot be started.
+        LaunchError: the processes cannot be started.
         WorkerFailedError: a plan is wrong, or a process failed.
     """
     from tensorshard.launch.launcher import World, launch, visible_gpus

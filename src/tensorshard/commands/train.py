@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from tensorshard.trainer.settings import TrainSettings
 
 RESUME_NEWEST = "latest"
-"""What the trainer is given for ``--resume`` without a path."""
+"""The value that the trainer gets for ``--resume`` without a path."""
 
 _PROCESSES = ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "log_dir")
-"""The arguments that are about starting processes."""
+"""The arguments for starting processes."""
 
 _EPILOG = """\
 examples:
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
-        ConfigError, LaunchError: what was asked for cannot be done; nothing was started.
+        ConfigError, LaunchError: the config or an option makes no sense, or processes cannot be started; nothing runs.
         WorkerFailedError: a worker failed.
         LaunchInterrupted: a signal ended the run.
     """
@@ -187,7 +187,7 @@ def _choose_plan(config: DictConfig, request: "PlanRequest", world_size: int) ->
 
 
 def _estimate(config: DictConfig, world_size: int, ranks_here: int, force: bool) -> "Estimate | None":
-    """The estimate, printed; None where there is none, and for workers other than the first."""
+    """Prints the estimate and returns it; None if there is none, and on workers other than the first."""
     if os.environ.get("RANK", "0") != "0":
         return None
     from tensorshard.launch.launcher import visible_gpus
@@ -206,24 +206,24 @@ def train_worker(
     expected: "Estimate | None" = None,
     request: "PlanRequest | None" = None,
 ) -> None:
-    """What each process of a run does."""
+    """Runs the trainer in one process of a run."""
     from tensorshard.trainer.run import run as run_trainer
 
     run_trainer(config, resume=resume, output=output, timeout=timeout, expected=expected, request=request)
 
 
 def _config_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """The config and its overrides, out of all words that are no options."""
+    """The config and its overrides, from the words of the command line that are not options."""
     words = args.words
     if args.resume and ("=" in args.resume or args.resume.endswith((".py", ".yaml", ".yml"))):
-        # No checkpoint looks like that: --resume stood alone, and argparse took the word after it.
+        # This is not a checkpoint: --resume had no path, and argparse took the next word for one.
         words = [*words, args.resume]
         args.resume = RESUME_NEWEST
     return config_and_overrides(words)
 
 
 def _options(args: argparse.Namespace) -> list[str]:
-    """The options that were given and that hold for a continued run too, as words."""
+    """The given options that a continued run needs, too, as words of a command line."""
     words = [word for module in args.allow for word in ("--allow", module)]
     for name in (*_PROCESSES, "timeout"):
         value = getattr(args, name)
@@ -278,7 +278,7 @@ def _check_timeout(seconds: float | None) -> None:
 
 
 def _check(config: DictConfig, world_size: int) -> "TrainSettings":
-    """Whether `config` can be run by `world_size` processes; its settings."""
+    """Checks that `world_size` processes can run `config`, and returns its settings."""
     from tensorshard.trainer.settings import TrainSettings
 
     try:

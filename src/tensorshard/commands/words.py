@@ -1,4 +1,4 @@
-"""Words of a command line that are no options: a config, and overrides of its values."""
+"""The words of a command line that are not options: a config, and overrides of its values."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ def config_and_overrides(words: Sequence[str]) -> tuple[str, list[str]]:
     """The config, by default the quickstart, and its overrides.
 
     Raises:
-        ConfigError: there are several configs.
+        ConfigError: the words name several configs.
     """
     overrides = [word for word in words if "=" in word]
     configs = [word for word in words if "=" not in word]

@@ -1,8 +1,8 @@
-"""Configs: Python files that say what to call with what, overrides of them, YAML to repeat a run.
+"""Configs: Python files that record calls, overrides of their arguments, and YAML files that repeat a run.
 
-The manner is that of detectron2's LazyConfig, which LiBai took over: a config is a plain Python module, and
-``LazyCall(Class)(argument=...)`` records a call instead of making it. What is recorded is data (OmegaConf),
-so it can be changed from the command line and written to a file; :func:`instantiate` makes the calls.
+They work as detectron2's LazyConfig, which LiBai also uses: a config is a plain Python module, and
+``LazyCall(Class)(argument=...)`` records a call instead of making it. The record is data (OmegaConf), so it can be
+changed from the command line and written to a file; :func:`instantiate` makes the calls.
 """
 
 from tensorshard.config.build import instantiate

@@ -1,6 +1,6 @@
-"""What a YAML config may call: a file that a stranger sent must not run whatever it names.
+"""The calls that a YAML config may make: a file from a stranger must not be able to run any function it names.
 
-A Python config is code, and is trusted as such.
+A Python config is code itself, and is trusted.
 """
 
 from collections.abc import Iterable
@@ -15,20 +15,20 @@ from tensorshard.config.lazy import calls, find_target
 ALLOWED = ("tensorshard", "torch.nn", "torch.optim", "torchmetrics", "transformers")
 """Modules whose functions and classes a YAML config may call."""
 
-# These start processes or read further configs.
+# These modules start processes or read further configs.
 _REFUSED = ("tensorshard.cli", "tensorshard.commands", "tensorshard.config", "tensorshard.launch")
 _CODE_FLAG = "trust_remote_code"
 
 
 def check_targets(config: DictConfig, source: str, allow: Iterable[str] = ()) -> None:
-    """Whether all calls in `config` are to modules that a YAML file may name. Nothing else is imported to find out.
+    """Checks that all calls in `config` are to modules that a YAML file may name. It imports no other module.
 
     Args:
-        source: what the config was read from.
+        source: where the config was read from.
         allow: further modules, with all that is in them.
 
     Raises:
-        ConfigError: a call to something else.
+        ConfigError: there is a call to something else.
     """
     allowed = (*ALLOWED, *allow)
     for where, call in calls(resolved(config, source)):
@@ -36,7 +36,7 @@ def check_targets(config: DictConfig, source: str, allow: Iterable[str] = ()) ->
         key = where or "the config"
         if not isinstance(name, str) or not _is_in(name, allowed) or (_is_in(name, _REFUSED) and name not in allow):
             raise ConfigError(_refusal(source, key, name, str(name).rpartition(".")[0]))
-        # A module's attributes are also what it imported: torch.nn.functional.torch.hub is not torch.nn's.
+        # A module's attributes include what it imports: torch.nn.functional.torch.hub does not belong to torch.nn.
         home = str(getattr(find_target(name, key), "__module__", None))
         if not _is_in(home, allowed) or (_is_in(home, _REFUSED) and home not in allow):
             raise ConfigError(_refusal(source, key, f"{name}, which is {home}'s", home))
@@ -58,7 +58,7 @@ def resolved(config: DictConfig, source: str, *, throw_on_missing: bool = False)
     """`config` as plain dictionaries and lists, references resolved.
 
     Raises:
-        ConfigError: a reference leads nowhere, or a required value is missing and `throw_on_missing`.
+        ConfigError: a reference leads nowhere; or, with `throw_on_missing`, a required value is missing.
     """
     try:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=throw_on_missing)

@@ -12,7 +12,7 @@ class MissingValueError(ConfigError):
     """A required value (``"???"``) that was not given.
 
     Attributes:
-        target: what the recorded call that it is an argument of calls; None where it is none's.
+        target: what is called with the value; None if it is not an argument of a recorded call.
     """
 
     def __init__(self, source: str, key: str, target: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Reading configs (Python files, or the YAML of an earlier run), and writing them to be read again."""
+"""Reads configs (Python files, or the YAML of an earlier run), and writes them so that they can be read again."""
 
 import __future__
 
@@ -24,9 +24,9 @@ from tensorshard.config.overrides import apply_overrides
 from tensorshard.paths import read_utf8
 
 ASKED = "asked"
-"""The key at which :func:`load_config` records what was asked for."""
+"""The key under which :func:`load_config` records its source and overrides."""
 
-# To another key; a colon would make it a call of a resolver.
+# A reference to another key; with a colon it would be a call of a resolver.
 _REFERENCE = re.compile(r"\$\{[^${}:]+\}")
 
 _SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -41,7 +41,7 @@ def config_path(source: str | Path) -> Path:
     """The file that `source` means: a path, or the name of a config that comes with the package.
 
     Raises:
-        ConfigError: there is none; names the nearest shipped config, or the config inside a run's directory.
+        ConfigError: there is none. The error names the nearest shipped config, or the config in a run's directory.
     """
     path = Path(source)
     if path.suffix in (".py", ".yaml", ".yml"):
@@ -63,10 +63,9 @@ def config_path(source: str | Path) -> Path:
 def get_config(path: str | Path) -> DictConfig:
     """A config for use within another: ``train = get_config("common/train.py").train``.
 
-    `path` is looked for beside the file that makes the call, then among the configs that come with the
-    package. Every call reads the file anew, so that changing the result changes nothing for anybody else.
-    Setting a key that is not there is an error, as it would most likely be a typing mistake;
-    ``omegaconf.open_dict`` allows it.
+    The function looks for `path` beside the file that calls it, then among the configs that come with the package.
+    Every call reads the file anew, so that changes of the result change nothing elsewhere. Setting a key that is not
+    there is an error, since it would most likely be a typing mistake; ``omegaconf.open_dict`` allows it.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read.
@@ -87,7 +86,7 @@ def load_config(source: str | Path, overrides: Iterable[str] = (), *, allow: Ite
             Python config may call anything, as it is code itself.
 
     Returns:
-        The config, with what was asked for under the key ``asked``: ``{config: source, overrides: [...]}``.
+        The config, with its source and overrides under the key ``asked``: ``{config: source, overrides: [...]}``.
 
     Raises:
         ConfigError: there is no such config, it cannot be read, an override or an argument of a recorded call
@@ -108,18 +107,18 @@ def load_config(source: str | Path, overrides: Iterable[str] = (), *, allow: Ite
 
 
 def to_yaml(config: DictConfig) -> str:
-    """`config` as YAML, without the record of what was asked for.
+    """`config` as YAML, without the key ``asked``.
 
     References to other keys stay references, so that overrides of the YAML reach what refers to them: a schedule over
-    ``${train.steps}`` follows another number of steps. References to environment variables stay too, as their values
-    may be secrets, and belong to this machine. Of other resolvers the values are written.
+    ``${train.steps}`` follows another number of steps. References to environment variables stay, too, since their
+    values may be secrets, and belong to this machine. References with other resolvers are replaced by their values.
     """
     as_written = OmegaConf.to_container(_without_asked(config), resolve=False)
     return OmegaConf.to_yaml(OmegaConf.create(_with_references(as_written, values_of(config))))
 
 
 def values_of(config: DictConfig) -> dict[str, Any]:
-    """`config` as plain dictionaries and lists, without the record of what was asked for.
+    """`config` as plain dictionaries and lists, without the key ``asked``.
 
     References are resolved, except for those to environment variables, whose values may be secrets.
     """
@@ -134,7 +133,7 @@ def _without_asked(config: DictConfig) -> DictConfig:
 
 
 def _with_references(as_written: Any, values: Any) -> Any:
-    """`values`, and in their places what of `as_written` refers to other keys alone."""
+    """`values`, in which the references of `as_written` are put back if they refer only to other keys."""
     if isinstance(as_written, dict):
         return {key: _with_references(item, values[key]) for key, item in as_written.items()}
     if isinstance(as_written, list):
@@ -143,13 +142,13 @@ def _with_references(as_written: Any, values: Any) -> Any:
         return values
     rest, count = as_written, 1
     while count:
-        rest, count = _REFERENCE.subn("", rest)  # the innermost first
+        rest, count = _REFERENCE.subn("", rest)  # removes the innermost references first
     return values if "${" in rest else as_written
 
 
 @contextmanager
 def _environment_unresolved() -> Iterator[None]:
-    """Within it ``${oc.env:NAME}`` stands for itself."""
+    """Inside, ``${oc.env:NAME}`` resolves to itself."""
 
     def reference(name: str, *default: Any) -> str:
         return f"${{oc.env:{','.join([name, *map(str, default)])}}}"
@@ -164,8 +163,8 @@ def _environment_unresolved() -> Iterator[None]:
 def save_config(config: DictConfig, path: str | Path) -> None:
     """Writes `config` to `path` (see :func:`to_yaml`), which :func:`load_config` reads back to an equal one.
 
-    What the user asked for, where the config came from :func:`load_config`, goes to ``asked.yaml`` beside
-    it. Each file is whole or absent: it is written under another name, then renamed.
+    If the config came from :func:`load_config`, its source and overrides go to ``asked.yaml`` beside it. Each file is
+    whole or absent: it is written under another name, then renamed.
     """
     path = Path(path)
     texts = {path: to_yaml(config)}
@@ -238,7 +237,7 @@ def _line_in(path: Path, error: Exception) -> str:
 
 
 def _origin(path: Path, error: Exception) -> str:
-    """Where `error` was raised, if that was beyond the config file at `path`, in a module that it imports."""
+    """Where `error` was raised, if that was not in the config file at `path` but in a module that it imports."""
     *_, innermost = traceback.extract_tb(error.__traceback__)
     if innermost.filename == str(path) or innermost.filename.startswith("<frozen importlib"):
         return ""
@@ -246,7 +245,7 @@ def _origin(path: Path, error: Exception) -> str:
 
 
 def _open_calls(config: DictConfig | ListConfig) -> None:
-    """Lets recorded calls take keys that are not there yet: their targets' signatures say what is known."""
+    """Lets recorded calls take keys that are not there yet. The signatures of their targets say which are known."""
     if isinstance(config, DictConfig) and "_target_" in config:
         OmegaConf.set_struct(config, False)
     keys: Iterable[Any] = config if isinstance(config, DictConfig) else range(len(config))

@@ -1,4 +1,4 @@
-"""What kinds of values a key of a config takes, read from an annotation or from its present value."""
+"""The kinds of values that a key of a config takes, from an annotation or from its present value."""
 
 import inspect
 import os
@@ -23,7 +23,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Kinds:
-    """The types, of those that YAML knows, that are accepted; none of them stands for anything at all."""
+    """The accepted types, of those that YAML knows. An empty set accepts anything."""
 
     types: frozenset[type] = frozenset()
 
@@ -37,7 +37,7 @@ class Kinds:
 
     @classmethod
     def of_value(cls, value: Any) -> "Kinds":
-        """The kind of `value`; anything for None and for what is no data."""
+        """The kind of `value`. For None, and for a value that is not plain data, anything is accepted."""
         if isinstance(value, ListConfig | list | tuple):
             return cls(frozenset({list}))
         if isinstance(value, DictConfig | dict):
@@ -46,9 +46,9 @@ class Kinds:
 
     @classmethod
     def of_annotation(cls, annotation: Any) -> "Kinds":
-        """The kinds that satisfy a parameter's `annotation`; anything where it does not say.
+        """The kinds that satisfy a parameter's `annotation`; anything if it does not say.
 
-        Classes that YAML cannot spell are passed over beside others: ``float | Tensor`` is a number.
+        In a union, classes that YAML cannot spell are ignored: ``float | Tensor`` is a number.
         """
         if annotation in _WORDS:
             return cls(frozenset({annotation}))
@@ -75,10 +75,11 @@ class Kinds:
         """`value` as one of these kinds; whole numbers pass between int and float, text stays as typed.
 
         Args:
-            value: what YAML read. raw: what was typed. key: where it goes. now: what holds there now.
+            value: the value that YAML read. raw: the text that was typed. key: the key that is set. now: its present
+                value.
 
         Raises:
-            ConfigError: it is of another kind.
+            ConfigError: the value is of another kind.
         """
         if value is None or self.anything or type(value) in self.types or _refers(value):
             return value

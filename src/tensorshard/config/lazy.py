@@ -1,4 +1,4 @@
-"""LazyCall: a call written down as data, checked against the signature of what it will call."""
+"""LazyCall: a call recorded as data, and checked against the signature of its target."""
 
 import inspect
 import pkgutil
@@ -10,12 +10,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from tensorshard.config.config_error import ConfigError, suggest
 
-# Keys of a recorded call that are no arguments: hydra's `instantiate` reads them.
+# Keys of a recorded call that are not arguments: hydra's `instantiate` reads them.
 CALL_KEYS = frozenset({"_target_", "_partial_", "_args_", "_convert_", "_recursive_"})
 
 WEIGHTS_KEY = "model.pretrained"
-"""Where a config says which files the model's initial weights are read from: no argument of the model's either, unless
-its constructor has one of this name."""
+"""The key for the files with the model's initial weights. It is not an argument of the model either, unless the model's
+constructor has one of this name."""
 
 
 class LazyCall:
@@ -26,8 +26,8 @@ class LazyCall:
 
     Args:
         target: a class, function or classmethod that can be imported by name.
-        partial: instantiate to a ``functools.partial`` of `target` with these arguments instead of calling
-            it: for optimizers, whose parameters are not known yet, and for functions that are wanted as such.
+        partial: instantiate to a ``functools.partial`` of `target` with these arguments instead of calling it. This is
+            for optimizers, whose parameters are not known yet, and for functions that are values themselves.
 
     Raises:
         ConfigError: `target` cannot be found under its own name.
@@ -47,7 +47,7 @@ class LazyCall:
         """The recorded call.
 
         Raises:
-            ConfigError: an argument that the target does not take, or one that a config cannot hold.
+            ConfigError: the target does not take an argument, or a config cannot hold it.
         """
         positional, named = _bind(self._target, self._name, args, kwargs)
         call: dict[str, Any] = {"_target_": self._name}
@@ -64,7 +64,7 @@ def plain(value: Any, where: str) -> Any:
     """`value` as data that a config can hold: scalars, lists, mappings, and configs as they are.
 
     Raises:
-        ConfigError: anything else, named by `where`.
+        ConfigError: `value` is anything else; the error names it by `where`.
     """
     if value is None or isinstance(value, bool | int | float | str | DictConfig | ListConfig):
         return value
@@ -89,10 +89,10 @@ def target_name(target: Callable[..., Any]) -> str:
     """The dotted name under which `target` can be imported.
 
     Raises:
-        ConfigError: there is none: a lambda, a local function, one defined in the config file itself.
+        ConfigError: there is none, as for a lambda, a local function, or a function of the config file itself.
     """
     owner = getattr(target, "__self__", None)
-    if isinstance(owner, type):  # a classmethod: the class it was taken from, not the one that defines it
+    if isinstance(owner, type):  # a classmethod, by the class it was taken from, which may inherit it
         name = f"{owner.__module__}.{owner.__qualname__}.{target.__name__}"
     else:
         name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', None)}"
@@ -109,10 +109,10 @@ def target_name(target: Callable[..., Any]) -> str:
 
 
 def find_target(name: Any, where: str) -> Callable[..., Any]:
-    """What the dotted `name` stands for.
+    """The callable with the dotted `name`.
 
     Raises:
-        ConfigError: it cannot be imported, or is no callable; says at which key (`where`) it stands.
+        ConfigError: it cannot be imported, or is not callable. The error says at which key (`where`) it stands.
     """
     try:
         target = pkgutil.resolve_name(name)
@@ -130,7 +130,7 @@ def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | 
     """The parameters of `target` by name, annotations evaluated if possible; None if it takes any keyword."""
     try:
         signature = inspect.signature(target, eval_str=True)
-    except Exception:  # annotations may be any code; without them the names are still worth having
+    except Exception:  # annotations may be any code; the names are useful without them
         try:
             signature = inspect.signature(target)
         except (TypeError, ValueError):  # some built-in callables have no signature
@@ -153,10 +153,10 @@ def calls(config: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_calls(config: DictConfig) -> None:
-    """Holds every recorded call in `config` against the signature of its target.
+    """Checks every recorded call in `config` against the signature of its target.
 
     Raises:
-        ConfigError: a target that cannot be imported, or an argument that it does not take.
+        ConfigError: a target cannot be imported, or does not take an argument.
     """
     for where, call in calls(OmegaConf.to_container(config)):
         name = call["_target_"]
@@ -175,7 +175,7 @@ def _unknown_argument(name: str, key: str, known: Mapping[str, Any]) -> str:
 def _bind(
     target: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments that must stay so, and all others by name."""
+    """The arguments that must stay positional, and all others by name."""
     known = parameters(target)
     if known is not None:
         for key in kwargs:

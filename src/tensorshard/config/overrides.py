@@ -1,4 +1,4 @@
-"""Overrides ``a.b=c``: found by their dotted key, read as YAML, held against what they replace."""
+"""Overrides ``a.b=c``: the dotted key is looked up, the value is read as YAML and checked against the present one."""
 
 import copy
 import re
@@ -34,7 +34,7 @@ class Override:
         """Reads ``a.b=c``; list positions may be written ``a[0]`` or ``a.0``, and null also ``None``.
 
         Raises:
-            ConfigError: no ``=``, an empty key, or a value that is not YAML.
+            ConfigError: there is no ``=``, the key is empty, or the value is not YAML.
         """
         key, equals, raw = text.partition("=")
         key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
@@ -43,7 +43,7 @@ class Override:
         if raw == "None":
             return cls(key, raw, None)
         try:
-            # OmegaConf's reader: safe YAML in which 3e-4 is a number.
+            # OmegaConf reads YAML safely, and takes 3e-4 for a number.
             value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]))["value"]  # type: ignore[index,call-overload]
         except YAMLError as error:
             raise ConfigError(
@@ -55,12 +55,12 @@ class Override:
 def apply_overrides(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
     """A copy of `config` with each ``key=value`` of `overrides` applied in turn.
 
-    Known keys are those that are there and, under a recorded call, the parameters of what it calls, mentioned
-    yet or not. A mapping given for a group of keys changes the keys that it names.
+    Known keys are those that the config has and, under a recorded call, all parameters of its target. A mapping for a
+    group of keys changes only the keys that it names.
 
     Raises:
-        ConfigError: an unknown key (names the nearest known one), a value of another type than the key's, or
-            arguments that a recorded call does not take.
+        ConfigError: a key is unknown (the error names the nearest known one), a value has another type than the key's,
+            or a recorded call does not take an argument.
     """
     config = copy.deepcopy(config)
     with open_dict(config):
@@ -75,12 +75,12 @@ class _Slot:
     """A place in a config that may be set.
 
     Attributes:
-        key: where it is in its group.
-        current: what stands there; None where nothing does.
-        now: what holds there now: the same, or the default of the argument.
-        kinds: what it takes.
-        whole: a mapping here is one value, to be replaced as a whole, and no group of keys.
-        made_of: the dataclass whose fields are the keys here, where an argument takes one and none is given.
+        key: its key or index in its group.
+        current: the value that the config has there; None if it has none.
+        now: the value that holds now: `current`, or else the default of the argument.
+        kinds: the kinds of values that it takes.
+        whole: whether a mapping here is one value, which is replaced as a whole, and not a group of keys.
+        made_of: the dataclass whose fields are the keys here, if an argument takes one and the config has none.
     """
 
     key: str | int
@@ -162,13 +162,13 @@ def _slot(group: DictConfig | ListConfig, part: str, where: str) -> _Slot:
 
 
 def _dataclass(annotation: Any) -> type | None:
-    """The dataclass that satisfies a parameter's `annotation`, beside other types perhaps."""
+    """The dataclass in a parameter's `annotation`, which may be a union with other types; None if there is none."""
     members = [annotation, *get_args(annotation)]
     return next((member for member in members if isinstance(member, type) and is_dataclass(member)), None)
 
 
 def _current(group: DictConfig, key: str) -> Any:
-    """What stands at `key`; None where nothing does, or nothing that is known yet."""
+    """The value at `key`; None if there is none, or if it is not known yet."""
     if key not in group or OmegaConf.is_missing(group, key):
         return None
     try:

@@ -1,1 +1,1 @@
-"""Starting the worker processes of a run, and ending with them."""
+"""Starts the worker processes of a run, and ends when they end."""

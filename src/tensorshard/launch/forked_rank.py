@@ -1,4 +1,4 @@
-"""A rank of :func:`tensorshard.notebook_launch`: a fork of the notebook's process, from its first line to its last."""
+"""A rank of :func:`tensorshard.notebook_launch`: all that a fork of the notebook's process runs."""
 
 import faulthandler
 import io
@@ -34,7 +34,7 @@ _CUDA_IN_FORKS = ("forked subprocess", "CUDA error: initialization error")
 
 
 class _Voice(io.TextIOBase):
-    """Text that a rank writes, sent in whole lines to the process that shows it."""
+    """A text stream of a rank. It sends whole lines to the process that shows them."""
 
     def __init__(self, sender: Connection, lock: threading.Lock, name: str) -> None:
         self._sender = sender
@@ -57,7 +57,7 @@ class _Voice(io.TextIOBase):
         return len(text)
 
     def end(self) -> None:
-        """Sends the last line, too, where it has no end."""
+        """Sends the last line, too, if it does not end with a newline."""
         if self._begun:
             self.write("\n")
 
@@ -70,14 +70,14 @@ def be_a_rank(
     environment: dict[str, str],
     folder: Path,
 ) -> NoReturn:
-    """The life of a fork. It ends without what an interpreter does at its end: that is the other process's."""
+    """Runs one rank in a fork, and ends the fork. It skips the interpreter's cleanup, which belongs to the parent."""
     sender = pipes[rank][1]
     kept: list[Any] = []
     try:
         die_with_parent()
         for ending in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(ending, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the other process's, which ends this one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles an interrupt, and ends this process
         for number, (receiver, other) in enumerate(pipes):
             receiver.close()
             if number != rank:
@@ -95,16 +95,16 @@ def be_a_rank(
             voice.end()
         sender.send(message)
         if message[0] == RESULT and dist.is_initialized():
-            dist.destroy_process_group()  # ranks that still wait for this one learn that it has left
+            dist.destroy_process_group()  # ranks that wait for this one then get an error
     finally:
-        os._exit(0)  # while `kept` lives: its threads, which destroying it waits for, are in the other process
+        os._exit(0)  # before `kept` is destroyed, which would wait for threads that exist only in the parent
 
 
 def _work(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
-    """What this rank has to say in the end."""
+    """Calls the function, and returns this rank's last message: its result or its error."""
     try:
         result = function(*args)
-    except BaseException as error:  # SystemExit, too: it would end this rank without a word
+    except BaseException as error:  # SystemExit, too, which would end this rank without a message
         said = "".join(traceback.format_exception(error.with_traceback(_below(error)))).rstrip()
         if any(words in said for words in _CUDA_IN_FORKS):
             said += f"\n\n{USED_GPU}"

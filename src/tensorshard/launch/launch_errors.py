@@ -1,4 +1,4 @@
-"""How a launch can end badly: which worker failed first, and what to say about it. Imports nothing heavy."""
+"""The errors of a launch: they find the worker that failed first, and describe it. This file imports nothing heavy."""
 
 import os
 import signal
@@ -34,11 +34,11 @@ class WorkerFailedError(RuntimeError):
     Args:
         failures: what the elastic agent knows about the workers that failed, by global rank.
         world_size: number of processes of the run.
-        logs: the directory with the output of the ranks other than 0; None where they wrote nothing.
+        logs: the directory with the output of the ranks other than 0; None if they wrote nothing.
 
     Attributes:
         rank: the global rank that failed first.
-        mistake: the sentence, where it was a mistake in what was asked for; else None.
+        mistake: a sentence, if the cause was a mistake in the config or the arguments; else None.
     """
 
     def __init__(self, failures: "Mapping[int, ProcessFailure]", world_size: int, logs: Path | None) -> None:
@@ -56,7 +56,7 @@ class RankFailedError(RuntimeError):
 
     Args:
         rank: the one that failed first. world_size: number of ranks.
-        how: what became of it; with its traceback, where it raised.
+        how: how it failed, with its traceback if it raised an exception.
     """
 
     def __init__(self, rank: int, world_size: int, how: str) -> None:
@@ -67,9 +67,10 @@ class RankFailedError(RuntimeError):
 def _moment(failure: "ProcessFailure") -> float:
     """When a worker failed, in seconds since the epoch, as far as it is known.
 
-    A worker that raised wrote its error file then. One that died without a word is noticed later, in whole
-    seconds: its peers' complaints about a lost connection may be older than that, but not by a second. An
-    abort, though, is how native code complains about a peer, and SIGTERM is how the agent ends who is left.
+    A worker that raises an exception writes its error file at that moment. The agent notices one that dies without an
+    error file later, in whole seconds. Its peers' errors about a lost connection may look older by up to a second. So
+    one second is subtracted. After an abort one second is added, since native code aborts when it loses a peer. A
+    worker with SIGTERM comes last, since the agent ends the remaining workers with it.
     """
     if os.path.isfile(failure.error_file):
         return os.stat(failure.error_file).st_mtime
@@ -95,7 +96,7 @@ def _describe(failure: "ProcessFailure") -> str:
 
 
 def how_it_ended(exitcode: int) -> str:
-    """How a process ended that said nothing itself."""
+    """How a process ended that left no message."""
     if exitcode >= 0:
         return f"ended with exit code {exitcode} and no Python exception"
     text = f"was killed by {signal.Signals(-exitcode).name}"
@@ -105,6 +106,6 @@ def how_it_ended(exitcode: int) -> str:
 
 
 def _tail(path: Path) -> str:
-    """The last lines of a file, if there is one: where native code says why it gave up."""
+    """The last lines of a file, if it exists. Native code writes there why it failed."""
     lines = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if path.is_file() else []
     return "".join(f"{line}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""Starts the workers of a run on this machine through torchrun's elastic agent, and ends with them."""
+"""Starts the workers of a run on this machine through torchrun's elastic agent, and ends when they end."""
 
 import logging
 import os
@@ -26,25 +26,25 @@ from tensorshard.launch.launch_errors import LaunchError, LaunchInterrupted, Wor
 from tensorshard.launch.local_world import local_environment, register
 from tensorshard.launch.worker import INTERRUPTED, write_call
 
-# How long workers may take to save and leave after a signal, in seconds, where the environment does not say.
+# Seconds that workers may take to save and leave after a signal, unless the environment sets another time.
 _SHUTDOWN_SECONDS = "600"
 
 _SCRATCH, _KEPT = "tensorshard-run-", "tensorshard-logs-"
-"""How folders of temporary files begin, and those of logs that are kept because a worker failed."""
+"""Prefixes of folder names: of temporary files, and of logs that are kept because a worker failed."""
 
 
 @dataclass(frozen=True)
 class World:
-    """How many processes there are to be, and how they find each other. Checks itself.
+    """How many processes to start, and how they find each other. The constructor checks it.
 
     Args:
-        nproc: processes on this machine; with GPUs, one for each of as many.
-        nnodes: machines, each of which makes the same call.
-        node_rank: this machine's position among them, 0 to nnodes - 1; None lets them sort it out.
+        nproc: the number of processes on this machine; with GPUs, each process uses one.
+        nnodes: the number of machines. Each of them makes the same call.
+        node_rank: this machine's position among them, 0 to nnodes - 1; None lets the machines agree on it.
         rdzv_endpoint: ``HOST:PORT`` of one of the machines, the same in every call; one machine needs none.
 
     Raises:
-        LaunchError: numbers that do not fit together, or more processes than visible GPUs.
+        LaunchError: the numbers do not fit together, or there are more processes than visible GPUs.
     """
 
     nproc: int
@@ -110,25 +110,25 @@ def launch(
     """Runs ``entrypoint(*args)`` in ``world.nproc`` processes on this machine; returns when all have ended.
 
     Rank 0 writes to this process's terminal. What other ranks write goes to ``rank1.stdout.log`` and so on.
-    Must be called from the main thread, as signals arrive there: the first Ctrl-C is passed on to the
-    workers, which may take their time to save; the second ends them at once.
+    It must be called from the main thread, since signals arrive there. The first Ctrl-C is passed on to the workers,
+    which may still save a checkpoint; the second ends them at once.
 
     Args:
         entrypoint: a function at the top level of a module. Each worker finds ``RANK``, ``LOCAL_RANK``,
             ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, as under torchrun.
         args: its arguments; they are pickled.
         world: how many processes, on how many machines.
-        log_dir: where the output of the other ranks goes; None for a temporary directory, kept when a worker
+        log_dir: where the output of the other ranks goes; None for a temporary directory, which is kept if a worker
             fails and anything was written.
-        worker_env: further environment variables of the workers, set before their first instruction
-            (settings of the memory allocator need that). ``OMP_NUM_THREADS`` is the number of cores over
-            `nproc` unless it is set here or in this process's environment.
+        worker_env: further environment variables of the workers, set before they start (settings of the memory
+            allocator need that). ``OMP_NUM_THREADS`` is the number of cores divided by `nproc`, unless it is set here
+            or in this process's environment.
 
     Raises:
         ValueError: `entrypoint` cannot be imported by name.
         LaunchError: the machines did not find each other.
         LaunchInterrupted: a signal ended the run.
-        WorkerFailedError: a worker failed; carries the traceback of the rank that failed first.
+        WorkerFailedError: a worker failed. The error has the traceback of the rank that failed first.
     """
     _check_meeting_place(world)
     _remove_leftovers()
@@ -164,7 +164,7 @@ def launch(
 
 
 def _remove_leftovers() -> None:
-    """Removes the temporary files of launchers that were killed, of which nothing is running any more."""
+    """Removes the temporary files of launchers that were killed and whose processes are all gone."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*-*"):
         pid = folder.name.removeprefix(_SCRATCH).partition("-")[0]
         try:
@@ -173,11 +173,11 @@ def _remove_leftovers() -> None:
         except ProcessLookupError:
             shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # somebody else's, or gone in the meantime
+            continue  # another user's, or removed in the meantime
 
 
 def _check_meeting_place(world: World) -> None:
-    """Whether the host where the machines meet has an address; else the agent would try for minutes."""
+    """Checks that the host where the machines meet has an address. Without one the agent would try for minutes."""
     if world.rdzv_endpoint is None:
         return
     host, _, port = world.rdzv_endpoint.rpartition(":")
@@ -190,7 +190,7 @@ def _check_meeting_place(world: World) -> None:
 
 
 class _Streams(LogsSpecs):
-    """Where each worker's output goes, and what it finds in its environment beside the agent's variables."""
+    """Where each worker's output goes, and its environment variables in addition to the agent's."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         super().__init__(str(folder))
@@ -217,10 +217,10 @@ class _Streams(LogsSpecs):
 
 
 def worker_environment(nproc: int) -> dict[str, str]:
-    """What the launcher sets for each of `nproc` workers of this machine, where the user has not set it already.
+    """Environment variables for each of `nproc` workers of this machine, without those that the user has set.
 
-    The cores are shared out as threads. On machines without GPUs glibc's allocator is set to keep freed memory for the
-    next step, as :mod:`tensorshard.host_allocator` says.
+    Each worker gets as many threads as its share of the cores. On machines without GPUs, glibc's allocator is set to
+    keep freed memory for the next step (:mod:`tensorshard.host_allocator`).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     settings = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
@@ -251,10 +251,11 @@ def _launch_config(world: World, streams: LogsSpecs) -> LaunchConfig:
 
 @contextmanager
 def _signal_handling(scratch: Path) -> Iterator[None]:
-    """Ctrl-C: once for the agent to pass on, twice to end at once. Handlers are as before afterwards.
+    """Inside, the agent passes the first Ctrl-C on, and the second one ends everything at once. The former signal
+    handlers are restored afterwards.
 
     Args:
-        scratch: temporary files, which go before the process ends.
+        scratch: the folder of temporary files, which is removed before the process ends.
     """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -277,7 +278,7 @@ def _signal_handling(scratch: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Keeps the agent's own account of a failure off the terminal, unless ``LOGLEVEL`` asks for it."""
+    """Inside, the agent does not print its own report of a failure, unless ``LOGLEVEL`` asks for it."""
     logger = logging.getLogger("torch.distributed.elastic")
     silence = logging.NullHandler()
     propagate = logger.propagate

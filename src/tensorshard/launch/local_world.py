@@ -1,8 +1,8 @@
 """The workers of one machine meet in a file, and their connections stay on the loopback interface.
 
-torchrun's rendezvous serves a store to every network that the machine is in, without a password, and unpickles what it
-finds there. Where there is one machine nobody has to be met: the agent keeps its store in its own memory, and the
-workers have theirs in a file that only this user can open.
+torchrun's rendezvous serves a store to all networks of the machine, without a password, and unpickles what it finds
+there. A single machine needs no rendezvous with others. So the agent keeps its store in its own memory, and the workers
+have theirs in a file that only this user can open.
 """
 
 import socket
@@ -25,7 +25,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class LocalRendezvous(RendezvousHandler):
-    """One agent, which is all there are."""
+    """A rendezvous with a single agent."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -40,7 +40,7 @@ class LocalRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         store = dist.HashStore()
-        # Nothing listens at this port; code that reads MASTER_PORT finds one that was free.
+        # Nothing listens at this port. Code that reads MASTER_PORT finds a port that was free.
         meeting_place = RendezvousStoreInfo(_LOOPBACK, free_port())
         return RendezvousInfo(store, 0, 1, meeting_place)
 
@@ -72,7 +72,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def local_environment(scratch: Path) -> dict[str, str]:
-    """What workers of a machine of its own find in their environment: where they meet, and over what they talk."""
+    """Environment variables for the workers of a single machine: where they meet, and the network interface."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         STORE_FILE: str(scratch / "store"),

@@ -1,4 +1,4 @@
-"""`notebook_launch`: a function on several ranks, from a notebook or any running interpreter."""
+"""`notebook_launch`: runs a function on several ranks, from a notebook or any running interpreter."""
 
 import inspect
 import multiprocessing
@@ -25,7 +25,7 @@ from tensorshard.launch.launch_errors import LaunchError, RankFailedError, how_i
 from tensorshard.launch.launcher import visible_gpus
 from tensorshard.launch.local_world import free_port, local_environment
 
-_LAST_WORDS = 0.5  # seconds in which further ranks may say why they failed, after the first one has
+_LAST_WORDS = 0.5  # after the first rank has failed, seconds in which others may report their errors
 _GRACE = 5.0  # seconds that a rank has to leave before it is killed
 
 
@@ -39,24 +39,25 @@ def notebook_launch(
     is shown as it comes; lines of other ranks begin with ``rank 1:`` and so on. The call ends with its processes: an
     interrupt, an error or the end of this interpreter leaves none behind.
 
-    The processes are forks of this one, started by ``torch.multiprocessing``: they see every name of the notebook as it
+    The processes are forks of this one, started by ``torch.multiprocessing``. They see every name of the notebook as it
     is now, and nothing is pickled on the way in. Fresh processes could not import a function that is defined in a cell.
-    In return, nothing of this process may have used a GPU before; and a rank computes on one CPU thread, because a
-    fork has no copies of the threads that others of its kind rely on. What a rank changes is not changed here: return
-    it, or save it to a file.
+    Forks have two limits. Nothing in this process may have used a GPU before. And a rank computes on one CPU thread,
+    since a fork has no copies of this process's threads. What a rank changes is not changed here: return it, or save it
+    to a file.
 
     Args:
-        function: what each rank does. Defined in a cell, nested or a lambda, all the same.
-        ranks: how many processes; with GPUs, one for each of as many.
+        function: what each rank runs. It may be defined in a cell, be nested, or be a lambda.
+        ranks: how many processes; with GPUs, each process uses one.
         args: the function's arguments.
-        timeout: seconds that all of it may take; None for no limit. What each rank is doing then is shown. Ranks that
-            wait for each other in a collective end by themselves, see `timeout` of :func:`tensorshard.parallelize`.
+        timeout: seconds that the call may take; None for no limit. When they are over, the error shows what each rank
+            was doing. Ranks that wait for each other in a collective end by themselves, see `timeout` of
+            :func:`tensorshard.parallelize`.
 
     Returns:
         What each rank returned, by rank. It is pickled on the way out, and tensors come back on the CPU.
 
     Raises:
-        TypeError, ValueError: arguments that cannot be; more ranks than GPUs.
+        TypeError, ValueError: an argument makes no sense, or there are more ranks than GPUs.
         RuntimeError: this process has used a GPU, or is a rank itself.
         RankFailedError: a rank failed; the message has the traceback of the first one. The others were ended.
         TimeoutError: it took longer than `timeout`.
@@ -92,7 +93,7 @@ def _check(function: Any, ranks: Any, args: tuple[Any, ...], timeout: Any) -> No
             f"{_name(function)} takes {inspect.signature(function)}, and is called with args={args!r} ({error}); give "
             f"as many args, or a lambda that takes none"
         ) from None
-    except ValueError:  # of what is written in C
+    except ValueError:  # a function written in C may have no signature
         pass
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError(f"notebook_launch forks this process, which {sys.platform} cannot; use Linux, or torchrun")
@@ -112,7 +113,7 @@ def _check(function: Any, ranks: Any, args: tuple[Any, ...], timeout: Any) -> No
 
 
 def _gpus() -> int:
-    """Number of GPUs, asked of their driver in a way that leaves forks able to use them."""
+    """Number of GPUs. The driver is asked in a way after which forks can still use them."""
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -127,7 +128,7 @@ def _gpus() -> int:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A folder for the file in which the ranks meet, and for what they were doing when their time was up."""
+    """A folder for the file in which the ranks meet, and for their stacks when their time is up."""
     folder = Path(tempfile.mkdtemp(prefix="tensorshard-notebook-"))
     try:
         yield folder
@@ -140,7 +141,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 class _Ranks:
-    """The processes, and what they have said so far."""
+    """The processes, and the messages that they have sent so far."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], count: int, folder: Path) -> None:
         self._count = count
@@ -155,7 +156,7 @@ class _Ranks:
                 (function, args, pipes, _environment(count, folder), folder),
                 nprocs=count,
                 join=False,
-                daemon=False,  # a daemon may have no processes of its own, such as those that load data
+                daemon=False,  # a daemon may not start processes, such as those that load data
                 start_method="fork",
             ).processes
         for _, sender in pipes:
@@ -184,7 +185,7 @@ class _Ranks:
         return [_unpickled(self._results[rank], rank, self._count) for rank in range(self._count)]
 
     def _listen(self, seconds: float | None) -> None:
-        """Takes what ranks say next; waits for it for at most so many seconds."""
+        """Waits for the next messages of ranks, at most `seconds`, and takes them."""
         ready: list[Any] = wait(list(self._receivers), seconds)
         for receiver in ready:
             rank = self._receivers[receiver]
@@ -203,12 +204,13 @@ class _Ranks:
                 self._failures[rank] = content
 
     def _has_left(self, rank: int) -> None:
-        """A rank has ended: after its result or its error, or without a word."""
+        """Called when a rank has ended. If it sent neither a result nor an error, this is noted as its failure."""
         if rank in self._results or rank in self._failures:
             return
         process = self._processes[rank]
         process.join(_GRACE)
-        # Before those that complain of its loss, unless it aborted, which is how native code complains.
+        # It counts as failed before the ranks that report its loss. After an abort it counts as failed last, since
+        # native code aborts when it loses a peer.
         moment = float("inf") if process.exitcode == -signal.SIGABRT else 0.0
         self._failures[rank] = (moment, how_it_ended(process.exitcode or 0))
 
@@ -245,7 +247,7 @@ class _Ranks:
 
 
 def _environment(count: int, folder: Path) -> dict[str, str]:
-    """What all ranks find in their environment."""
+    """Environment variables that are the same for all ranks."""
     size = str(count)
     sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return {**local_environment(folder), **sizes, "MASTER_PORT": str(free_port())}

@@ -1,6 +1,6 @@
-"""The worker's side of :mod:`tensorshard.launch`: one process of a run, from its first line to its exit code.
+"""The worker's side of :mod:`tensorshard.launch`: runs one process of a run, and sets its exit code.
 
-Imports nothing heavy, so that Ctrl-C is under control before anything slow begins. A worker is started as
+This file imports nothing heavy, so that Ctrl-C is handled before anything slow begins. A worker is started as
 ``python -m tensorshard.launch.worker CALL``, where CALL is the file that :func:`write_call` wrote.
 """
 
@@ -19,14 +19,14 @@ from typing import Any
 from tensorshard.terminal import fit, terminal_width
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a process that Ctrl-C ended, by the shell's convention."""
+"""Exit code of a process that was ended by Ctrl-C, as shells define it."""
 
 USAGE_ERROR = 2
-"""Exit code after a mistake in what was asked for."""
+"""Exit code after a mistake in the config or the arguments."""
 
 
 def write_call(path: Path, entrypoint: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Writes down the call ``entrypoint(*args)`` and where modules are found, for workers on this machine.
+    """Writes the call ``entrypoint(*args)`` and this process's ``sys.path`` to a file, for workers on this machine.
 
     Raises:
         ValueError: workers could not import `entrypoint` by name.
@@ -37,18 +37,18 @@ def write_call(path: Path, entrypoint: Callable[..., Any], args: Sequence[Any]) 
             f"{entrypoint.__qualname__} is defined in {entrypoint.__module__}, where other processes cannot "
             f"import it; define it at the top level of a module"
         )
-    # Two pickles in a row: the path must be in place before the second is read, as that imports modules.
+    # Two pickles in a row: reading the second one imports modules, which needs the path of the first.
     path.write_bytes(pickle.dumps(sys.path) + pickle.dumps((entrypoint, tuple(args))))
 
 
 def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, report: bool) -> None:
     """Runs ``entrypoint(*args)`` as one rank of a world; ends the process if that fails or is interrupted.
 
-    What went wrong goes to the file that the elastic agent named (``TORCHELASTIC_ERROR_FILE``), out of which
-    the agent's side shows the first one, once. Without such a file it is printed here.
+    An error goes to the file that the elastic agent has named (``TORCHELASTIC_ERROR_FILE``). The launcher shows the
+    first error of all workers, once. Without such a file the error is printed here.
 
     Args:
-        report: print a mistake in what was asked for (:class:`ConfigError`) here too, as one sentence.
+        report: whether a mistake of the user (:class:`ConfigError`) is also printed here, as one sentence.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -70,21 +70,21 @@ def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, report: b
 
 
 def hand_on_mistake(message: str) -> None:
-    """Gives the elastic agent, if there is one, a mistake in what was asked for: a sentence, no traceback."""
+    """Reports a mistake of the user to the elastic agent, if there is one, as a sentence without a traceback."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         Path(error_file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
 
 
 def print_mistake(message: str) -> None:
-    """Prints a mistake in what was asked for; as all ranks of a machine find it alike, one of them does."""
+    """Prints a mistake of the user. All ranks of a machine find the same one, so only one of them prints it."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(fit(f"tensorshard: error: {message}", terminal_width(sys.stderr)), file=sys.stderr)
 
 
 def main(call_path: str) -> None:
     """Makes the call that :func:`write_call` wrote to `call_path`."""
-    # While modules are imported, Ctrl-C ends the process without a word.
+    # While modules are imported, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_parent()
     with open(call_path, "rb") as file:
@@ -95,14 +95,14 @@ def main(call_path: str) -> None:
 
 
 def _exit_at_once(code: int) -> None:
-    """Ends the process without destructors: those of a broken process group may wait for ever."""
+    """Ends the process without running destructors, since those of a broken process group may wait for ever."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the launcher dies, however that happens (Linux only)."""
+    """Asks the kernel to kill this process when the launcher dies for any reason (Linux only)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
