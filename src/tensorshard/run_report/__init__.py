@@ -1,1 +1,1 @@
-"""What became of runs of ``tensorshard train``: a table for a terminal, and a page."""
+"""Reports on runs of ``tensorshard train``: a table for a terminal, and a page."""

@@ -1,4 +1,4 @@
-"""The frame of a chart: where a value stands, and what is written beside it."""
+"""The frame of a chart: its scale, and the values that are written beside it."""
 
 import math
 import re
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LEFT, TOP, WIDE, HIGH, BELOW = 74, 10, 600, 190, 30
-"""Of a chart, in its own units: the frame's place and size, and the room below it for steps."""
+"""Sizes of a chart, in its own units: the frame's place and size, and the room below it for steps."""
 
 _MOST_TICKS = 6
 _ZEROS = re.compile(r"\.0+(?!\d)")  # of "20.0 GiB"
@@ -14,12 +14,12 @@ _ZEROS = re.compile(r"\.0+(?!\d)")  # of "20.0 GiB"
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to heights.
+    """Maps values to heights in a chart.
 
     Args:
-        low, high: at the bottom and the top, `low` below `high`.
+        low, high: the values at the bottom and the top, `low` below `high`.
         logarithmic: whether equal factors are equal heights; both ends are above 0 then.
-        in_bytes: whether values are bytes, which are round in KiB, MiB and so on.
+        in_bytes: whether values are bytes. Then round values are those that are round in KiB, MiB and so on.
     """
 
     low: float
@@ -28,7 +28,7 @@ class Scale:
     in_bytes: bool = False
 
     def y(self, value: float) -> float:
-        """Where `value` stands."""
+        """The y coordinate of `value`."""
         low, high, value = (math.log(v) if self.logarithmic else v for v in (self.low, self.high, value))
         return TOP + HIGH * (1 - (value - low) / (high - low))
 
@@ -44,12 +44,12 @@ class Scale:
 
 
 def scale_of(low: float, high: float, median: float, *, from_zero: bool = False, in_bytes: bool = False) -> Scale:
-    """A scale for values from `low` to `high`: logarithmic where a few of them are far above all others.
+    """A scale for values from `low` to `high`. It is logarithmic if a few of them are far above all others.
 
     Args:
-        median: of the values.
+        median: the median of the values.
         from_zero: whether it begins at 0, so that heights can be compared.
-        in_bytes: as of a :class:`Scale`.
+        in_bytes: as for :class:`Scale`.
     """
     if low > 0 and high > 30 * median and not from_zero:
         return Scale(low / 1.2, high * 1.2, True)

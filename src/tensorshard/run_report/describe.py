@@ -12,18 +12,19 @@ from tensorshard.run_report.series import Series, columns
 from tensorshard.terminal import fit
 
 _GAP = 2
-_NARROWEST = 22  # columns of a run; where fewer are left, further runs stand below
+_NARROWEST = 22  # the fewest columns of a run; if fewer are left, further runs follow below
 _RANKS_SHOWN = 16
 _DIFFERENCES_SHOWN = 20
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def describe(runs: Sequence[Run], width: int | None, *, blocks: bool = True) -> str:
-    """A table of the runs, then, of one run alone, the memory of its ranks and its plan; of several, how they differ.
+    """A table of the runs. Below it, for a single run, the memory of its ranks and its plan; for several runs, their
+    differences.
 
     Args:
         width: columns of the terminal; None for lines of any length.
-        blocks: whether the loss is also drawn, of block elements, which not every terminal has.
+        blocks: whether the loss is also drawn with block characters, which some terminals lack.
     """
     rows = figures(runs)
     if blocks:
@@ -43,7 +44,7 @@ def describe(runs: Sequence[Run], width: int | None, *, blocks: bool = True) -> 
 
 
 def _table(corner: str, heads: Sequence[str], rows: Rows, width: int | None) -> str:
-    """`rows` below `heads`. Where the runs do not fit beside each other, those that are left stand below."""
+    """`rows` below `heads`. Runs that do not fit side by side follow in another table below."""
     label = max(len(corner), *(len(name) for name, _ in rows)) + _GAP
     most = len(heads) if width is None else max(1, (width - label) // (_NARROWEST + _GAP))
     tables = []
@@ -72,7 +73,7 @@ def _broken(cell: str, room: int | None) -> list[str]:
 
 
 def _curve(series: Series) -> str:
-    """`series` in one line of blocks, each as high as the mean of its steps."""
+    """`series` as one line of block characters, each as high as the mean of its steps."""
     means = columns(series, _NARROWEST, int(series.steps[0]), int(series.steps[-1])).means
     low, high = means.min(), means.max()
     if len(means) < 2 or low == high:
@@ -82,7 +83,7 @@ def _curve(series: Series) -> str:
 
 
 def _ranks(run: Run) -> str:
-    """The memory of every rank, where there are several but not many."""
+    """The memory of every rank, if there are several ranks but not too many."""
     peaks = run.peaks
     if not 1 < len(peaks) <= _RANKS_SHOWN:
         return ""

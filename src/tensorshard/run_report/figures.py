@@ -1,4 +1,4 @@
-"""What is said of each run in words and numbers, the same in a terminal and on a page."""
+"""The words and numbers for each run, the same in a terminal and on a page."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -20,11 +20,11 @@ _SMALL_WORDS = "of a model this small they hold more than its tensors, which are
 
 _SPEEDS = ("tokens_per_second", "samples_per_second")
 _NOT_COMPARED = ("train.name", "train.output_dir")
-_OTHER = ("step_seconds", "samples", "peak_memory_bytes")  # what curves of their own do not say more of
+_OTHER = ("step_seconds", "samples", "peak_memory_bytes")  # curves of these would say nothing more
 
 
 def figures(runs: Sequence[Run]) -> Rows:
-    """The figures of each run; those that no run has are left out."""
+    """The figures of each run, as rows. A row is left out if no run has it."""
     of_runs = [dict(_figures(run)) for run in runs]
     names = list(dict.fromkeys(name for own in of_runs for name in own))
     return [(name, [own.get(name, ABSENT) for own in of_runs]) for name in names]
@@ -39,7 +39,7 @@ def differences(runs: Sequence[Run]) -> Rows:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """What a reader of the figures has to know, each as a sentence."""
+    """Sentences that a reader of the figures needs to know."""
     said = []
     for run in runs:
         of = f"{run.name}: " if len(runs) > 1 else ""
@@ -83,7 +83,7 @@ def by_rank(sizes: Sequence[int]) -> str:
 
 
 def ratio(run: Run) -> str:
-    """The fullest rank's measured memory over the estimate; "" where one of them is missing."""
+    """The fullest rank's measured memory divided by the estimate; "" if one of them is missing."""
     measured, estimated = max(run.beyond_start, default=0), max(run.estimated, default=0)
     return f"{measured / estimated:.2f}" if measured and estimated else ""
 
@@ -122,7 +122,7 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _plan_words(plan: Plan) -> str:
-    """What of a resolved plan is not by default, as overrides."""
+    """The fields of a resolved plan that are not at their defaults, as overrides."""
     usual = Plan()
     chosen = [field.name for field in fields(Plan) if getattr(plan, field.name) != getattr(usual, field.name)]
     of_axes = [axis for axis in AXES if getattr(plan, axis) > 1]
@@ -157,7 +157,7 @@ def _from_to(series: Series) -> str:
 def _score(name: str, series: Series) -> str:
     text = f"{series.last:.4f}"
     step, value = series.lowest()
-    if name != "val_loss" or value == series.last:  # of other scores the highest may be the best
+    if name != "val_loss" or value == series.last:  # for other scores the highest value may be the best
         return text
     return f"{text}, lowest {value:.4f} (step {step:,})"
 

@@ -11,8 +11,8 @@ from tensorshard.run_report.series import Columns, Series, columns
 
 _POINTS = 600  # columns of a chart, of all its lines together
 _FEWEST = 150  # columns of one line
-_STRIPS = 75  # parts of a chart, each of which says its numbers to who points at it
-_DOTS = 80  # points up to which each is marked
+_STRIPS = 75  # parts of a chart, each of which shows its numbers when the mouse is over it
+_DOTS = 80  # points are marked if there are at most so many
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Line:
     """One line of a chart.
 
     Args:
-        name: what the reader is told that it is.
+        name: the name that the chart shows for it.
         colour: the number of its colour.
-        dotted: whether its points are marked, where they are not too many.
+        dotted: whether its points are marked, if there are not too many.
     """
 
     name: str
@@ -40,15 +40,15 @@ def line_chart(
     from_zero: bool = False,
     in_bytes: bool = False,
 ) -> str:
-    """The chart. Of a line with more steps than columns the mean of each column is drawn, above an area from the least
-    to the most.
+    """The chart. If a line has more steps than columns, it shows the mean of each column, over an area from the least
+    value to the most.
 
     Args:
         lines: none of them empty.
         span: the first and the last step of the axis.
-        title: what is drawn, for readers who hear it.
-        spell: how a value is written.
-        from_zero, in_bytes: of the scale, see :func:`scale_of`.
+        title: what is drawn, for screen readers.
+        spell: writes a value as text.
+        from_zero, in_bytes: as for :func:`scale_of`.
     """
     values = np.concatenate([line.series.values for line in lines])
     low, median, high = (float(np.quantile(values, part)) for part in (0.0, 0.5, 1.0))
@@ -99,7 +99,7 @@ def _drawn(line: Line, span: tuple[int, int], scale: Scale, count: int) -> list[
 
 
 def _outline(found: Columns, middles: Sequence[float], scale: Scale) -> str:
-    """Along the most of each column to the right, and back along the least."""
+    """A path along the most of each column to the right, and back along the least."""
     above = [(x, scale.y(float(high))) for x, high in zip(middles, found.highs, strict=True)]
     below = [(x, scale.y(float(low))) for x, low in zip(middles, found.lows, strict=True)]
     return _path([*above, *below[::-1]])
@@ -111,7 +111,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _spoken(lines: Sequence[Line], span: tuple[int, int], spell: Callable[[float], str]) -> list[str]:
-    """Strips over the chart that say the numbers below them."""
+    """Invisible strips over the chart. Each shows the numbers below it as a tooltip."""
     first, last = span
     count = min(_STRIPS, last - first + 1)
     said: list[list[str]] = [[] for _ in range(count)]

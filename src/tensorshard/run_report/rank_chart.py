@@ -6,7 +6,7 @@ from html import escape
 from tensorshard.estimate.sizes import size_text
 from tensorshard.run_report.axes import BELOW, HIGH, LEFT, TOP, WIDE, Scale, frame
 
-_BARS = 150  # where there are more ranks, several share a bar, which is as high as the fullest of them
+_BARS = 150  # if there are more ranks, several share a bar, which is as high as the fullest of them
 _WIDEST = 60
 
 
@@ -14,9 +14,9 @@ def rank_chart(measured: Sequence[int], estimated: Sequence[int], title: str, co
     """The chart.
 
     Args:
-        measured: bytes of each rank.
-        estimated: the same as estimated; empty without an estimate.
-        title: what is drawn, for readers who hear it.
+        measured: measured bytes of each rank.
+        estimated: estimated bytes of each rank; empty without an estimate.
+        title: what is drawn, for screen readers.
         colour: the number of the bars' colour.
     """
     top = max([*measured, *estimated, 1])

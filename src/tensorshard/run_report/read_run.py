@@ -1,4 +1,4 @@
-"""Reads what a run has written so far. Nothing is run, and nothing is changed."""
+"""Reads the files that a run has written so far. It runs nothing, and changes nothing."""
 
 import json
 import re
@@ -19,25 +19,25 @@ from tensorshard.trainer.run_directory import RUNS, RunDirectory
 from tensorshard.trainer.session_record import Session, read_sessions
 
 MOST_RUNS = 8
-"""Of one report: as many as there are colours that are told apart."""
+"""The most runs in one report: there are only so many colours that are easy to tell apart."""
 
 _RANK_PEAK = re.compile(r"peak_memory_bytes/rank(\d+)")
 _LATER_CONFIG = re.compile(r"config-from-step-(\d+)\.yaml")
-_SHOWN = 8  # folders that an error names
+_SHOWN = 8  # the most folders that an error names
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it stands.
+    """A run, finished or not, with what it has written so far.
 
     Args:
-        name: what it is called beside the other runs of a report.
+        name: its name in the report, which tells it apart from the other runs.
         path: its directory.
-        metrics: by name, over the steps.
-        sessions: its starts, the first one first; none for runs of versions that did not write them.
-        config: its newest one, references unresolved; {} without one.
-        idle_seconds: since it last wrote a line; None before the first one.
-        unread: lines of metrics.jsonl that are no measurements of a step.
+        metrics: its metrics over the steps, by name.
+        sessions: its starts in order; none for runs of versions that did not write them.
+        config: its newest config, with references unresolved; {} without one.
+        idle_seconds: seconds since it last wrote a line; None before the first line.
+        unread: the number of lines in metrics.jsonl that are not measurements of a step.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """How many steps it is to have; None where nothing says so."""
+        """How many steps the run will have in all; None if that is not known."""
         if self.sessions:
             return self.sessions[-1].steps
         train = self.config.get("train")
@@ -69,18 +69,18 @@ class Run:
 
     @cached_property
     def plan(self) -> Plan | None:
-        """That of the last start, with every axis set; None where it is not known."""
+        """The plan of the last start, with every axis set; None if it is not known."""
         if self.session is None:
             return None
         try:
             return Plan.from_dict(self.session.plan).resolve(self.session.world_size)
-        except (TypeError, ValueError):  # of another version
+        except (TypeError, ValueError):  # written by another version
             return None
 
     @property
     def peaks(self) -> list[int]:
-        """The peak memory of each rank in bytes since the last start, by rank; [] where nothing was measured."""
-        first = 0 if self.session is None else self.session.first_step  # the ranks of an earlier start are others
+        """The peak memory of each rank in bytes since the last start, by rank; [] if nothing was measured."""
+        first = 0 if self.session is None else self.session.first_step  # an earlier start may have had other ranks
         now = {name: series for name, series in self.metrics.items() if series.steps[-1] >= first}
         found = {int(match[1]): series.last for name, series in now.items() if (match := _RANK_PEAK.match(name))}
         if "peak_memory_bytes" in now:
@@ -90,7 +90,8 @@ class Run:
 
     @property
     def beyond_start(self) -> list[int]:
-        """What of :attr:`peaks` came after the start, as an estimate counts it; [] where that is not known."""
+        """:attr:`peaks` without the bytes that were held before the model was built, which an estimate does not count;
+        [] if these are not known."""
         held = [] if self.session is None else self.session.held_before_bytes
         return [peak - before for peak, before in zip(self.peaks, held, strict=False)]
 
@@ -109,7 +110,7 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
     """The runs in `folders`, in this order.
 
     Raises:
-        ConfigError: there are none, too many, one twice, or a folder that is no run's.
+        ConfigError: there are no runs, too many, or the same one twice, or a folder is not a run's.
     """
     if not folders:
         raise ConfigError(f"report takes the folder of at least one run, and was given none{_those_there()}")
@@ -127,10 +128,10 @@ def read_run(path: Path, name: str | None = None) -> Run:
     """The run in the folder `path`.
 
     Args:
-        name: what it is to be called; None for the folder's name.
+        name: the run's name; None for the folder's name.
 
     Raises:
-        ConfigError: it is no run's folder; says what is.
+        ConfigError: the folder is not a run's; the error names folders that are.
     """
     directory = RunDirectory(path)
     if not path.is_dir() or not any(file.is_file() for file in (directory.metrics, directory.config)):
@@ -149,10 +150,10 @@ def read_run(path: Path, name: str | None = None) -> Run:
 
 
 def read_series(path: Path) -> tuple[dict[str, Series], int]:
-    """The measurements in a ``metrics.jsonl`` by name, and the number of lines that are none.
+    """The measurements in a ``metrics.jsonl`` by name, and the number of lines that are not measurements.
 
-    A last line that is not whole yet is no fault. Where a line goes back to an earlier step, the run was resumed there:
-    what was written of that step and of later ones no longer counts.
+    The last line may be incomplete; it is ignored and not counted. If a line goes back to an earlier step, the run was
+    resumed there: earlier lines about that step and later ones no longer count.
     """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
@@ -176,7 +177,7 @@ def read_series(path: Path) -> tuple[dict[str, Series], int]:
 def _records(lines: list[str]) -> tuple[list[dict[str, Any]], int]:
     """The objects in `lines` that have a step, and the number of other lines."""
     try:
-        found = json.loads(f"[{','.join(lines)}]")  # at once, which takes half the time of one by one
+        found = json.loads(f"[{','.join(lines)}]")  # all at once, which takes half the time of one by one
     except ValueError:
         found = [_parsed(line) for line in lines]
     kept = [record for record in found if isinstance(record, dict) and type(record.get("step")) is int]
@@ -191,7 +192,7 @@ def _parsed(line: str) -> Any:
 
 
 def _without_what_was_done_again(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`records` in ascending order of steps: none that a resumed run went back behind."""
+    """`records` in ascending order of steps, without those that a resumed run has repeated."""
     kept: list[dict[str, Any]] = []
     for record in records:
         while kept and kept[-1]["step"] >= record["step"]:
@@ -207,7 +208,7 @@ def _series(steps: list[int], values: list[float | None]) -> Series:
 
 
 def _newest_config(path: Path) -> dict[str, Any]:
-    """The config that the run was resumed with last, else its first one. It is read as data alone."""
+    """The config with which the run was last resumed, else its first config. It is only read as data."""
     later = {int(match[1]): file for file in path.iterdir() if (match := _LATER_CONFIG.fullmatch(file.name))}
     file = later[max(later)] if later else RunDirectory(path).config
     values = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -215,7 +216,7 @@ def _newest_config(path: Path) -> dict[str, Any]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of `paths` that tell them apart."""
+    """The shortest last parts of `paths` that tell them apart."""
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-parts:]) for path in paths]
         if len(set(names)) == len(names):

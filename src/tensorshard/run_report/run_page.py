@@ -77,7 +77,7 @@ def _table(kind: str, runs: Sequence[Run], rows: Rows) -> str:
 
 def _charts(runs: Sequence[Run]) -> Iterator[str]:
     """A chart for everything that was measured over the steps."""
-    if len(runs) == 1:  # the losses in one, to be compared
+    if len(runs) == 1:  # both losses in one chart, to compare them
         yield _chart(runs, ["loss", "val_loss"], "loss", _number)
     else:
         yield _chart(runs, ["loss"], "loss", _number)
@@ -97,7 +97,7 @@ def _charts(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _chart(runs: Sequence[Run], names: Sequence[str], title: str, spell: Callable[[float], str], **scale: bool) -> str:
-    """A chart of what the runs have of `names`; "" where none has any. Runs without are named."""
+    """A chart of the metrics `names` of all runs; "" if no run has any of them. It names the runs without them."""
     lines = []
     for number, run in enumerate(runs):
         for place, name in enumerate(name for name in names if name in run.curves):
@@ -118,7 +118,7 @@ def _chart(runs: Sequence[Run], names: Sequence[str], title: str, spell: Callabl
 
 
 def _memory(runs: Sequence[Run]) -> list[str]:
-    """Every rank's memory, of each run; beside the estimate where there is one."""
+    """The memory of every rank of each run, with the estimate if there is one."""
     shown = [(number, run) for number, run in enumerate(runs) if run.peaks]
     if not shown:
         return []
@@ -145,7 +145,7 @@ def _compared(run: Run) -> bool:
 
 
 def _plans(runs: Sequence[Run]) -> Iterator[str]:
-    """The plans and meshes, beside each other; runs of the same ones share them."""
+    """The plans and meshes side by side. Runs with the same plan and mesh share one."""
     shared: dict[str, tuple[Run, list[str]]] = {}
     for run in runs:
         if run.plan is not None and run.session is not None:

@@ -1,4 +1,4 @@
-"""One measurement over the steps of a run, and what of it is drawn where there are more steps than pixels."""
+"""One measurement over the steps of a run, and its summary for a chart with fewer columns than steps."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class Series:
     Args:
         steps: [n], ascending.
         values: [n], all finite.
-        dropped: how many further values were no finite numbers.
+        dropped: how many further values were not finite.
     """
 
     steps: np.ndarray
@@ -32,7 +32,7 @@ class Series:
 
     @property
     def median(self) -> float:
-        """Of all values but the first, which is that of a step that allocates, and perhaps compiles."""
+        """The median of all values but the first, which belongs to a step that allocates, and perhaps compiles."""
         return float(np.median(self.values[1:] if len(self) > 1 else self.values))
 
     def lowest(self) -> tuple[int, float]:
@@ -48,11 +48,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Columns:
-    """What falls into each column of a chart; columns that nothing falls into are left out.
+    """The values of a series in each column of a chart. Columns without values are left out.
 
     Args:
         places: [n], the number of each column.
-        lows, means, highs: [n], of the values there.
+        lows, means, highs: [n], the lowest, the mean and the highest value there.
     """
 
     places: np.ndarray
