@@ -7,7 +7,7 @@ from typing import Any
 from tensorshard.plan import RECOMPUTE_MODES, Plan
 from tensorshard.planner.question import Question
 
-# Schedules that are tried, with the stages of each rank. The others are no faster than these, or differ only in memory.
+# Schedules that are tried, with the stages of each rank. Others take as long as one of these, or differ only in memory.
 _SCHEDULES: tuple[tuple[str, int | None], ...] = (("1f1b", None), ("interleaved_1f1b", 2), ("zbv", 2))
 
 
