@@ -1,8 +1,7 @@
 """Tensor parallelism: a table's styles applied to a model (Shoeybi et al. 2019).
 
-Only forwards and attributes change, on the instances: names, classes and hooks stay as they are, so that
-neither the model nor a checkpoint knows. Parameters are left to the caller, who puts into their places what
-:func:`local_shard` makes of them, as plain tensors or as DTensors.
+Only forwards and attributes of the instances change. Names, classes and hooks stay as they are, and so do the names in
+checkpoints. The caller replaces each parameter by what :func:`local_shard` makes of it, as a plain tensor or a DTensor.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -37,7 +36,7 @@ from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, COLWISE_GATHE
 from tensorshard.tensor_parallel.table.table import TensorPlan
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
-# Which layers a style is for; linear ones and convolutions where it is not said.
+# The kind of layer that each style is for. Styles that are not listed are for linear layers and convolutions.
 _LAYER_KINDS = {"vocab": "embedding", "classes": "head"}
 _CLASS_NAMES = {
     "linear": "an nn.Linear, or an unmodified nn.Conv1d, 2d or 3d, or nn.ConvTranspose1d, 2d or 3d of one group",
@@ -65,9 +64,9 @@ def apply_tensor_parallel(
         group: the tensor-parallel ranks.
         shared_inputs: names of column layers that are called with the same tensor, in the order of their calls, as
             :attr:`VerifiedTable.shared_inputs` has them. They communicate once for all.
-        outputs: what the output layers (``colwise_gather``) ask whether to gather; None for always.
-        whole: where `model` is a stage of a pipeline, the model as it was: by it names are matched and layouts found.
-        elsewhere: names of what other stages compute, which is left as it is.
+        outputs: tells the output layers (``colwise_gather``) whether to gather; None to gather always.
+        whole: the full model, if `model` is a stage of a pipeline. Names are matched and layouts found in it.
+        elsewhere: names of what other stages compute. It is left as it is.
 
     Returns:
         The layout of every parameter, by each of its names, and of the buffers that are split.
@@ -87,7 +86,7 @@ def apply_tensor_parallel(
     gathered: dict[str, dict[str, int]] = {}  # by the module in whose forward they are read
     for name, module in model.named_modules():
         style = styles.get(name)
-        if style is not None:  # what a block hands on to itself is no model's output
+        if style is not None:  # layers inside of blocks always gather
             _apply(module, style, process_group, SplitOutputs() if name.startswith(blocks) else outputs)
         own = {key: s for key in own_parameters(module) if (s := styles.get(_join(name, key))) and s.sums_gradients}
         if own and not (style is not None and style.sums_gradients):
@@ -113,7 +112,7 @@ def apply_tensor_parallel(
 
 
 def gathered_in(parameter: str, style: Style) -> str:
-    """The name of the module in whose forward a parameter of the style ``gather`` is put together.
+    """The name of the module in whose forward a parameter of the style ``gather`` is gathered.
 
     Raises:
         ValueError: there is no such module.
@@ -139,7 +138,7 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
     layouts: dict[str, Layout] = {}
     chosen: dict[int, tuple[str, Layout]] = {}
     unsaid: list[tuple[str, torch.Tensor]] = []
-    table_name: dict[nn.Module, str] = {}  # a module that is registered at several places is in the table once
+    table_name: dict[nn.Module, str] = {}  # the table names a module once, even if it is registered at several places
     for prefix, module in model.named_modules(remove_duplicate=False):
         said = table_name.setdefault(module, prefix)
         own = _module_layouts(said, module, styles.get(said), size)
@@ -149,7 +148,7 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
             if (style := styles.get(_join(said, key))) is not None:
                 layout = _parameter_layout(name, parameter, style)
             elif said not in styles and as_splittable(module) is None:
-                unsaid.append((name, parameter))  # what it is tied to, if anything, says it
+                unsaid.append((name, parameter))  # if it is tied to another, that one decides the layout
                 continue
             check_can_split(layout, size, name)
             first, other = chosen.setdefault(id(parameter), (name, layout))
@@ -308,7 +307,7 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
             wrap_forward(module, Role.GATHERED_OUTPUT, partial(_output_forward, layer.outputs, group, outputs))
             outputs.sizes[module] = layer.outputs
     else:
-        return  # an embedding's features: each rank looks up its own
+        return  # an embedding split by features: each rank looks up its own features
     replace_forward(module, Role.SPLIT_LAYER, forward)
 
 

@@ -1,7 +1,8 @@
-"""A guard of modules that read weights of their layers past these: each row layer in them must be called.
+"""Checks that modules which read the weights of their layers directly also call their row layers.
 
-Such code has mostly a second way, a fused kernel that reads all of the layers' weights (that of Mamba, in training, on
-GPUs). It would take this rank's part of a row layer for the whole, and nobody would sum over the ranks.
+Such code often has a second path, a fused kernel that reads the weights of all layers (Mamba's has, in training on
+GPUs). That path would take this rank's part of a row layer for the whole weight, and no sum over the ranks would
+follow.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from tensorshard.torch_private.modules import own_parameters
 
 
 def guard_rows(model: nn.Module, styles: Mapping[str, Style]) -> None:
-    """Has modules complain that do not call their row layers although they read a slice of another layer's weight."""
+    """Makes a module raise if it reads a slice of one layer's weight, and then does not call its row layers."""
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         children = {key: child for key, child in module.named_children() if f"{prefix}{key}" not in styles}

@@ -1,8 +1,8 @@
-"""Convolutions of which each rank computes some output channels, or of which it has some input channels.
+"""Convolutions that are split by their output channels, or by their input channels.
 
-A convolution is linear in its channels, so that its columns and rows are those of a linear layer (Shoeybi et al. 2019,
-section 3), along the dimension of the channels. The module's own forward runs, on this rank's weights: strides, padding
-and dilation are its own affair.
+A convolution is linear in its channels. So it can be split by columns or by rows as a linear layer can (Shoeybi et al.
+2019, section 3), along the dimension of the channels. The module's own forward runs on this rank's weights, and takes
+care of strides, padding and dilation.
 """
 
 from functools import partial
@@ -19,25 +19,25 @@ from tensorshard.torch_private.modules import own_parameters, set_parameter
 
 
 def split_columns(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Has a convolution compute this rank's output channels, of an input that is full on every rank."""
+    """Makes a convolution compute this rank's output channels, from an input that is full on every rank."""
     wrap_forward(module, Role.SPLIT_LAYER, partial(_column_forward, group))
 
 
 def gather_columns(module: nn.Module, outputs: int, group: dist.ProcessGroup) -> None:
-    """Puts the `outputs` channels of a convolution together, of which each rank computes its own."""
+    """Gathers the `outputs` channels of a convolution, of which each rank computes its own."""
     wrap_forward(module, Role.GATHERED_OUTPUT, partial(_gathering_forward, module, outputs, group))
 
 
 def split_rows(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Has a convolution take this rank's input channels; its output is summed over the ranks, and its bias added."""
+    """Makes a convolution take this rank's input channels. Its output is summed over the ranks, then its bias added."""
     wrap_forward(module, Role.SPLIT_LAYER, partial(_row_forward, module, group))
 
 
 def split_channels(module: nn.Module, parts: int, group: dist.ProcessGroup) -> None:
-    """Has a module that computes channel by channel do so for those of this rank.
+    """Makes a module that computes channel by channel do so for this rank's channels.
 
     Args:
-        parts: into how many equal parts its channels fall, each of which is split.
+        parts: the number of equal parts that its channels consist of. Each part is split.
     """
     keep_own_channels(module, group.rank(), group.size(), parts)
 
@@ -70,7 +70,7 @@ def _row_forward(
 
 
 def _channel_dim(module: nn.Module) -> int:
-    """The dimension of the channels in what goes in and comes out, counted from the end: samples may be missing."""
+    """The dimension of the channels in input and output, counted from the end, since samples may be missing."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return 1 - weight.ndim

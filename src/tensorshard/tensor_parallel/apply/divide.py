@@ -1,7 +1,7 @@
-"""The ``divide`` style: what a module knows of its heads, made to fit those of this rank.
+"""The ``divide`` style: attributes and inputs of a module that depend on its heads are cut to this rank's heads.
 
-Whole-number attributes are divided, and so are inputs that come with an entry for every head, as the position biases
-of ALiBi do (Press et al. 2022), which BLOOM computes once for all of its blocks.
+Whole-number attributes are divided. So are inputs that have an entry for every head, such as the position biases
+of ALiBi (Press et al. 2022), which BLOOM computes once for all of its blocks.
 """
 
 import copy
@@ -94,11 +94,11 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`forward` on this rank's heads of some of its inputs."""
+    """Calls `forward` with this rank's heads of some of its inputs."""
     bound = signature.bind(*args, **kwargs)
     extra = next((p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), "")
     for argument, (dim, heads) in inputs.items():
-        # A signature files what only **kwargs takes under the name of these.
+        # Arguments that only **kwargs takes are in a dict under that parameter's name.
         holder = bound.arguments if argument in signature.parameters else bound.arguments.get(extra, {})
         if argument not in holder and argument not in signature.parameters:
             raise ValueError(f"{name} was not given an input {argument!r}, whose heads are to be divided")

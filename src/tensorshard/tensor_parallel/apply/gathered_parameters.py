@@ -1,8 +1,8 @@
-"""Parameters of which each rank keeps a slice, put together whenever their module is called.
+"""Parameters of which each rank keeps a slice. They are gathered whenever their module is called.
 
 This is for what tensor parallelism cannot split otherwise: recurrent layers, tables of positions, parameters that a
-forward uses in a way of its own. All ranks compute the same with them, so that each has the whole gradient, of which it
-takes its slice: nothing is communicated in backward.
+forward uses in its own way. All ranks compute the same with them. So each rank has the whole gradient, and takes its
+slice of it: nothing is communicated in backward.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ from tensorshard.torch_private.modules import own_parameters, refresh_recurrent_
 
 
 def gather_parameters(module: nn.Module, dims: Mapping[str, int], group: dist.ProcessGroup) -> None:
-    """Has the forward of `module` run on full parameters.
+    """Makes the forward of `module` run on full parameters.
 
     Args:
-        dims: parameters in it that are kept in slices, by name, and the dimension. They are still full.
+        dims: names of the parameters that are kept in slices, each with its dimension. They are still full.
     """
     sizes = {name: (dim, module.get_parameter(name).shape[dim]) for name, dim in dims.items()}
     wrap_forward(module, Role.GATHERED_PARAMETERS, partial(_forward, module, sizes, group))

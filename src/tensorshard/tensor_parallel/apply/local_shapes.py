@@ -1,8 +1,8 @@
 """``divide(reshape.sizes)``: the sizes that a forward reshapes to, made to fit a rank's features.
 
 Much attention code takes its width from its input, which has all features: ``B, T, C = x.size()`` and later
-``y.view(B, T, C)``. No attribute could be divided to make that fit. Where a reshape or a split asks for as many times
-the elements as there are ranks, the size that the split features belong to is divided instead.
+``y.view(B, T, C)``. No attribute can be divided to make that fit. If a reshape or a split asks for the elements of all
+ranks together, the size that the split features belong to is divided instead.
 """
 
 import math
@@ -18,13 +18,13 @@ from tensorshard.modules.forwards import Forward
 
 
 def forward_with_local_shapes(size: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """`forward`, whose reshapes and splits are for `size` times the features that there are."""
+    """Calls `forward`, whose reshapes and splits ask for `size` times the features that the tensors have."""
     with _LocalShapes(size):
         return forward(*args, **kwargs)
 
 
 class _LocalShapes(TorchFunctionMode):
-    """Changes the arguments of reshapes and splits; whatever fits as it is passes through."""
+    """Changes the arguments of reshapes and splits that do not fit."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class _LocalShapes(TorchFunctionMode):
 
 
 def local_sizes(shape: Sequence[int], wanted: Sequence[int], ranks: int) -> list[int]:
-    """The sizes to reshape a tensor of `shape` to, where `wanted` may be those of all ranks' tensors together.
+    """The sizes to reshape a tensor of `shape` to. `wanted` may be the sizes for all ranks' tensors together.
 
-    Which dimension of the tensor is split is not known: it is the one that, made whole, has most boundaries between
-    dimensions in common with `wanted`, and the last of several. Of the sizes that it becomes a part of, the first that
-    can be is divided: a rank has consecutive features, so those of some heads, each of which is complete.
+    The split dimension of the tensor is not known. It is taken to be the one that, made whole, has most boundaries
+    between dimensions in common with `wanted`; the last of several. The first of its new sizes that can be divided is
+    divided: a rank has consecutive features, which belong to some complete heads.
 
     Returns:
-        `wanted` itself where it fits, or where no division would help.
+        `wanted` itself if it fits, or if no division would help.
     """
     elements, asked = math.prod(shape), math.prod(wanted)
     if -1 in wanted or asked != elements * ranks or not elements:
@@ -55,7 +55,7 @@ def local_sizes(shape: Sequence[int], wanted: Sequence[int], ranks: int) -> list
         set(ends) & set(_ends([*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]])) for dim in range(len(shape))
     ]
     dim = max(range(len(shape)), key=lambda dim: (len(common[dim]), dim))
-    before = math.prod(shape[:dim])  # elements before the split dimension: nothing that ends there is divided
+    before = math.prod(shape[:dim])  # elements before the split dimension; sizes up to there are not divided
     start = max((end for end in common[dim] if end <= before), default=0)
     for place, count in enumerate(wanted):
         if ends[place] > start and count % ranks == 0:
@@ -64,7 +64,7 @@ def local_sizes(shape: Sequence[int], wanted: Sequence[int], ranks: int) -> list
 
 
 def local_parts(extent: int, parts: int | Sequence[int], ranks: int) -> int | list[int]:
-    """What to split a dimension of `extent` into, where `parts` may be meant for that of all ranks together."""
+    """The parts to split a dimension of `extent` into. `parts` may be meant for all ranks' dimensions together."""
     if isinstance(parts, int):
         fits = extent % parts == 0 or (extent * ranks) % parts or parts % ranks
         return parts if fits else parts // ranks

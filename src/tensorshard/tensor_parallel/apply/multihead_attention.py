@@ -1,7 +1,7 @@
 """Splitting ``nn.MultiheadAttention`` by its heads (Shoeybi et al. 2019).
 
-It reads its weights past the layers that hold them, so that no style of a layer reaches them. Here its forward is
-written again, for this rank's heads; what it puts out, and which arguments it takes, is as documented for the class.
+The module reads its weights directly, without calling the layers that hold them, so styles of layers have no effect.
+Here its forward is written again for this rank's heads. Arguments and outputs are as documented for the class.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from tensorshard.tensor_parallel.table.layouts import Layout
 
 
 def attention_layouts(name: str, module: nn.Module, size: int) -> dict[str, Layout]:
-    """Layouts of the parameters that an ``nn.MultiheadAttention`` holds itself, its heads split over `size` ranks.
+    """Layouts of the parameters that an ``nn.MultiheadAttention`` holds itself, with its heads split over `size` ranks.
 
     Raises:
-        ValueError: it is none, or its heads cannot be divided.
+        ValueError: the module is of another class, or its heads cannot be divided.
     """
     if not is_multihead_attention(module):
         raise ValueError(
@@ -46,15 +46,15 @@ def attention_layouts(name: str, module: nn.Module, size: int) -> dict[str, Layo
 
 
 def split_attention(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Makes `module` compute this rank's heads. Its ``out_proj`` is a row layer of its own, and is called as such."""
+    """Makes `module` compute this rank's heads. Its ``out_proj`` is called as a row layer."""
     assert isinstance(module, nn.MultiheadAttention)
     replace_forward(module, Role.SPLIT_LAYER, partial(attention_forward, module, group, partial(_column, group)))
 
 
 def keep_layers_called(model: nn.Module, split: set[str]) -> None:
-    """Keeps ``nn.TransformerEncoder`` and its layers from their fused kernels where something in them is split.
+    """Keeps ``nn.TransformerEncoder`` and its layers from using their fused kernels where something in them is split.
 
-    In inference these read the weights past the modules, and would take this rank's part for the whole.
+    In inference these kernels read the weights directly, and would take this rank's part for the whole.
 
     Args:
         split: names of what is split.
@@ -64,7 +64,7 @@ def keep_layers_called(model: nn.Module, split: set[str]) -> None:
         if not any(inner.startswith(prefix) for inner in split):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # "an activation that the fused kernel does not have"
+            module.activation_relu_or_gelu = 0  # stands for an activation that the fused kernel does not support
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
 
@@ -95,7 +95,7 @@ def attention_forward(
     """``nn.MultiheadAttention.forward`` on this rank's heads: [batch, heads, length, features] throughout.
 
     Args:
-        column: what queries, keys and values are computed with.
+        column: computes queries, keys and values.
     """
     if query.is_nested or key.is_nested or value.is_nested:
         raise ValueError("nested tensors were given to an nn.MultiheadAttention that is split; give padded ones")
@@ -107,7 +107,7 @@ def attention_forward(
         _as_heads(part, heads, batched, module.batch_first)
         for part in _project_inputs(module, column, query, key, value)
     )
-    hinted = is_causal and key_padding_mask is None and not need_weights  # the mask is what the hint says
+    hinted = is_causal and key_padding_mask is None and not need_weights  # then the mask is causal
     attends = (q.size(0), module.num_heads, q.size(2), k.size(2))
     mask = None if hinted else _merged_mask(attn_mask, key_padding_mask, attends, slice(first, first + heads), q.dtype)
     k, v, mask = _appended(module, heads, k, v, mask)
@@ -141,7 +141,7 @@ def _project_inputs(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """This rank's features of queries, keys and values. Inputs that are one tensor communicate once in backward."""
+    """This rank's features of queries, keys and values. If inputs are one tensor, backward communicates once."""
     bias = None if module.in_proj_bias is None else to_local(module.in_proj_bias)
     if module.in_proj_weight is None:
         biases = (None,) * 3 if bias is None else bias.chunk(3)
@@ -174,7 +174,7 @@ def _as_heads(projected: torch.Tensor, heads: int, batched: bool, batch_first: b
 def _appended(
     module: nn.MultiheadAttention, heads: int, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys and values with what ``add_bias_kv`` and ``add_zero_attn`` append, which nothing masks."""
+    """Keys and values with those that ``add_bias_kv`` and ``add_zero_attn`` append. Nothing masks the latter."""
     more: list[tuple[torch.Tensor, torch.Tensor]] = []
     if module.bias_k is not None and module.bias_v is not None:
         more += [(to_local(module.bias_k), to_local(module.bias_v))]
@@ -194,7 +194,7 @@ def _merged_mask(
     heads: slice,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """What is added to the scores of `heads`, of which `shape` [batch, heads, queries, keys] has those of all ranks."""
+    """The mask to add to the scores of `heads`. `shape` [batch, heads, queries, keys] is that of all ranks' scores."""
     batch, every_head, queries, keys = shape
     if attention is not None:
         if tuple(attention.shape) not in ((queries, keys), (batch * every_head, queries, keys)):

@@ -1,7 +1,7 @@
-"""Embeddings with a forward of their own, split by vocabulary: whatever it does around its lookup, it goes on doing.
+"""Embeddings with their own forward, split by vocabulary. Only the lookup changes; the rest of the forward stays.
 
-Such a forward scales what it looks up, or makes the indices itself (positions with an offset). It calls
-``torch.nn.functional.embedding``, mostly by way of its base class; that call alone is the split lookup.
+Such a forward may scale what it looks up, or make the indices itself (positions with an offset). It calls
+``torch.nn.functional.embedding``, mostly through its base class. Only that call becomes the split lookup.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tensorshard.torch_private.modules import own_parameters
 
 
 def split_own_lookups(module: nn.Module, num_embeddings: int, group: dist.ProcessGroup) -> None:
-    """Has the forward of `module` look up rows of which this rank holds some of all `num_embeddings`."""
+    """Makes the forward of `module` look up rows in a table of `num_embeddings`, of which this rank holds a part."""
     wrap_forward(module, Role.SPLIT_LAYER, partial(_forward, module, num_embeddings, group))
 
 
@@ -46,7 +46,7 @@ def _forward(
 
 
 class _Lookups(TorchFunctionMode):
-    """Has another function called for ``torch.nn.functional.embedding``."""
+    """Replaces ``torch.nn.functional.embedding`` by another function."""
 
     def __init__(self, lookup: Callable[..., torch.Tensor]) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Dropout under tensor parallelism: ranks draw alike where they hold the same values, and apart where they do not.
+"""Dropout under tensor parallelism: ranks draw the same numbers for values that they share, and others elsewhere.
 
-Tensor-parallel ranks begin with equal generators, so that what is replicated is dropped alike on all of them. Where
-each has heads, features or positions of its own, the generators are seeded anew from a number that all ranks draw alike
-and from the rank, and afterwards they go on where they were. Nothing but the generators is state: recomputation, which
-restores these, draws the same again, and so does a run with the same seed. (Megatron-LM keeps a second generator.)
+Tensor-parallel ranks begin with equal generators, so they drop the same elements of what is replicated. Where each rank
+has its own heads, features or positions, the generators get a new seed, made of the rank and of a number that is equal
+on all ranks. Afterwards they continue where they were. The generators are the only state. So recomputation, which
+restores them, draws the same again, and so does a run with the same seed. (Megatron-LM keeps a second generator.)
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,13 +29,12 @@ def split_randomness(
     sequence: Mapping[str, SequenceSplit],
     group: dist.ProcessGroup,
 ) -> None:
-    """Makes the ranks of `group` draw apart where their activations differ, inside of `blocks`.
+    """Makes the ranks of `group` draw different numbers inside of `blocks`, where their activations differ.
 
     Args:
-        blocks: names of those that may make random numbers. Where none are made, nothing but the generators' further
-            course changes.
+        blocks: names of the blocks that may make random numbers. If one makes none, this only advances the generators.
         styles: of everything in the model.
-        sequence: of the blocks that compute on parts of a sequence, where everything differs.
+        sequence: of the blocks that compute on parts of a sequence. Everything differs there.
     """
     for name in blocks:
         block = model.get_submodule(name)
@@ -51,7 +50,7 @@ def split_randomness(
 
 
 class _Region:
-    """Where each rank draws by itself."""
+    """The part of a block in which each rank draws its own numbers."""
 
     def __init__(self, block: nn.Module, group: dist.ProcessGroup) -> None:
         self._block = block
@@ -98,7 +97,7 @@ def _around(region: _Region, everywhere: bool, forward: Forward, /, *args: Any, 
         region.enter()
     try:
         return forward(*args, **kwargs)
-    finally:  # recomputation leaves a forward by an exception once it has what it needs
+    finally:  # recomputation stops a forward by an exception once it has what it needs
         region.leave()
 
 

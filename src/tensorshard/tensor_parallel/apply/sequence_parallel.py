@@ -1,8 +1,8 @@
-"""Sequence parallelism: between split layers, each tensor-parallel rank has its shard of the sequence alone.
+"""Sequence parallelism: between split layers, each tensor-parallel rank has only its shard of the sequence.
 
-Norms, dropout and residual sums are then computed once for all ranks in place of once on each, and what they keep for
-backward is divided by the number of ranks (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022). As in tensor parallelism only forwards change, on the instances.
+Norms, dropout and residual sums are then computed once in all, not once on each rank. What they keep for backward is
+divided by the number of ranks (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+2022). As in tensor parallelism, only the forwards of instances change.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,10 +44,10 @@ _LENGTH = "_sequence_length"
 
 @dataclass
 class _Sequence:
-    """The sequence that a block, or a model's blocks one after the other, are computing on.
+    """The sequence that a block is computing on, or a model's blocks one after the other.
 
     Args:
-        length: positions of the full sequence; None before the first.
+        length: positions of the full sequence; None before the first call.
     """
 
     dim: int
@@ -55,16 +55,16 @@ class _Sequence:
     length: int | None = None
 
     def full_length(self) -> int:
-        """Positions that there are."""
+        """Number of positions on all ranks together."""
         assert self.length is not None
         return self.length
 
     def own_length(self) -> int:
-        """Positions that this rank has."""
+        """Number of positions on this rank."""
         return shard_range(self.full_length(), self.group.size(), self.group.rank())[1]
 
     def unflattened(self, tensor: torch.Tensor, positions: int) -> torch.Tensor:
-        """`tensor`, where its samples and positions are one dimension ([samples * positions, features]), with both."""
+        """`tensor`, with samples and positions as two dimensions if they are one ([samples * positions, features])."""
         flat = self.dim == 1 and tensor.ndim == 2 and positions > 0 and tensor.size(0) % positions == 0
         return tensor.unflatten(0, (-1, positions)) if flat else tensor
 
@@ -87,8 +87,8 @@ def apply_sequence_parallel(
         model: one that :func:`tensorshard.tensor_parallel.apply.apply_table.apply_tensor_parallel` has split.
         splits: of its blocks, by name; "" is the model itself.
         shared_inputs: as for tensor parallelism: names of column layers that are called with the same tensor.
-        whole_units: whether all parameters of a block are there when its forward begins. Where modules inside of it are
-            gathered one by one (ZeRO 3 with units by name) they are not.
+        whole_units: whether all parameters of a block are gathered when its forward begins. They are not if modules
+            inside of it are gathered one by one (ZeRO 3 with units by name).
     """
     flows: dict[int, _Sequence] = {}
     for name, split in splits.items():
@@ -108,7 +108,7 @@ def _split_block(
     shared_inputs: Iterable[Sequence[str]],
     whole_units: bool,
 ) -> None:
-    inner = _Sequence(split.dim, flow.group)  # its own, so that a repeated forward does not depend on the model's
+    inner = _Sequence(split.dim, flow.group)  # its own, so that recomputation does not depend on the model's
     for names in _read_together(split, shared_inputs):
         layers = [block.get_submodule(key) for key in names]
         if any(map(_runs_own_forward, layers)):
@@ -143,7 +143,7 @@ def _split_block(
         around = partial(forward_with_full_lengths, lambda: (inner.own_length(), inner.full_length()), split.dim)
         wrap_forward(block, Role.SEQUENCE_SHAPES, around)
     wrap_forward(block, Role.SEQUENCE_LENGTH, partial(_block_forward, inner))
-    # Hooks stay outside of recomputation: what a recomputed block keeps is its shard of the sequence.
+    # Hooks run outside of recomputation, so a recomputed block keeps only its shard of the sequence.
     what = name or type(block).__name__
     block.register_forward_pre_hook(partial(_enter, what, split, flow), with_kwargs=True)
     if split.gathers:
@@ -151,7 +151,7 @@ def _split_block(
 
 
 def _read_together(split: SequenceSplit, shared_inputs: Iterable[Sequence[str]]) -> list[list[str]]:
-    """The column layers that read the sequence, those together that gather one tensor."""
+    """The column layers that read the sequence, in groups that gather one tensor."""
     rest = dict(split.columns)
     groups = []
     for names in shared_inputs:
@@ -163,11 +163,11 @@ def _read_together(split: SequenceSplit, shared_inputs: Iterable[Sequence[str]])
     return [*groups, *([name] for name in rest)]
 
 
-# -- what becomes of the forwards --
+# -- the new forwards --
 
 
 class _SequenceColumns(SharedColumns):
-    """Column layers whose outputs have all positions, though each rank has its shard of the input alone."""
+    """Column layers whose outputs have all positions, though each rank has only its shard of the input."""
 
     def __init__(self, layers: Sequence[nn.Module], sequence: _Sequence, *, gathers: bool) -> None:
         super().__init__(layers, sequence.group)
@@ -195,8 +195,8 @@ def _row_forward(layer: nn.Module, transposed: bool, sequence: _Sequence, input:
     return output if given is input else output.flatten(0, 1)
 
 
-# Layers whose class has a forward of its own (Falcon's) run it, on this rank's shard of the weight: an input that is
-# gathered there has its gradient summed already, and an output is summed, its bias added, before it is cut.
+# A layer whose class has its own forward (Falcon's) runs it on this rank's shard of the weight. If its input is
+# gathered here, the input's gradient is summed here too. Its output is summed, its bias added, and then cut.
 
 
 def _runs_own_forward(layer: nn.Module) -> bool:
@@ -233,7 +233,7 @@ def _own_row_forward(sequence: _Sequence, forward: Forward, /, *args: Any, **kwa
 def _attention_forward(
     module: nn.MultiheadAttention, leaves: tuple[int, ...], sequence: _Sequence, *args: Any, **kwargs: Any
 ) -> Any:
-    """A split attention, some of whose inputs are shards; its ``out_proj`` is a row layer, and scatters."""
+    """A split attention. Some of its inputs are shards. Its ``out_proj`` is a row layer, and scatters."""
     tensors = tensor_leaves((args, kwargs))
     sharded = {id(tensors[index]) for index in leaves}
 
@@ -319,14 +319,14 @@ def _enter(
 
 
 def _leave(split: SequenceSplit, flow: _Sequence, block: nn.Module, args: Any, output: Any) -> Any:
-    """Puts a block's outputs together."""
+    """Gathers a block's outputs."""
     return _replace_leaves(
         output, split.outputs, lambda shard: collectives.gather(shard, split.dim, flow.group, size=flow.length)
     )
 
 
 def _replace_leaves(tree: Any, indices: tuple[int, ...], replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`tree` with some of its tensors replaced, which are counted in order; one that is there twice, by one."""
+    """`tree` with the tensors at `indices` replaced, counted in order. A tensor that occurs twice is replaced once."""
     places = count()
     made: dict[int, torch.Tensor] = {}
 
@@ -344,7 +344,7 @@ def _replace_leaves(tree: Any, indices: tuple[int, ...], replacement: Callable[[
 
 
 class _SumGradients(Function):
-    """Tensors as they are; in backward their gradients are added over the ranks, all in one message."""
+    """The identity. In backward the gradients of all tensors are summed over the ranks, in one message."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -365,7 +365,7 @@ _Places = list[tuple[nn.Module, str]]
 
 
 def _partial_places(block: nn.Module, names: Iterable[str], *, together: bool) -> list[tuple[nn.Module, _Places]]:
-    """Where parameters of a block are, and the module around whose forward they are taken care of."""
+    """Where some parameters of a block are registered, grouped by the module whose forward sums their gradients."""
     places = [(block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
     if together:
         return [(block, places)] if places else []
@@ -374,7 +374,7 @@ def _partial_places(block: nn.Module, names: Iterable[str], *, together: bool) -
 
 
 def _summing_forward(places: _Places, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """`forward` on parameters whose gradients are summed over the ranks."""
+    """Calls `forward` on parameters whose gradients are summed over the ranks."""
     held = [own_parameters(owner).get(key) for owner, key in places]
     trained = [
         (place, tensor)

@@ -1,8 +1,8 @@
-"""Reshapes to the length of a sequence, as code reads it from a block's input, made to fit what the ranks put together.
+"""Reshapes to a sequence length that code read from a block's input: they get the length that the tensor has.
 
 A block that holds its layers itself often begins with ``b, t, c = x.shape``, and later has ``q.view(b, t, heads, -1)``.
-Where the input is this rank's part of the sequence, `t` is the part's length; but what comes out of a column layer has
-all positions.
+If the input is this rank's part of the sequence, `t` is the part's length. But the output of a column layer has all
+positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +17,10 @@ from tensorshard.modules.forwards import Forward
 def forward_with_full_lengths(
     lengths: Callable[[], tuple[int, int]], dim: int, forward: Forward, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """`forward`, whose reshapes of tensors with all positions ask for a part of them.
+    """Calls `forward`, whose reshapes ask for a part's length although the tensors have all positions.
 
     Args:
-        lengths: how many positions a rank's part has, and how many there are.
+        lengths: returns the number of positions on this rank, and on all ranks.
         dim: the dimension of the positions.
     """
     with _FullLengths(*lengths(), dim):
@@ -28,7 +28,7 @@ def forward_with_full_lengths(
 
 
 class _FullLengths(TorchFunctionMode):
-    """Changes the sizes of reshapes; whatever fits as it is passes through."""
+    """Changes the sizes of reshapes that ask for a part's length."""
 
     def __init__(self, part: int, length: int, dim: int) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class _FullLengths(TorchFunctionMode):
 
 
 def full_sizes(shape: Sequence[int], wanted: Sequence[int], part: int, length: int, dim: int) -> list[int]:
-    """The sizes to reshape a tensor of `shape` to, where those `wanted` have `part` for its `length` positions.
+    """The sizes to reshape a tensor of `shape` to. `wanted` may have `part` where the tensor has `length` positions.
 
-    Only the features that follow the positions may change: they are taken apart into heads, or put together. Whether
-    the sizes fit says nothing, since code may ask for all ranks' features, too.
+    Only the features, which follow the positions, may be reshaped: split into heads, or joined. Whether the sizes fit
+    decides nothing, since code may ask for all ranks' features as well.
 
     Returns:
-        `wanted` itself where it is no such reshape.
+        `wanted` itself if it is no such reshape.
     """
     features = len(shape) == dim + 2 or len(wanted) == dim + 2
     if not features or min(len(shape), len(wanted)) <= dim or list(shape[:dim]) != list(wanted[:dim]):

@@ -1,8 +1,8 @@
-"""Column layers that read the same input: one sum of its gradients for all of them.
+"""Column layers that read the same input: its gradients are summed once for all of them.
 
 Query, key and value, or gate and up, have one input. Split one by one, each would sum that input's gradient over the
-ranks on its own. Here the first to be called computes the others' outputs too; in backward one sum travels, and it does
-so while all the weights' gradients are computed.
+ranks. Here the layer that is called first computes the others' outputs too. So backward needs one sum, and the weights'
+gradients are computed while it is under way.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from tensorshard.torch_private.tensors import tensor_version
 
 @dataclass
 class _Ready:
-    """An output that was computed for a layer before it was called."""
+    """An output that was computed before its layer was called."""
 
     input: torch.Tensor
     version: int
@@ -33,8 +33,8 @@ class _Ready:
 class SharedColumns:
     """The column layers of one input, on the ranks of a group.
 
-    What is computed together depends on nothing but the calls, so that recomputation repeats it. A layer that is called
-    with something else than the first of them was is computed on its own.
+    Only the calls decide what is computed together, so that recomputation repeats it. A layer that is called with
+    another tensor than the first one was is computed on its own.
 
     Args:
         layers: in the order in which they are called.
@@ -76,5 +76,5 @@ class SharedColumns:
         return [set_mark(output, ParallelMark(-1, None, self._group)) for output in outputs]
 
     def _sharding(self) -> ActivationSharding | None:
-        """How the input lies on the ranks."""
+        """How the input is laid out over the ranks."""
         return Replicated(self._group)

@@ -1,9 +1,9 @@
 """Key and value layers with fewer heads than there are ranks (grouped-query and multi-query attention).
 
-Megatron-LM gives each rank a copy of the head that it shares, and adds up the copies' gradients. Here no weight is
-there twice: every rank computes its shard of a head, as of any column layer, and the ranks that use one head gather its
-features. In backward each gets the sum of the gradients of its shard. So optimizers, clipping, ZeRO and checkpoints see
-nothing but a column layer, and no rank computes what another one does.
+Megatron-LM gives each rank a copy of the head that it shares, and adds up the copies' gradients. Here no weight is held
+twice. Every rank computes its shard of a head, as of any column layer, and the ranks that use one head gather its
+features. In backward each gets the sum of the gradients of its shard. So optimizers, clipping, ZeRO and checkpoints
+only see a column layer, and no two ranks compute the same.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def check_shared_heads(name: str, heads: int, widths: Sequence[int], size: int) 
         widths: output features of keys and of values, as far as the layer `name` has them.
 
     Raises:
-        ValueError: they cannot be.
+        ValueError: they cannot be shared evenly.
     """
     if heads % size and size % heads:
         raise ValueError(
@@ -44,18 +44,18 @@ def check_shared_heads(name: str, heads: int, widths: Sequence[int], size: int) 
 
 
 def share_heads(module: nn.Module, heads: int, parts: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Makes the column layer `module` put out full heads.
+    """Makes the column layer `module` return full heads.
 
     Args:
-        heads: of keys (and values); nothing is to be done where there are as many as ranks.
-        parts: output features of queries, keys and values, where the layer has them all.
+        heads: number of key (and value) heads. With as many as ranks, nothing is done.
+        parts: output features of queries, keys and values, if the layer is fused.
     """
     if heads >= group.size():
         return
     together = group.size() // heads
     local = [part // group.size() for part in parts]
-    # A hook, and no forward of its own: column layers that are called together, or on parts of a sequence, get theirs
-    # from elsewhere.
+    # A hook, not a forward: column layers that are called together, or on parts of a sequence, have theirs replaced
+    # elsewhere.
     module.register_forward_hook(partial(never_compiled(_gather_heads), local, together, group))
 
 
@@ -72,9 +72,9 @@ def _gather_heads(
 
 
 class _GatherHeads(Function):
-    """What the ranks of a head have of its features, put together; gradients are summed and cut.
+    """Gathers the features of a head from the ranks that share it. In backward, gradients are summed and cut.
 
-    The ranks of a head are neighbours. They exchange over the group of all, so that no further communicators are made.
+    The ranks of a head are neighbours. They exchange over the group of all ranks, so no more communicators are needed.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a model's output layers hand on: whole logits, or, within a step, logits that are split over the ranks."""
+"""What a model's output layers return: whole logits or, within a step, logits that are split over the ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ from tensorshard.layers.split_logits import split_logits
 class SplitOutputs:
     """Whether output layers leave their outputs split.
 
-    They do within a step, where every rank does the same with what the model returns. Elsewhere, one rank alone may
-    print what it got, and for that it must have it.
+    They do within a step, where every rank does the same with what the model returns. Elsewhere a single rank may use
+    the output, to print it, say. So it must be whole.
     """
 
     def __init__(self) -> None:
         self._kept = False
         self.sizes: dict[nn.Module, int] = {}
-        """The output layers, and the features of all ranks of each."""
+        """The output layers, each with its number of features on all ranks together."""
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -33,7 +33,7 @@ class SplitOutputs:
             self._kept = before
 
     def finish(self, part: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
-        """The whole, or what stands for it, of which a layer computed this rank's `part` of `size` features."""
+        """The whole output of `size` features, or a tensor that stands for it. `part` is what this rank computed."""
         if self._kept:
             return split_logits(part, -1, size, group)
         return collectives.gather(part, -1, group, size=size)

@@ -15,17 +15,17 @@ from tensorshard.torch_private.pytree import tree_map_only
 
 
 def gather_into(size: int, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The gathered output of `forward`, with which each rank computes something else."""
+    """The gathered output of `forward`. Each rank goes on to compute something else with it."""
     return collectives.gather_for_sum(forward(*args, **kwargs), -1, group, size=size)
 
 
 def copy_into(group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The full output of `forward`, with which each rank computes something else."""
+    """The full output of `forward`. Each rank goes on to compute something else with it."""
     return collectives.copy(forward(*args, **kwargs), group)
 
 
 def sum_parts(group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """`forward`, which is a rank's part of a sum."""
+    """The sum over the ranks of what `forward` returns."""
 
     def given(tensor: torch.Tensor) -> torch.Tensor:
         return collectives.copy(tensor, group) if tensor.requires_grad else tensor
@@ -44,11 +44,10 @@ def forward_summing(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`forward` on parameters whose gradients are summed over the ranks, each of which has activations of its
-    own.
+    """Calls `forward` on parameters whose gradients are summed over the ranks, which have different activations.
 
     Args:
-        divided: those that each rank adds to its part of a sum.
+        divided: names of the parameters to divide by the number of ranks: each rank adds these to its part of a sum.
     """
     own = own_parameters(module)
     held = {name: own[name] for name in names}

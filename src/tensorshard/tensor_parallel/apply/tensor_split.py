@@ -1,4 +1,4 @@
-"""Which shard of every parameter a tensor-parallel rank holds, and putting the shards together again."""
+"""Which shard of every parameter a tensor-parallel rank holds, and how shards are joined again."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -16,7 +16,7 @@ from tensorshard.torch_private.modules import own_buffers, set_buffer
 
 
 def shard_buffers(model: nn.Module, layouts: Mapping[str, Layout], rank: int, size: int) -> None:
-    """Puts what rank `rank` of `size` holds in the place of each full buffer of `model` that `layouts` names."""
+    """Replaces each full buffer of `model` that `layouts` names by the part that rank `rank` of `size` holds."""
     for prefix, module in model.named_modules():
         for key, buffer in own_buffers(module).items():
             layout = layouts.get(f"{prefix}.{key}" if prefix else key, REPLICATED)
@@ -30,7 +30,7 @@ class _Described(Protocol):
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Layouts of parameters over a group of tensor-parallel ranks; of none by default, where everything is full.
+    """Layouts of parameters over a group of tensor-parallel ranks. By default nothing is split.
 
     Args:
         layouts: of every parameter, by each of its names, and of the buffers that are split.
@@ -61,7 +61,7 @@ class TensorSplit:
         return 0 if self.group is None else self.group.rank()
 
     def layout(self, name: str) -> Layout:
-        """How the parameter `name` lies."""
+        """How the parameter `name` is split over the ranks."""
         return self.layouts.get(name, REPLICATED)
 
     def num_shards(self, name: str) -> int:
@@ -73,7 +73,7 @@ class TensorSplit:
         return local_shard(full, self.layout(name), self.rank, self.size)
 
     def full_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """The shape of the parameter or buffer `name`, of which a rank's shard, or all, has `shape`."""
+        """The full shape of the parameter or buffer `name`. `shape` is that of the shard, or full."""
         layout = self.layout(name)
         full = list(shape)
         if layout.dim is not None:
@@ -81,7 +81,7 @@ class TensorSplit:
         return torch.Size(full)
 
     def full(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """The parameter `name` of `shape`, of which every rank gives its `local` part. A collective of the group."""
+        """The full parameter `name` of `shape`. Every rank passes its `local` part. A collective of the group."""
         layout = self.layout(name)
         if layout.dim is None or self.group is None:
             return local
@@ -93,6 +93,6 @@ class TensorSplit:
         gathered = local.new_empty(longest * self.size)
         all_gather_into(gathered, mine, self.group)
         if layout.dim == 0 and len(layout.parts) == 1 and longest * self.size == shape.numel():
-            return gathered.view(shape)  # the shards lie as they are to, and nothing is copied
+            return gathered.view(shape)  # the shards are in the right order already, and nothing is copied
         parts = [flat[: part.numel()].view(part) for flat, part in zip(gathered.chunk(self.size), shapes, strict=True)]
         return join_shards(parts, layout)
