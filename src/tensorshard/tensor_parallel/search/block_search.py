@@ -1,4 +1,4 @@
-"""The search of one block: what can be split, each way checked by numbers, and what stays whole and why."""
+"""The search of one block: what can be split, each way checked by numbers; and what stays whole, and why."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,8 +26,8 @@ class SplitRegion:
     """A region that can be split, and how.
 
     Args:
-        tries: how many ways were checked until this one agreed.
-        sharded_outputs: tensor outputs of the block that are then split too, and along which dimension.
+        tries: how many ways were checked, up to the one that passed.
+        sharded_outputs: tensor outputs of the block that are then split too, each with its dimension.
     """
 
     region: Region
@@ -43,7 +43,7 @@ class BlockSearch:
     Args:
         split: what can be split.
         whole: why the other linear layers and convolutions stay whole.
-        ends: those of them whose output features no other layer takes as input.
+        ends: those of them whose outputs no other layer takes as input.
     """
 
     split: list[SplitRegion] = field(default_factory=list)
@@ -51,7 +51,7 @@ class BlockSearch:
     ends: list[str] = field(default_factory=list)
 
     def styles(self) -> dict[str, Style]:
-        """The styles of everything that is split, together."""
+        """The styles of all that is split, in one table."""
         return merge_styles([found.proposal.styles for found in self.split])
 
 
@@ -66,9 +66,9 @@ def search_block(
 
     Args:
         call: how the block is called.
-        check: what verifies a proposal, for a number of ranks.
-        published: a table from elsewhere, by names in the block; checked like every other proposal.
-        known: what other blocks' searches found out about modules in them, which may be in this one, too.
+        check: verifies a proposal, for a number of ranks.
+        published: a table from elsewhere, by names in the block. It is checked like every other proposal.
+        known: what the searches of other blocks found out about modules in them. This block may have the same modules.
     """
     known = known or KnownModules()
     found = BlockSearch()
@@ -76,8 +76,7 @@ def search_block(
     reasons: dict[str, str] = {}
     taken: set[str] = set()
     while True:
-        # Where a region is refused, its layers stay whole, and may be rows' and columns' neighbours in
-        # another way.
+        # The layers of a refused region stay whole. The layers before and after them may then form other pairs.
         columns = {layer for split in found.split for layer in split.region.columns}
         flow = follow(block, call, refused, columns)
         done = columns | {layer for split in found.split for layer in split.region.rows}
@@ -89,11 +88,11 @@ def search_block(
             if isinstance(outcome, SplitRegion):
                 found.split.append(outcome)
             else:
-                # The others may do with the first row as a column: in latent attention the queries do.
+                # Another region may begin with the first row as a column: in latent attention the queries do.
                 refused.update(region.first_columns)
                 for layer in (*region.columns, *region.rows):
                     reasons.setdefault(layer, f"{region}: {outcome}")
-        if len(refused) == refused_before:  # the data would flow as it did
+        if len(refused) == refused_before:  # the next run would propose the same
             break
     used = {layer for split in found.split for layer in (*split.region.columns, *split.region.rows)}
     for name, module in block.named_modules():
@@ -113,7 +112,7 @@ def search_block(
 
 
 def _split_experts(name: str, experts: nn.Module, check: BlockCheck) -> SplitRegion | str:
-    """How the MLPs of stacked experts can be split, or why they cannot."""
+    """How the MLPs of stacked experts can be split, or a message that says why they cannot."""
     reason = "there is no way to try"
     for tries, styles in enumerate(expert_styles(name, experts), start=1):
         try:
@@ -136,7 +135,7 @@ def _split(
     published: Mapping[str, Style],
     known: KnownModules,
 ) -> SplitRegion | str:
-    """How `region` can be split, or why it cannot."""
+    """How `region` can be split, or a message that says why it cannot."""
     heads = undivided_heads(block, region.columns, check.size)
     reason = "there is no way to try"
     own = proposals(block, region, flow, check.inputs, check.size, provided=call.providers)
@@ -163,7 +162,7 @@ def _split(
 
 
 def _all_proposals(region: Region, own: Iterator[Proposal], published: Mapping[str, Style]) -> Iterator[Proposal]:
-    """What is published comes first where it splits the region outright, and last where it gathers in
+    """All proposals. The published one comes first if it splits the region outright, and last if it gathers in
     between."""
     layers = (*region.columns, *region.rows)
     given = {name: published[name] for name in layers if name in published}
@@ -178,7 +177,7 @@ def _all_proposals(region: Region, own: Iterator[Proposal], published: Mapping[s
 
 
 def merge_styles(tables: list[dict[str, Style]]) -> dict[str, Style]:
-    """Several regions' styles in one table: attributes of one module that they divide are divided once."""
+    """The styles of several regions in one table. An attribute that several of them divide is divided once."""
     merged: dict[str, Style] = {}
     for table in tables:
         for name, style in table.items():

@@ -1,4 +1,4 @@
-"""Whether a whole table is right: every distinct block by numbers, then the model around them."""
+"""Checks a whole table: every distinct block by numbers, then the model around the blocks."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -28,11 +28,11 @@ from tensorshard.tensor_parallel.verify.model_run import (
 from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 from tensorshard.tensor_parallel.verify.random_blocks import blocks_without_random_numbers
 
-# The model around the blocks is checked up to this many parameters, repeated blocks left out.
+# The model around the blocks is checked if it has no more parameters than this. Repeated blocks do not count.
 _LARGEST_MODEL = 1 << 27
 _Completed = tuple[dict[str, Style], list[tuple[str, ...]]]
 
-# Right wherever the layer is called as a module.
+# Styles that are right wherever the layer is called as a module.
 _ALWAYS_RIGHT = ("vocab", "colwise_gather", "classes", "gather", "replicate")
 
 
@@ -41,12 +41,12 @@ class CheckedPlan:
     """A table that was checked.
 
     Args:
-        plan: the table, with what it left out and the dataflow shows: parameters between column and row layers, whose
-            gradients have to be summed.
+        plan: the table, with what it left out and the dataflow shows: the parameters between column and row layers,
+            whose gradients have to be summed.
         shared_inputs: names of column layers that read the same tensor.
         sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
-        not_in_parts: blocks that do not, as globs, and why.
-        not_random: blocks that make no random numbers in training, by name.
+        not_in_parts: globs of the blocks that cannot compute on parts of a sequence, and why.
+        not_random: names of the blocks that make no random numbers in training.
     """
 
     plan: TensorPlan
@@ -57,7 +57,7 @@ class CheckedPlan:
 
 
 class WrongTensorPlanError(ValueError):
-    """A table under which a model would not compute what it does on one device."""
+    """Under this table, a model would not compute what it computes on one device."""
 
 
 def check_tensor_plan(
@@ -67,10 +67,10 @@ def check_tensor_plan(
 
     Args:
         inputs: as for ``Engine.step``; None to guess from the model.
-        sequence_parallel: whether to find out, too, how its blocks can compute on parts of a sequence.
+        sequence_parallel: whether to also find out how its blocks can compute on parts of a sequence.
 
     Raises:
-        WrongTensorPlanError: it does not; names the block, its entries, and what was seen.
+        WrongTensorPlanError: it does not. The message names the block, its entries, and what was seen.
         ValueError: an entry that matches nothing or cannot be applied; the model does not run on `inputs`.
     """
     find_layouts(model, plan.resolve(model), size)
@@ -137,7 +137,7 @@ def check_around_run(
 
 
 class _Checker:
-    """Checks blocks in the order in which they run; those that are alike once."""
+    """Checks blocks in the order in which they run. Of blocks that are alike, one is checked."""
 
     def __init__(self, checks: BlockChecks, run: ModelRun) -> None:
         self._checks, self._run = checks, run
@@ -154,7 +154,7 @@ class _Checker:
         """The styles of `block`, completed, and its column layers that read the same tensor.
 
         Raises:
-            WrongTensorPlanError: they are wrong.
+            WrongTensorPlanError: the styles are wrong.
         """
         sliced = {}
         for index, (provider, output) in call.providers.items():
@@ -177,7 +177,7 @@ class _Checker:
 
 
 def _complete(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _Completed:
-    """`styles`, and that the gradients of parameters between split layers are summed, where nothing else is said."""
+    """`styles`, completed: gradients of parameters between split layers are summed, unless the table says otherwise."""
     columns = {name for name, style in styles.items() if style.kind in COLUMN_KINDS}
     sliced = {name for name, style in styles.items() if style.kind == "slice" and _is_linear(block, name)}
     flow = follow(block, call, {name for name, _ in block.named_modules()} - columns - sliced, columns | sliced)
@@ -188,7 +188,7 @@ def _complete(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _C
 
 
 def _is_linear(block: nn.Module, name: str) -> bool:
-    """Whether `name` is that of a linear layer; it may be a parameter's."""
+    """Whether `name` is a linear layer's. It may be a parameter's instead."""
     module = dict(block.named_modules()).get(name)
     layer = None if module is None else as_splittable(module)
     return layer is not None and layer.kind == "linear"
@@ -200,8 +200,8 @@ def _check_whole(
     """Checks the model as a whole, if it is small enough without its repeated blocks; None if not.
 
     Raises:
-        WrongTensorPlanError: it is wrong, or too large to check although entries outside of the blocks ask
-            for it.
+        WrongTensorPlanError: the table is wrong; or the model is too large to check, and the table has entries outside
+            of the blocks that need the check.
     """
     styles = plan.resolve(model)
     outside = {
@@ -237,11 +237,11 @@ def _check_whole(
 
 def _smallest_that_runs(model: nn.Module, run: ModelRun) -> nn.Module:
     smaller = without_repetition(model, run.kinds)
-    if len(list(smaller.modules())) == len(list(model.modules())):  # nothing repeats, and the model ran
+    if len(list(smaller.modules())) == len(list(model.modules())):  # nothing was left out, and the full model ran
         return smaller
     try:
         capture_calls(smaller, [], run.inputs)
-    except Exception as error:  # some models count on all of their blocks
+    except Exception as error:  # some models need all of their blocks
         if not raised_by_model(error):
             raise
         return model
@@ -268,7 +268,7 @@ def _is_inside(name: str, unit: str) -> bool:
 
 
 def _is_there(reader: str, gathering: str) -> bool:
-    """Whether what the module `gathering` puts together is there in the forward of `reader`."""
+    """Whether the forward of `reader` can read a parameter that the module `gathering` gathers."""
     return not gathering or _is_inside(reader, gathering)
 
 

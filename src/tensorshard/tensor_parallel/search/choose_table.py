@@ -1,4 +1,4 @@
-"""Which table a plan uses: the one given, checked, or one that is found, now or earlier."""
+"""Chooses the table of a plan: the one given, checked; or one that is found now, or was found earlier."""
 
 import logging
 from collections.abc import Mapping
@@ -25,15 +25,15 @@ def choose_tensor_plan(
 ) -> VerifiedTable:
     """The table for `model` on `size` ranks: `table` if given, else one that is found.
 
-    One that is found is kept on disk (:mod:`tensorshard.tensor_parallel.search.table_cache`). The next time it is taken
-    from there, if it passes the same check by numbers as on the day that it was found; else another one is found.
+    A table that is found is kept on disk (:mod:`tensorshard.tensor_parallel.search.table_cache`). The next time it is
+    taken from there if it still passes the check by numbers. If it does not, the search runs again.
 
     Args:
         model: on any device, the meta device included; left as it is.
         table: as ``Plan(tp_plan=...)`` takes it.
         inputs: as for ``Engine.step``; None to guess from the model.
-        check: whether a given table is checked by numbers. Without, only names, styles and sizes are.
-        sequence_parallel: whether its blocks are to compute on parts of a sequence.
+        check: whether a given table is checked by numbers. If False, only names, styles and sizes are checked.
+        sequence_parallel: whether the model's blocks are to compute on parts of a sequence.
 
     Raises:
         ValueError: the table given is wrong for this model, or none can be found.
@@ -58,7 +58,7 @@ def _kept_or_found(model: nn.Module, size: int, inputs: Any, sequence_parallel: 
     if file is not None and kept is not None:
         try:
             found = _checked(model, kept, size, inputs, sequence_parallel)
-        except ValueError as error:  # what was found for this model is wrong for it now: search again
+        except ValueError as error:  # the kept table is wrong for this model now: search again
             logger.info(
                 "the tensor-parallel table in %s does not fit any more, and is searched again: %s", file.path, error
             )

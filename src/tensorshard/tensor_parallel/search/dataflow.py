@@ -1,7 +1,8 @@
 """Which layers of a block could be split together, by following the data through it.
 
-Each linear layer or convolution is a source of what is computed from its output. One whose input has such sources could
-be a row layer; those sources are its columns. What a row layer puts out is full again, and comes from none.
+A value comes from a linear layer or convolution if it was computed from that layer's output. If the input of a layer
+comes from others, that layer may be a row layer, and the others are its columns. The output of a row layer is full
+again, and counts as coming from none.
 """
 
 import copy
@@ -29,13 +30,13 @@ class Region:
     Args:
         columns: linear layers, convolutions and per-head embeddings at its start, whose output features or channels
             would be split; or one ``nn.MultiheadAttention``.
-        rows: the linear layers and convolutions at its end, whose input features would be.
-        between: parameters that are applied in between, to what each rank has of its own.
-        inputs: tensor inputs of the block that are, by their index.
-        channelwise: modules in between that look as if they computed channel by channel.
-        entered: other layers whose full output is computed with, in between, without a column layer that reads it: so
-            each rank has a part of its gradient. Latent attention has its rotated keys from such a layer.
-        fed: columns that read the output of these layers.
+        rows: the linear layers and convolutions at its end, whose input features would be split.
+        between: parameters in between, which are applied to each rank's own features.
+        inputs: indices of tensor inputs of the block that are applied in between as well.
+        channelwise: modules in between that seem to compute channel by channel.
+        entered: other layers whose full output is used in between without a column layer that reads it. So each rank
+            has a part of its gradient. In latent attention, the rotated keys come from such a layer.
+        fed: columns that read the output of the layers in `entered`.
         sources: the columns of each row, in the order of the rows.
     """
 
@@ -50,7 +51,7 @@ class Region:
 
     @property
     def first_columns(self) -> tuple[str, ...]:
-        """The columns of the first row. Without them, that row may begin a region of its own."""
+        """The columns of the first row. If they stay whole, that row may begin a region of its own."""
         return self.sources[0] if self.sources else self.columns
 
     def __str__(self) -> str:
@@ -62,7 +63,7 @@ class Argument:
     """A tensor that a module was called with.
 
     Args:
-        origins: of which tensor inputs of the block it was made without a layer in between.
+        origins: indices of the tensor inputs of the block that it was made of, without a layer in between.
     """
 
     shape: torch.Size
@@ -76,9 +77,9 @@ class Dataflow:
     Args:
         regions: what could be split together.
         called: the layers that were called.
-        inputs: linear layers that were called with one tensor, in the order of the calls.
-        numbers: for each module, the whole-number attributes that its forward reads (``config.name`` for its
-            config's).
+        inputs: groups of linear layers that were called with one tensor, in the order of the calls.
+        numbers: for each module, the whole-number attributes that its forward reads (``config.name`` for those of its
+            config).
         arguments: for each module, the tensors among the arguments of its first call, by name.
     """
 
@@ -90,10 +91,10 @@ class Dataflow:
 
 
 def follow(block: nn.Module, call: BlockCall, whole: set[str], columns: Container[str] = ()) -> Dataflow:
-    """Runs a fake copy of `block` as `call` says and proposes what to split.
+    """Runs a fake copy of `block` with the arguments of `call`, and proposes what to split.
 
     Args:
-        whole: layers that are not to begin a region.
+        whole: layers that must not begin a region.
         columns: layers that are known to begin one, whatever their input comes from.
     """
 
@@ -117,9 +118,11 @@ class _Source:
     """Where a value of a block comes from.
 
     Args:
-        kind: "layer", one whose output features would be split; "parameter", one that no layer that could be split
-            holds; "input" of the block, without a layer in between; "full", another layer, whose output is full.
-        name: of the layer or the parameter. index: of the input among the block's tensors.
+        kind: "layer": a layer whose output features would be split. "parameter": a parameter outside of the layers that
+            can be split. "input": an input of the block, without a layer in between. "full": another layer, whose
+            output is full.
+        name: of the layer or the parameter.
+        index: of the input among the block's tensors.
     """
 
     kind: str
@@ -128,10 +131,10 @@ class _Source:
 
 
 class _LayerSources(Provenance[_Source]):
-    """Follows which layers of a block, parameters and inputs of it, values come from; a layer is a single step.
+    """Follows which layers, parameters and inputs of a block its values come from. A layer counts as one step.
 
-    A parameter is followed until it is applied to something: what norms make of their weights first (one added, a
-    change of type) is the parameter still.
+    A parameter is followed until it is applied to something. Norms may change their weight first (add one, cast it);
+    the result still counts as the parameter.
     """
 
     def __init__(
@@ -150,13 +153,13 @@ class _LayerSources(Provenance[_Source]):
             self.add([tensor], frozenset([_Source("input", index=index)]))
         self.called: set[str] = set()
         self._readers: dict[int, list[str]] = {}
-        self._met: dict[str, frozenset[str]] = {}  # the layers whose outputs each parameter is applied to
+        self._met: dict[str, frozenset[str]] = {}  # for each parameter, the layers to whose outputs it is applied
         self._met_inputs: dict[int, frozenset[str]] = {}
-        self._met_full: dict[str, frozenset[str]] = {}  # and to which full outputs of other layers are
-        self._met_by_full: dict[str, frozenset[str]] = {}  # the other layers whose outputs each parameter is applied to
-        self._fed: dict[str, frozenset[str]] = {}  # the other layers whose outputs each layer is given
+        self._met_full: dict[str, frozenset[str]] = {}  # the same for full outputs of other layers
+        self._met_by_full: dict[str, frozenset[str]] = {}  # the layers with full outputs, by parameter
+        self._fed: dict[str, frozenset[str]] = {}  # the layers with full outputs that each layer reads
         self._consumers: dict[str, frozenset[str]] = {}
-        self._channelwise: dict[str, frozenset[str]] = {}  # the layers whose outputs each module is given
+        self._channelwise: dict[str, frozenset[str]] = {}  # for each module, the layers whose outputs it reads
         self._inside: list[str] = []
         self._attentions: dict[str, None] = {}
         self.arguments: dict[str, dict[str, Argument]] = {}
@@ -239,10 +242,10 @@ class _LayerSources(Provenance[_Source]):
         self.add((*operation.outputs, *operation.written), applied or sources)
 
     def shared_inputs(self) -> list[tuple[str, ...]]:
-        """Layers that read the same tensor, once each.
+        """Groups of layers that read the same tensor; each layer is in one group at most.
 
-        A layer that is called several times, with other neighbours each time, belongs to no group: what its
-        neighbours of one call compute with it, they would compute for nothing in another.
+        A layer that is called several times, each time with other layers, belongs to no group. Computing its group
+        together would waste work in some of the calls.
         """
         groups = dict.fromkeys(tuple(dict.fromkeys(names)) for names in self._readers.values())
         neighbours: dict[str, set[tuple[str, ...]]] = {}
@@ -253,7 +256,7 @@ class _LayerSources(Provenance[_Source]):
         return [group for group in alike if len(group) > 1]
 
     def regions(self) -> list[Region]:
-        """Rows that share a column belong together; an ``nn.MultiheadAttention`` is a region by itself."""
+        """Rows that share a column are in one region. An ``nn.MultiheadAttention`` is a region by itself."""
         merged: list[tuple[set[str], list[str]]] = []
         for row, columns in self._consumers.items():
             together = [entry for entry in merged if entry[0] & columns]

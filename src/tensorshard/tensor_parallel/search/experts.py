@@ -1,4 +1,4 @@
-"""Mixtures of experts whose weights are stacked into parameters [experts, ...]: how their MLPs could be split."""
+"""Mixtures of experts with weights stacked into parameters [experts, ...]: ways to split their MLPs."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -13,9 +13,9 @@ _MOST_TRIES = 64
 
 
 def expert_styles(name: str, module: nn.Module) -> Iterator[dict[str, Style]]:
-    """Ways to split the experts of `module`, by names that begin with its own: every expert's hidden features are cut.
+    """Ways to split the experts of `module`, by names that begin with its own. Every expert's hidden features are cut.
 
-    The way into these features (gate and up, perhaps packed) is cut along the same number as the way out of them.
+    The weights before these features (gate and up, perhaps packed) are cut to the same number as the weight after them.
     """
     own = {key: p.shape for key, p in own_parameters(module).items()}
     stacked = [shape for shape in own.values() if len(shape) == 3]
@@ -34,7 +34,7 @@ def expert_styles(name: str, module: nn.Module) -> Iterator[dict[str, Style]]:
 
 
 def _cuts(shape: torch.Size, width: int) -> Iterator[Style]:
-    """Ways to lay out one parameter; a bias of the way out is added to each rank's part of the sum."""
+    """Ways to lay out one parameter. The bias of the last layer is added to each rank's part of the sum."""
     for dim, size in list(enumerate(shape))[1:]:
         if size == width:
             yield Style("slice", (dim,))

@@ -28,7 +28,7 @@ from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersChe
 
 
 class NoTensorPlanError(ValueError):
-    """Nothing of a model can be split; the message has a table to start from."""
+    """Nothing of a model can be split. The message has a table to start from."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,16 @@ class VerifiedTable:
 
     Args:
         plan: the table; ``plan.to_yaml(path)`` saves it, ``Plan(tp_plan=plan.to_dict())`` uses it.
-        whole: layers that stay whole, as globs, and why.
-        alone: layers that are split one by one, their outputs gathered, as globs, and why they are in no pair.
+        whole: globs of the layers that stay whole, and why.
+        alone: globs of the layers that are split one by one, with gathered outputs, and why they are in no pair.
         split_share: share of the model's parameters that is split, 0 to 1.
-        kept_share: share of them that is split in memory alone (``gather``), and computed with on every rank.
+        kept_share: share of the model's parameters that is split only in memory (``gather``). Every rank computes with
+            all of them.
         size: number of ranks that it is for.
         shared_inputs: names of column layers that read the same tensor, which can communicate once for all.
         checked: whether it was checked by numbers.
         sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
-        not_random: blocks that make no random numbers in training, by name; empty if it was not checked.
+        not_random: names of the blocks that make no random numbers in training; empty if the table was not checked.
     """
 
     plan: TensorPlan
@@ -81,19 +82,19 @@ def find_tensor_plan(
 ) -> VerifiedTable:
     """Finds a table that splits `model` over `size` ranks, and checks it by numbers.
 
-    Per distinct block: layers that could be split together are proposed from the flow of the data, and each
-    proposal is run on `size` simulated ranks, forward and backward, on random weights. The model itself is
-    run on fake tensors only, and is left as it is; it may be on the meta device.
+    For each distinct block, layers that could be split together are proposed from the flow of the data. Each proposal
+    is run on `size` simulated ranks, forward and backward, on random weights. The model itself is only run on fake
+    tensors, and is left as it is. It may be on the meta device.
 
     Args:
         model: any module.
         size: number of tensor-parallel ranks.
-        inputs: as for ``Engine.step``, of any values; None to guess from the model.
-        sequence_parallel: whether to find out, too, how its blocks can compute on parts of a sequence.
+        inputs: as for ``Engine.step``; their values do not matter. None to guess them from the model.
+        sequence_parallel: whether to also find out how its blocks can compute on parts of a sequence.
 
     Raises:
-        NoTensorPlanError: nothing can be split; names the reasons.
-        WrongTensorPlanError: blocks that can be split one by one cannot be split together, nor can any of them.
+        NoTensorPlanError: nothing can be split. The message names the reasons.
+        WrongTensorPlanError: blocks that can be split one by one cannot be split together, and none of them alone.
         ValueError: the model does not run on `inputs`, or none were given and none could be guessed.
     """
     with GenerationCache(model).off():
@@ -109,11 +110,11 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
     searches, unexamined = _search_all(units, run, checks, published.plan)
     whole.update({p: f"published as {s!r}, a style that is not known here" for p, s in published.unknown.items()})
     _drop_inconsistent(searches, run.calls)
-    for name, reason in unexamined.items():  # its layers are treated as those outside of blocks
+    for name, reason in unexamined.items():  # its layers are treated like layers outside of blocks
         del units[name], run.calls[name], searches[name]
         whole[name] = reason
     styles: dict[str, Style] = {}
-    first = _first_names(model)  # a module that blocks share is split once
+    first = _first_names(model)  # a module that several blocks share is split once
     for name, search in searches.items():
         styles.update({first[_join(name, key)]: style for key, style in search.styles().items()})
         whole.update({first[_join(name, key)]: reason for key, reason in search.whole.items()})
@@ -163,7 +164,7 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
 
 
 def split_share(model: nn.Module, plan: TensorPlan, size: int, kinds: Container[str] | None = None) -> float:
-    """Share of `model`'s parameters, by number of elements, that `plan` splits; by styles of `kinds` if given."""
+    """Share of `model`'s parameters, by number of elements, that `plan` splits; only by styles in `kinds` if given."""
     styles = plan.resolve(model)
     layouts = find_layouts(model, styles, size)
     total = sum(p.numel() for p in model.parameters())
@@ -180,7 +181,7 @@ def _said(name: str, styles: Mapping[str, Style]) -> Style:
 def _search_all(
     units: Mapping[str, nn.Module], run: ModelRun, checks: BlockChecks, published: TensorPlan
 ) -> tuple[dict[str, BlockSearch], dict[str, str]]:
-    """One search for blocks that are alike, and why others cannot be examined."""
+    """The search of each block, one for blocks that are alike; and why other blocks could not be searched."""
     known: dict[int, BlockSearch | str] = {}
     modules = KnownModules()
     searches: dict[str, BlockSearch] = {}
@@ -191,7 +192,7 @@ def _search_all(
             given = published.restricted_to(name, units[name])
             try:
                 known[kind] = search_block(units[name], call, checks.of(name), given, modules)
-            except Exception as error:  # sizes that are computed from a mask (ViLT), of which random numbers are none
+            except Exception as error:  # sizes that are computed from a mask (ViLT): random inputs are no valid mask
                 if not raised_by_model(error):
                     raise
                 known[kind] = f"it does not run alone, on random numbers: {type(error).__name__}: {error}"
@@ -203,7 +204,7 @@ def _search_all(
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a module or parameter, the one that a table calls it: a shared module has several."""
+    """For every name of a module or parameter, the name that a table uses. Shared modules have several names."""
     first: dict[nn.Module, str] = {}
     found = {name: first.setdefault(module, name) for name, module in model.named_modules(remove_duplicate=False)}
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -212,7 +213,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _regions_of_names(searches: Mapping[str, BlockSearch]) -> dict[str, str]:
-    """What is split together with each name: a region, of all blocks of a list."""
+    """For each name, what it is split together with: a region, of all blocks of a list."""
     return {
         _join(unit, name): f"{starred(unit)}: {split.region}"
         for unit, search in searches.items()
@@ -222,8 +223,8 @@ def _regions_of_names(searches: Mapping[str, BlockSearch]) -> dict[str, str]:
 
 
 def _drop_inconsistent(searches: Mapping[str, BlockSearch], calls: Mapping[str, BlockCall]) -> None:
-    """Takes back regions between which something per head is handed on split that another expects whole, or
-    the reverse, until all agree."""
+    """Removes regions that pass something per head to another block split while the other expects it whole, or the
+    reverse, until all agree."""
     while mistaken := _mistaken_regions(searches, calls):
         for search, split in mistaken:
             search.split.remove(split)

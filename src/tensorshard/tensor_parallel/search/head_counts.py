@@ -1,4 +1,4 @@
-"""Numbers of heads that ranks cannot share evenly: the commonest reason why an attention cannot be split."""
+"""Numbers of heads that the ranks cannot share evenly: the most common reason why an attention cannot be split."""
 
 import math
 from collections.abc import Iterable
@@ -8,16 +8,16 @@ from torch import nn
 
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 
-# In names such as head_dim: how wide a head is. In others, head is part of what is neither.
+# Words of names such as head_dim, which give the width of a head; and of names where head means something else.
 _WIDTHS = ("dim", "size", "width")
 _NEITHER = ("channel", "scale", "mask", "group")
 
 
 def undivided_heads(block: nn.Module, layers: Iterable[str], size: int) -> str | None:
-    """Which numbers of heads, of the modules that hold `layers`, cannot be divided over `size` ranks, and what could.
+    """Says which heads of the modules that hold `layers` cannot be divided over `size` ranks, and which tp would work.
 
     Args:
-        block: what `layers` are named in.
+        block: the names in `layers` are relative to it.
 
     Returns:
         None if there is no such number.
@@ -44,7 +44,7 @@ def undivided_heads(block: nn.Module, layers: Iterable[str], size: int) -> str |
 def _head_counts(name: str, module: nn.Module) -> dict[str, int]:
     own = _named_heads(vars(module))
     if not own:
-        return {}  # not an attention; a config that it may have speaks of others' heads
+        return {}  # not an attention; the heads in its config are those of other modules
     config = getattr(module, "config", None)
     known = own | {f"config.{key}": count for key, count in _named_heads(getattr(config, "__dict__", {})).items()}
     prefix = f"{name}." if name else ""
@@ -52,7 +52,7 @@ def _head_counts(name: str, module: nn.Module) -> dict[str, int]:
 
 
 def _heads_of_layer(block: nn.Module, layer: str) -> dict[str, int]:
-    """Where only the width of a head is known, a layer's output features show how many heads there are."""
+    """The number of heads that a layer's output features show, if only the width of a head is known."""
     described = as_splittable(block.get_submodule(layer))
     owner = block.get_submodule(layer.rpartition(".")[0])
     widths = [w for key, w in _named_heads(vars(owner)).items() if any(part in key for part in _WIDTHS)]

@@ -1,9 +1,9 @@
-"""Parameters that nothing else splits: each rank keeps a slice, and they are put together when their module is called.
+"""Parameters that nothing else splits: each rank keeps a slice, and they are gathered when their module is called.
 
-That is right wherever a parameter is read in its own module's forward alone, be it a recurrent layer, a table of
-positions, or code that nobody has seen; or in that of one module around its own (attention that multiplies by its
-layers' weights itself: Swin, BEiT). It splits their memory (and their gradients' and the optimizer's), and no
-computing, so that it comes last.
+This is right if only the module that holds a parameter reads it, in its forward: a recurrent layer, a table of
+positions, or any other code. It is also right if one module around it does (attention that multiplies by its layers'
+weights itself: Swin, BEiT). It splits memory (of the parameters, their gradients and the optimizer's states), but no
+computation. So it comes last.
 """
 
 from collections import Counter
@@ -16,19 +16,19 @@ from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import starred
 
-# Parameters with a smaller share of the model's are not worth a message; those that are alike in a list of blocks count
-# together.
+# Parameters with a smaller share of the model's are not worth a message. Parameters that are alike in a list of blocks
+# count together.
 _WORTHWHILE_SHARE = 0.01
 
 
 def keep_in_slices(
     model: nn.Module, size: int, readers: Mapping[str, str], found: Mapping[str, Style]
 ) -> dict[str, Style]:
-    """Styles of the parameters of `model` that are whole although they need not be.
+    """Styles of the parameters of `model` that are still whole and can be kept in slices.
 
     Args:
-        readers: of parameters that are read outside of the forward of the module that holds them, the module around
-            that in whose forward they are; "" for none.
+        readers: for each parameter that is read outside of the forward of the module that holds it, the module around
+            that one whose forward reads it; "" for none.
         found: the styles so far.
     """
     parameters = dict(model.named_parameters())

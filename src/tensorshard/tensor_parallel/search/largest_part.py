@@ -1,7 +1,7 @@
-"""Where a found table is wrong for the model as a whole: the largest part of it that is right.
+"""If a found table is wrong for the model as a whole, this finds the largest part of it that is right.
 
-Blocks are checked one by one. Around them a model may do what no block shows: one that reads another's weights, or a
-cache that is filled once. Then parts of the table are tried together, the largest first.
+Blocks are checked one by one. The model around them may do what no block shows: one block reads another's weights, or a
+cache is filled once. Then parts of the table are tried together, the largest first.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from tensorshard.tensor_parallel.search.check_table import CheckedPlan, WrongTen
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import TensorPlan, collapse
 
-# Of a table with more parts than this, those with the fewest weights are left out without a try.
+# If a table has more parts than this, those with the fewest weights are left out untried.
 _MOST_TRIES = 12
 
 
@@ -25,15 +25,17 @@ def largest_part(
     check: Callable[[TensorPlan], CheckedPlan],
     error: WrongTensorPlanError,
 ) -> tuple[CheckedPlan, dict[str, str]]:
-    """The largest part of a table that passes a check, and why the rest of what it names stays whole.
+    """The largest part of a table that passes a check, and why the rest of its entries stay whole.
 
     Args:
-        styles: the table, which did not pass, with this `error`.
-        part_of: which part a name belongs to, if to one with others; a part is taken or left.
+        styles: the table, which did not pass.
+        part_of: for each name, the part that it belongs to, if it shares one. A part is kept or dropped as a whole.
         size: number of ranks.
+        check: checks a table.
+        error: what the check raised for `styles`.
 
     Raises:
-        WrongTensorPlanError: no part passes; this is `error` itself.
+        WrongTensorPlanError: no part passes. This is `error` itself.
     """
     parts: dict[str, dict[str, Style]] = {}
     for name, style in styles.items():

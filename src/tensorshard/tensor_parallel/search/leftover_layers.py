@@ -1,9 +1,9 @@
-"""What is left of a model when its layers were paired: split alone, each output being gathered.
+"""Layers that are in no pair of column and row: each is split alone, and its output is gathered.
 
 A pair of column and row communicates once and keeps what is between the two split. Some layers have no partner: the
-third convolution of a bottleneck, a shortcut, the layers of an attention that cannot be split by its heads. Such a
-layer still can compute its output features or channels on as many ranks, which is right wherever it is called as a
-module.
+third convolution of a bottleneck, a shortcut, the layers of an attention that cannot be split by its heads. The output
+features or channels of such a layer can still be computed on as many ranks. This is right wherever the layer is called
+as a module.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from tensorshard.tensor_parallel.table.table import starred
 from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 
 # Layers with a smaller share of the model's weights are not worth their communication: the first convolutions of a
-# network have few weights and large outputs. Of linear layers, those that are alike in a list of blocks count together.
+# network have few weights and large outputs. Linear layers that are alike in a list of blocks count together.
 _WORTHWHILE_SHARE = 0.01
 
 
@@ -32,9 +32,9 @@ def split_leftovers(
     """Styles of convolutions and linear layers that have none, and why others stay whole.
 
     Args:
-        used_outside: parameters that something reads past their modules' forwards.
+        used_outside: parameters that are read outside of their modules' forwards.
         found: the styles so far.
-        check: what compares layers with forwards of their own.
+        check: compares layers that have their own forwards.
     """
     total = sum(p.numel() for p in model.parameters())
     names = {id(p): name for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""A digest of all that the search for a table depends on: equal in every process that would find the same table."""
+"""A digest of everything that the search for a table depends on. Processes that would find the same table agree."""
 
 import hashlib
 import sys
@@ -19,12 +19,12 @@ _SEARCH = Path(__file__).parents[1]
 
 
 def model_digest(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> str:
-    """32 hexadecimal digits that say what a search is given and what searches.
+    """32 hexadecimal digits that identify the input and the code of a search.
 
-    That is: the classes of the model's modules, the source files of these and the versions of their libraries; the
-    shapes of parameters and buffers, which of them are tied, and the attributes of the modules; the published table;
-    the shapes and types of `inputs`; the number of ranks; the versions of Python, torch and tensorshard and the source
-    of the search itself. Neither values of weights nor the device count.
+    They cover: the classes of the model's modules, their source files and the versions of their libraries; the shapes
+    of parameters and buffers, which of them are tied, and the attributes of the modules; the published table; the
+    shapes and types of `inputs`; the number of ranks; the versions of Python, torch and tensorshard, and the source of
+    the search itself. Values of weights and the number of devices do not count.
     """
     digest = hashlib.blake2b(digest_size=16)
     for fact in (
@@ -42,7 +42,7 @@ def model_digest(model: nn.Module, size: int, inputs: Any, sequence_parallel: bo
 
 
 def _code_of(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """For each class of a module of `model` that is not torch's, and each that it derives from: its name and code."""
+    """Name and code of each class of `model`'s modules, and of each base class, except for torch's."""
     classes = {kind: None for module in model.modules() for kind in type(module).__mro__}
     for kind in classes:
         library = kind.__module__.partition(".")[0]
@@ -77,7 +77,7 @@ def _add(digest: Any, fact: Any) -> None:
 
 
 def _canonical(value: Any) -> Iterator[str]:
-    """`value`, a nest of tuples and sets, in words that do not depend on the process: neither addresses nor orders."""
+    """`value`, a nest of tuples and sets, as words that are the same in every process: no addresses, sets in order."""
     if isinstance(value, tuple):
         yield "("
         for item in value:

@@ -24,14 +24,14 @@ def split_outer_layers(
     """Styles of embeddings and output layers outside of `units`, and why others stay whole.
 
     Splitting an embedding's rows, a head's classes, or a linear layer whose output is gathered, is right wherever the
-    layer is called as a module; only one with a forward of its own is checked by numbers.
+    layer is called as a module. Only layers with their own forward are checked by numbers.
 
     Args:
-        used_outside: parameters that something reads past their modules' forwards.
+        used_outside: parameters that are read outside of their modules' forwards.
         inner: styles found so far, which are kept.
-        ends: of a model without blocks, the linear layers whose output no other layer takes: only these, and its
-            embeddings, are outside of what its search could split.
-        check: what compares layers with forwards of their own.
+        ends: for a model without blocks, the linear layers whose output no other layer takes. Only these and the
+            model's embeddings count as outside of what the search could split.
+        check: compares layers that have their own forwards.
     """
     styles: dict[str, Style] = {}
     whole: dict[str, str] = {}

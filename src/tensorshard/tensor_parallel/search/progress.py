@@ -1,8 +1,8 @@
-"""Which ways to split a region are worth a try, from how far those before them came.
+"""Which ways to split a region are worth a try, judged by how far earlier ways came.
 
-A run ends at the first operation whose shapes do not fit, or with wrong numbers. Where dividing one more attribute
-changes nothing of that, or has an operation fail that worked before, dividing yet another one as well does not help
-either. So ways to divide several attributes are built of those that got further, attribute by attribute.
+A run ends at the first operation whose shapes do not fit, or with wrong numbers. If dividing one more attribute does
+not change that, or makes an operation fail that worked before, then dividing yet another one does not help either. So
+several attributes are only divided together if each step towards that got further.
 """
 
 from collections.abc import Hashable, Iterator
@@ -19,8 +19,8 @@ class _Refused:
     """A way that was refused.
 
     Args:
-        error: how its run ended; None for one that was passed over.
-        got_further: whether it came further than one with an attribute less, or ended in another way.
+        error: how its run ended; None if it was skipped.
+        got_further: whether it came further than the same way with one attribute less, or ended differently.
     """
 
     error: MismatchError | None
@@ -28,13 +28,14 @@ class _Refused:
 
 
 class Progress:
-    """What was seen so far of the ways to split one region."""
+    """What is known so far about the ways to split one region."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, dict[_Divided, _Refused]] = {}
 
     def is_worth_trying(self, proposal: Proposal) -> bool:
-        """Whether what `proposal` divides may get further than what was tried; those that may not are noted."""
+        """Whether dividing what `proposal` divides may get further than earlier ways. If not, it is noted as
+        refused."""
         seen, divided = self._alike(proposal), _divided(proposal)
         if len(divided) < 2 or any(fewer not in seen or seen[fewer].got_further for fewer in _one_less(divided)):
             return True
@@ -42,7 +43,7 @@ class Progress:
         return False
 
     def note(self, proposal: Proposal, error: MismatchError) -> None:
-        """Keeps that `proposal` was refused with `error`."""
+        """Notes that `proposal` was refused with `error`."""
         seen, divided = self._alike(proposal), _divided(proposal)
         further = not divided or any(
             fewer not in seen or (seen[fewer].got_further and _is_further(error, seen[fewer].error))
@@ -51,7 +52,7 @@ class Progress:
         seen[divided] = _Refused(error.again(), further)
 
     def _alike(self, proposal: Proposal) -> dict[_Divided, _Refused]:
-        """What was seen of ways that differ from `proposal` in what they divide alone."""
+        """The refused ways that differ from `proposal` only in what they divide."""
         others = tuple((name, style) for name, style in proposal.styles.items() if style.kind != "divide")
         return self._seen.setdefault((others, tuple(proposal.sliced_inputs.items())), {})
 

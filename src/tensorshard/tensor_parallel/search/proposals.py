@@ -1,4 +1,4 @@
-"""The ways in which a region might be split, the likeliest first."""
+"""The ways in which a region might be split, the most likely first."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from tensorshard.tensor_parallel.table.styles import (
 )
 from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
 
-# At most so many attributes are divided at once, and so many ways tried: what needs more has never been seen.
+# The largest number of attributes that are divided at once, and of ways that are tried. No model has needed more.
 _MOST_ATTRIBUTES = 3
 _MOST_TRIES = 600
-# Where there are convolutions: each try costs more, and what more would find has never been seen either.
+# The same if there are convolutions. Each try costs more then, and no model has needed more.
 _MOST_ATTRIBUTES_OF_CONVOLUTIONS = 2
 _MOST_TRIES_OF_CONVOLUTIONS = 48
 
@@ -37,7 +37,7 @@ class Proposal:
 
     Args:
         styles: of modules and parameters, by their names in the block.
-        sliced_inputs: tensor inputs of the block that would have to come split, and along which dimension.
+        sliced_inputs: tensor inputs of the block that would have to come split, each with its dimension.
     """
 
     styles: dict[str, Style]
@@ -55,14 +55,15 @@ def proposals(
 ) -> Iterator[Proposal]:
     """Ways to split `region` over `size` ranks.
 
-    What varies: the attributes of the owning modules that are divided (none, then one, two, three of those that their
-    forward reads); whether the sizes are that it reshapes to; into how many parts the columns are packed; whether a
-    per-head input of the block comes split, or is cut where it is used; and whether a parameter in between is per
-    feature, and thus sliced. Modules in between that compute channel by channel do so for each rank's channels, in all
-    of these ways.
+    The ways differ in: the attributes of the owning modules that are divided (none, then one, two, three of those that
+    their forward reads); whether the sizes that the forward reshapes to are divided; the number of parts that the
+    columns are packed in; whether a per-head input of the block comes split, or is cut where it is used; and whether a
+    parameter in between is per feature, and thus sliced. Modules in between that compute channel by channel always do
+    so for each rank's channels.
 
     Args:
-        inputs: the block's tensor inputs. provided: those, by their indices, that come out of other blocks.
+        inputs: the block's tensor inputs.
+        provided: indices of those that come out of other blocks.
     """
     if is_multihead_attention(block.get_submodule(region.columns[0])):
         yield Proposal({region.columns[0]: HEADS, **dict.fromkeys(region.rows, ROWWISE)}, {})
@@ -77,7 +78,7 @@ def proposals(
     most_attributes, most_tries = _MOST_ATTRIBUTES, _MOST_TRIES
     if has_convolutions(block, region):
         most_attributes, most_tries = _MOST_ATTRIBUTES_OF_CONVOLUTIONS, _MOST_TRIES_OF_CONVOLUTIONS
-        between.reverse()  # what has a value per channel is per channel
+        between.reverse()  # here a parameter with a value per channel is most likely to be cut
     tries = 0
     for chosen in _ways_to_divide(divisible, (owner_of(region), RESHAPE_SIZES), most_attributes):
         ways = [(slicing, chosen) for slicing in slicings]
@@ -97,10 +98,10 @@ def proposals(
 
 
 def enter_styles(block: nn.Module, region: Region, styles: Mapping[str, Style]) -> dict[str, Style]:
-    """How `styles` change where full outputs of other layers are computed with in `region`.
+    """How `styles` change if full outputs of other layers are used in `region`.
 
-    The gradients of these outputs are added over the ranks once, for all that is made of them: column layers that read
-    them leave theirs as they are. Empty if there are no such layers, or one that cannot be treated so.
+    The gradients of these outputs are summed over the ranks once. So column layers that read them must not sum theirs.
+    Empty if there are no such layers, or one of them cannot be treated so.
     """
     layers = {name: as_splittable(module) for name, module in block.named_modules() if name in region.entered}
     if not all(layer is not None and layer.kind == "linear" and not layer.own_forward for layer in layers.values()):
@@ -117,7 +118,7 @@ def enter_styles(block: nn.Module, region: Region, styles: Mapping[str, Style]) 
 def _ways_to_divide(
     attributes: list[tuple[str, str]], reshapes: tuple[str, str], most: int
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """None of the `attributes`, each, what the forward reshapes to by itself and with each, then two, ... `most`."""
+    """What to divide: nothing; each attribute; `reshapes` alone and with each; then two attributes, up to `most`."""
     for count in range(most + 1):
         if count == 2:
             yield (reshapes,)
@@ -137,9 +138,9 @@ def has_convolutions(block: nn.Module, region: Region) -> bool:
 
 
 def channelwise_modules(block: nn.Module, region: Region, size: int) -> dict[str, Channelwise]:
-    """Those of `region` that compute channel by channel, the channels being its columns' or parts of them.
+    """Those modules of `region` that compute channel by channel, on the channels of its columns or on parts of them.
 
-    Among linear layers these are norms alone: what else has a value per feature is cut one parameter at a time.
+    Among linear layers only norms count. Other modules with a value per feature are cut one parameter at a time.
     """
     widths: set[int] = set()
     if has_convolutions(block, region):
@@ -156,7 +157,7 @@ def channelwise_modules(block: nn.Module, region: Region, size: int) -> dict[str
 
 
 def _channel_styles(block: nn.Module, packing: dict[str, Style], modules: dict[str, Channelwise]) -> dict[str, Style]:
-    """Styles of `modules`: those that are as wide as a packed column are packed as it is."""
+    """Styles of `modules`. Those that are as wide as a packed column are packed in the same way."""
     parts = {}
     for name, style in packing.items():
         layer = as_splittable(block.get_submodule(name))
@@ -173,7 +174,7 @@ def _widths(block: nn.Module, region: Region) -> set[int]:
 
 
 def divide_styles(chosen: Iterable[tuple[str, str]]) -> dict[str, Style]:
-    """One style a module, from pairs of modules and what is to be divided of them."""
+    """One style for each module, from pairs of a module and what to divide in it."""
     options: dict[str, list[str]] = {}
     for owner, option in chosen:
         options.setdefault(owner, []).append(option)
@@ -187,7 +188,7 @@ def _cut_arguments(
     numbers: list[tuple[str, str, int]],
     provided: Container[int],
 ) -> Iterator[tuple[str, str]]:
-    """Arguments of a module that may have an entry for each of the heads that it divides, as options of it."""
+    """Arguments of a module that may have an entry for each head that it divides, as options of ``divide``."""
     values = {(owner, name): value for owner, name, value in numbers}
     chosen = [pair for pair in chosen if pair in values]
     met = {index for index in region.inputs if index not in provided}
@@ -206,9 +207,9 @@ def _arguments_by_head(
     size: int,
     provided: Container[int],
 ) -> Iterator[tuple[str, str]]:
-    """Arguments of the owning module that may have an entry for each head of which it knows no number.
+    """Arguments of the owning module that may have an entry per head, if the module has no attribute for that number.
 
-    These are learned ones (a bias of relative positions, say): a mask is mostly one for all heads.
+    These are learned ones (a bias of relative positions, say). A mask is mostly the same for all heads.
     """
     learned = {index for index in region.inputs if index not in provided and inputs[index].requires_grad}
     owner = owner_of(region)
@@ -233,8 +234,7 @@ def owned_numbers(region: Region, flow: Dataflow) -> list[tuple[str, str, int]]:
 
 
 def _packings(block: nn.Module, region: Region, numbers: list[int]) -> Iterator[dict[str, Style]]:
-    """Styles of the columns: unpacked, 2 or 3 equal parts, then query, key and value by the numbers of their
-    heads."""
+    """Styles of the columns: unpacked, then 2 or 3 equal parts, then query, key and value by their numbers of heads."""
     yield dict.fromkeys(region.columns, COLWISE)
     outputs = {name: layer.outputs for name in region.columns if (layer := as_splittable(block.get_submodule(name)))}
     linear = [name for name in region.columns if not isinstance(block.get_submodule(name), nn.Embedding)]
@@ -252,10 +252,10 @@ def _packings(block: nn.Module, region: Region, numbers: list[int]) -> Iterator[
 
 
 def between_styles(block: nn.Module, region: Region, channelwise: Container[str] = ()) -> list[dict[str, Style]]:
-    """Styles of the parameters between columns and rows: whole, else cut where they have a value per feature or head.
+    """Styles of the parameters between columns and rows: whole, else cut if they have a value per feature or head.
 
-    Features are those of a column, or of a half or a third of one that is packed. Only a parameter beside the layers is
-    taken to have values per head: what norms hold is of one head.
+    Features are those of a column, or of a half or a third of one that is packed. Only a parameter outside of the
+    layers may have a value per head, since norms hold the values of one head.
 
     Args:
         channelwise: modules whose parameters are left out.
@@ -285,7 +285,7 @@ def between_styles(block: nn.Module, region: Region, channelwise: Container[str]
 
 
 def _cut_by_width(shape: torch.Size, widths: Container[int], parts: int) -> Style | None:
-    """How a parameter is cut along the first dimension with a value per feature of a column of so many `parts`."""
+    """How to cut a parameter along dimension 0 if it has a value per feature of a column of `parts` parts."""
     for dim, length in enumerate(shape):
         if parts > 1 and length * parts in widths:
             return Style("slice", (dim,))
@@ -297,8 +297,7 @@ def _cut_by_width(shape: torch.Size, widths: Container[int], parts: int) -> Styl
 def _input_slicings(
     region: Region, inputs: list[torch.Tensor], size: int, provided: Container[int]
 ) -> list[dict[int, int]]:
-    """None, or one floating-point input from another block that the region applies to its activations, per head
-    perhaps."""
+    """Nothing, or one floating-point input from another block that the region may apply to its activations per head."""
     found: list[dict[int, int]] = [{}]
     for index in region.inputs:
         tensor = inputs[index]

@@ -1,4 +1,4 @@
-"""The tensor-parallel plans that Hugging Face publishes with its models, as one proposal among others.
+"""The tensor-parallel plans that Hugging Face publishes with its models. The search treats each as one proposal.
 
 They are read as plain data: ``base_model_tp_plan`` of a config, with names relative to the base model, and
 ``_tp_plan`` of a class with a head, with names of its own.
@@ -12,7 +12,7 @@ from torch import nn
 from tensorshard.tensor_parallel.table.styles import COLWISE, COLWISE_GATHER, ROWWISE, SUM_GRADIENTS, VOCAB, Style
 from tensorshard.tensor_parallel.table.table import TensorPlan
 
-# The names that styles have had from transformers 4.56 on.
+# The names of styles since transformers 4.56.
 _STYLES: dict[str, Style] = {
     "colwise": COLWISE,
     "local_colwise": COLWISE,
@@ -26,7 +26,7 @@ _STYLES: dict[str, Style] = {
     "replicated_with_grad_allreduce": SUM_GRADIENTS,
     "replicate": Style("replicate"),
 }
-# Those of mixtures of experts, and of what is done to activations alone. What they name is left to the search.
+# Styles for mixtures of experts, and for activations alone. The search decides about what they name.
 _NO_EQUIVALENT = frozenset(
     {
         "all_reduce",
@@ -56,7 +56,7 @@ class PublishedPlan:
 
     Args:
         plan: the table, in this package's styles; empty if none is published.
-        unknown: entries whose style this version has never heard of.
+        unknown: entries whose style tensorshard does not know.
     """
 
     plan: TensorPlan

@@ -26,17 +26,18 @@ class StreamFlow:
     """Where a block's stream of positions goes.
 
     Args:
-        columns: column layers that read it. rows: row layers, whose outputs belong to it.
-        attentions: split ``nn.MultiheadAttention`` modules that read it, and the shapes of those of their inputs that
-            are of the stream, by their indices.
-        direct: for each module around column layers, its tensor inputs that these read as they are, by their indices.
-        unsplit: other linear layers that read it, whose outputs are whole, and split convolutions, which need their
+        columns: column layers that read it.
+        rows: row layers, whose outputs belong to it.
+        attentions: split ``nn.MultiheadAttention`` modules that read it; for each, the shapes of its inputs that belong
+            to the stream, by index.
+        direct: for each module around column layers, the indices of its tensor inputs that these layers read unchanged.
+        unsplit: other linear layers that read it, whose outputs are whole; and split convolutions, which need their
             neighbours in a sequence.
-        entries, exits: for each module, the shapes of its tensor inputs and outputs that are of the stream, by their
-            indices.
-        beside: for each module, its other tensor inputs that may have gradients, by their indices.
+        entries, exits: for each module, the shapes of its tensor inputs and outputs that belong to the stream, by
+            index.
+        beside: for each module, the indices of its other tensor inputs that may have gradients.
         partial: parameters that are applied to it.
-        outputs: the shapes of the block's tensor outputs that are of the stream, by their indices.
+        outputs: the shapes of the block's tensor outputs that belong to the stream, by index.
     """
 
     columns: list[str] = field(default_factory=list)
@@ -51,12 +52,12 @@ class StreamFlow:
     outputs: dict[int, torch.Size] = field(default_factory=dict)
 
     def outputs_of(self, dim: int, length: int) -> tuple[int, ...]:
-        """The outputs that are as long as the sequence."""
+        """Indices of the outputs that are as long as the sequence."""
         return leaves_as_long(self.outputs, dim, length)
 
 
 def leaves_as_long(shapes: Mapping[int, torch.Size], dim: int, length: int) -> tuple[int, ...]:
-    """Which of `shapes` have `length` elements along `dim`."""
+    """Indices of the `shapes` that have `length` elements along `dim`."""
     return tuple(leaf for leaf, shape in shapes.items() if len(shape) > dim and shape[dim] == length)
 
 
@@ -66,7 +67,7 @@ def projection_of(attention: str) -> str:
 
 
 def follow_stream(block: nn.Module, call: BlockCall, styles: Mapping[str, Style], index: int) -> StreamFlow:
-    """Runs a fake copy of `block` and notes where its input `index` goes, column layers apart."""
+    """Runs a fake copy of `block` and notes where its input `index` goes, up to column layers."""
 
     def watch(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> _StreamSources:
         return _StreamSources(fake, fake_copy, styles, tensor_leaves(samples)[index])
@@ -84,10 +85,10 @@ _STREAM = ""
 
 
 class _StreamSources(Provenance[str]):
-    """Follows what is computed from a stream; a row layer's output belongs to it, a column layer's does not.
+    """Follows what is computed from a stream. A row layer's output belongs to it, a column layer's does not.
 
-    What has the shape of something in it belongs to it, too, since on each rank that is the shape of its part. A
-    parameter is followed until it is applied to the stream: norms may scale or shift their weights first.
+    A tensor with the shape of one that belongs to it belongs to it too, since on each rank that is the shape of a part.
+    A parameter is followed until it is applied to the stream: norms may scale or shift their weights first.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class _StreamSources(Provenance[str]):
             self.set(parameter, [name])
         self.set(start, [_STREAM])
         self._inside_column = 0
-        self._given: dict[str, dict[int, int]] = {}  # what modules are called with, by storage
+        self._given: dict[str, dict[int, int]] = {}  # for each module, its inputs by storage
         for name, module in block.named_modules():
             style = styles.get(name)
             kind = style.kind if style is not None else ""
@@ -110,12 +111,12 @@ class _StreamSources(Provenance[str]):
                 module.register_forward_pre_hook(self._column_called(name))
                 module.register_forward_hook(self._column_returned)
             elif style is not None and kind == "rowwise":
-                if not style.sums_output_gradients:  # else its output stays among split features (Mamba's x_proj)
+                if not style.sums_output_gradients:  # else its output is only used with split features (Mamba's x_proj)
                     module.register_forward_hook(self._row_returned(name))
             elif kind == "heads":
                 module.register_forward_pre_hook(self._attention_called(name), with_kwargs=True)
                 module.register_forward_hook(self._attention_returned(name, bool(module.out_proj.bias is not None)))
-            elif is_multihead_attention(module):  # it reads its weights past its layers
+            elif is_multihead_attention(module):  # it reads its layers' weights directly
                 module.register_forward_pre_hook(self._unsplit_attention_called(name), with_kwargs=True)
             elif kind == "sum" or (kind in ("", "colwise_gather") and _is_linear(module)):
                 module.register_forward_pre_hook(self._unsplit_called(name))
@@ -153,7 +154,7 @@ class _StreamSources(Provenance[str]):
     def _attention_returned(self, name: str, biased: bool) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._inside_column -= 1
-            for tensor in tensor_leaves(output)[1:]:  # the weights of the heads
+            for tensor in tensor_leaves(output)[1:]:  # the attention weights
                 self.set(tensor, [])
             if name in self.flow.attentions:
                 self._row_put_out(projection_of(name), tensor_leaves(output)[0], biased)

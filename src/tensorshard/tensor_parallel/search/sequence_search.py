@@ -1,7 +1,7 @@
-"""The search for sequence parallelism: what of a split model's blocks can compute on parts of a sequence.
+"""The search for sequence parallelism: which of a split model's blocks can compute on parts of a sequence, and how.
 
-As for the table itself, ways are proposed from the flow of the data, and a way counts when the block computes the same
-numbers on simulated ranks, forward and backward, as on one device.
+As for the table, ways are proposed from the flow of the data. A way is right if the block computes the same numbers on
+simulated ranks as on one device, forward and backward.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,13 +33,13 @@ class NoSequenceParallelError(ValueError):
 
 @dataclass(frozen=True)
 class SplitBlocks:
-    """What is known of a model's blocks once its table was blocks.
+    """What is known of a model's blocks from the search for its table.
 
     Args:
         styles: of everything in the model.
         shared_inputs: names of column layers that read the same tensor.
-        sliced_inputs: for blocks that are handed something split by another (a bias per head, say), which of their
-            tensor inputs, by their indices, and along which dimension.
+        sliced_inputs: for each block that gets something split by another (a bias per head, say), the indices of these
+            tensor inputs, each with its dimension.
     """
 
     styles: Mapping[str, Style]
@@ -50,7 +50,7 @@ class SplitBlocks:
 def find_sequence_splits(
     model: nn.Module, blocks: SplitBlocks, run: ModelRun, checks: BlockChecks
 ) -> tuple[dict[str, SequenceSplit], dict[str, str]]:
-    """How the blocks of `model`, split already, can compute on parts of a sequence.
+    """How the blocks of `model`, which is split already, can compute on parts of a sequence.
 
     Args:
         run: how the model calls its blocks.
@@ -60,7 +60,7 @@ def find_sequence_splits(
         The split of each block that can, by name, and why others cannot.
 
     Raises:
-        NoSequenceParallelError: none can; names the reasons.
+        NoSequenceParallelError: no block can. The message names the reasons.
     """
     units, run, checks = _sequence_units(model, blocks.styles, run, checks)
     known: dict[object, SequenceSplit | str] = {}
@@ -86,7 +86,7 @@ def find_sequence_splits(
             f"sequence_parallel=True: no block of this {type(model).__name__} can be split along a sequence:\n{why}\n"
             f"set sequence_parallel=False"
         )
-    # What was guessed may as well be features alone; token ids and images are not.
+    # Guessed floating-point inputs may be features without positions. Token ids and images cannot.
     features = run.guessed and all(t.is_floating_point() and t.ndim < 4 for t in tensor_leaves(run.inputs))
     if features and not any(checks.of(n).relates_positions(s.input, s.dim) for n, s in splits.items()):
         raise NoSequenceParallelError(
@@ -100,10 +100,11 @@ def find_sequence_splits(
 def _sequence_units(
     model: nn.Module, styles: Mapping[str, Style], run: ModelRun, checks: BlockChecks
 ) -> tuple[dict[str, nn.Module], ModelRun, BlockChecks]:
-    """What may compute on parts of a sequence, how it is called, and its checks: the blocks of the table's search.
+    """What may compute on parts of a sequence, how it is called, and its checks: mostly the blocks of the table's
+    search.
 
-    Where that took the model as one, these are the innermost members of lists with several split layers: a list may
-    have one member alone, which is called again and again (as ALBERT's layer is).
+    If that search took the model as one, these are the innermost members of lists that have several split layers. A
+    list may have a single member that is called again and again (ALBERT's layer is).
     """
     units = find_units(model)
     if "" not in units:
@@ -125,7 +126,7 @@ def _sequence_units(
 
 
 def link_splits(splits: Mapping[str, SequenceSplit], capture: Capture) -> dict[str, SequenceSplit]:
-    """`splits` with what happens between the blocks: a part is handed on where the next block takes it as it is."""
+    """`splits`, linked: a block's output stays split if the next block takes it as it is."""
     whole = {name for name, split in splits.items() if any((name, i) in capture.read_outside for i in split.outputs)}
     whole |= capture.repeated & set(splits)
     for name, call in capture.calls.items():
@@ -182,9 +183,9 @@ def _search_block(
 
 
 def _candidates(block: nn.Module, inputs: Sequence[torch.Tensor], size: int) -> Iterator[tuple[int, int]]:
-    """The inputs that may be a stream of positions with features, and the dimension of the positions.
+    """Inputs that may be a stream of positions with features, each with the dimension of the positions.
 
-    Splitting samples in place of positions is right too, but there may be fewer of them than ranks.
+    Splitting samples instead of positions is right too, but there may be fewer samples than ranks.
     """
     samples_second = any(is_multihead_attention(m) and not m.batch_first for m in block.modules())
     for index, tensor in sorted(enumerate(inputs), key=lambda entry: not entry[1].requires_grad):
@@ -198,10 +199,10 @@ def _candidates(block: nn.Module, inputs: Sequence[torch.Tensor], size: int) -> 
 def _ways(
     block: nn.Module, styles: Mapping[str, Style], flow: StreamFlow, index: int, dim: int, shape: torch.Size
 ) -> Iterator[SequenceSplit]:
-    """Where the sequence may be put together, the likeliest first.
+    """Where to gather the sequence, the most likely way first.
 
-    First as :func:`_plain_ways` has it. Then code in the block may ask for the length of its part, where layers that
-    the block holds itself have gathered all of it; modules around column layers may be given more than the sequence.
+    First come the ways of :func:`_plain_ways`. In the next ones, code in the block asks for the length of its part
+    although layers of the block have gathered all of it, or modules around column layers get more than the sequence.
     """
     plain = list(_plain_ways(block, styles, flow, index, dim, shape))
     yield from plain
@@ -215,11 +216,10 @@ def _ways(
 def _plain_ways(
     block: nn.Module, styles: Mapping[str, Style], flow: StreamFlow, index: int, dim: int, shape: torch.Size
 ) -> Iterator[SequenceSplit]:
-    """Where the sequence may be put together: by each column layer, or by the module around several.
+    """Where to gather the sequence: in each column layer, or in the module around several.
 
-    First with all layers that are not split applied to parts of the sequence, then with the modules around these run on
-    the whole of it, and last with split ``nn.MultiheadAttention`` modules, or with all that is not split, run on the
-    whole of it too.
+    At first all layers that are not split run on parts of the sequence. Then the modules around these run on the whole
+    of it. Last, split ``nn.MultiheadAttention`` modules, or all that is not split, run on the whole of it too.
     """
     length = shape[dim]
     unsplit = list(_owners(flow.unsplit))
@@ -249,7 +249,7 @@ def _plain_ways(
             direct = tuple(leaf for leaf in leaves if leaf in flow.direct.get(owner, {}))
             choices.append(list(dict.fromkeys([(), direct, leaves])) if owner else [()])
         ways = sorted(product(*choices), key=lambda way: sum(bool(leaves) for leaves in way))
-        ways.sort(key=lambda way: len({bool(leaves) for leaves in way}) > 1)  # all alike first
+        ways.sort(key=lambda way: len({bool(leaves) for leaves in way}) > 1)  # ways that treat all alike come first
         for way in ways:
             gathered = dict(zip(owners, way, strict=True))
             yield SequenceSplit(
@@ -271,7 +271,7 @@ def _distinct(*lists: Sequence[str]) -> list[Sequence[str]]:
 
 
 def _owners(layers: Sequence[str]) -> dict[str, list[str]]:
-    """Layers by the module that they are in."""
+    """Layers, grouped by the module that they are in."""
     owners: dict[str, list[str]] = {}
     for name in layers:
         owners.setdefault(name.rpartition(".")[0], []).append(name)
@@ -279,7 +279,7 @@ def _owners(layers: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _unsplit_parts(block: nn.Module, styles: Mapping[str, Style]) -> list[str]:
-    """Parts of `block` in which nothing is split, and that may relate positions by code of their own."""
+    """Parts of `block` in which nothing is split, and whose own code may mix positions."""
     return [
         name
         for name, part in block.named_children()
@@ -289,7 +289,7 @@ def _unsplit_parts(block: nn.Module, styles: Mapping[str, Style]) -> list[str]:
 
 
 def _normalizes_parts(block: nn.Module, flow: StreamFlow, way: SequenceSplit) -> bool:
-    """Whether statistics over positions would be taken of a part: in training, which the check by numbers is not."""
+    """Whether statistics over positions would be computed on a part in training, which the check by numbers misses."""
     return any(
         isinstance(module, NormBase) and flow.entries.get(name) and not _is_inside_any(name, way.whole)
         for name, module in block.named_modules()

@@ -23,9 +23,9 @@ _MOST_TRIES = 400
 def shared_proposals(block: nn.Module, region: Region, flow: Dataflow, size: int) -> Iterator[Proposal]:
     """Ways to split `region` over `size` ranks, several of which share each key-value head.
 
-    What varies: the number of such heads; which attributes of the owning modules are divided, and by how much (heads by
-    the number of ranks, query heads of one key-value head by the ranks that share it, key-value heads by their number);
-    and, of a fused layer, the sizes of keys and values.
+    The ways differ in: the number of key-value heads; which attributes of the owning modules are divided, and by how
+    much (heads by the number of ranks, query heads of one key-value head by the ranks that share it, key-value heads by
+    their number); and, for a fused layer, the sizes of keys and values.
     """
     if is_multihead_attention(block.get_submodule(region.columns[0])) or has_convolutions(block, region):
         return
@@ -33,7 +33,7 @@ def shared_proposals(block: nn.Module, region: Region, flow: Dataflow, size: int
     between = between_styles(block, region)
     counts = sorted(n for n in range(1, size) if size % n == 0)
     known = {value for _, _, value in numbers}
-    counts.sort(key=lambda n: n not in known and n != 1)  # those that a module speaks of first
+    counts.sort(key=lambda n: n not in known and n != 1)  # those that a module has as an attribute come first
     rows = dict.fromkeys(region.rows, ROWWISE)
     tries = 0
     for heads in counts:
@@ -42,7 +42,7 @@ def shared_proposals(block: nn.Module, region: Region, flow: Dataflow, size: int
         for count in range(_MOST_ATTRIBUTES + 1):
             for chosen in combinations(options, count):
                 if len({(owner, option.partition("/")[0]) for owner, option in chosen}) < count:
-                    continue  # one attribute, divided twice
+                    continue  # this would divide one attribute twice
                 for packing, extra in product(packings, between):
                     tries += 1
                     if tries > _MOST_TRIES:
@@ -58,7 +58,7 @@ def _options(numbers: list[tuple[str, str, int]], heads: int, size: int) -> Iter
 
 
 def _packings(block: nn.Module, region: Region, heads: int, size: int, numbers: set[int]) -> Iterator[dict[str, Style]]:
-    """Styles of the columns: those that are narrower than the widest share heads, or the end of a fused one does."""
+    """Styles of the columns: those narrower than the widest share heads; in a fused one, its end does."""
     described = {name: as_splittable(block.get_submodule(name)) for name in region.columns}
     outputs = {name: layer.outputs for name, layer in described.items() if layer and layer.kind == "linear"}
     narrow = [name for name, width in outputs.items() if width < max(outputs.values())]

@@ -1,7 +1,7 @@
-"""Tables that were found, kept on disk for the next time that the same model is split.
+"""Keeps found tables on disk, for the next time that the same model is split.
 
-One file a table, under the user's cache folder. A table that is taken from it is checked by numbers like any other, so
-that a file can cost time but cannot make a model wrong.
+Each table is a file in the user's cache folder. A table that is read is checked by numbers like any other. So a
+file can cost time, but it cannot make a model wrong.
 """
 
 import logging
@@ -23,10 +23,10 @@ logger = logging.getLogger("tensorshard")
 
 
 def cache_folder() -> Path | None:
-    """Where tables are kept, None if they are not.
+    """The folder of the tables; None if tables are not kept.
 
-    The folder that ``TENSORSHARD_CACHE`` names, else ``tensorshard`` in ``XDG_CACHE_HOME``, else
-    ``~/.cache/tensorshard``; none if the variable is ``off``, or there is no home.
+    That is the folder that ``TENSORSHARD_CACHE`` names, else ``tensorshard`` in ``XDG_CACHE_HOME``, else
+    ``~/.cache/tensorshard``. It is None if the variable is ``off``, or if there is no home directory.
     """
     named = os.environ.get(CACHE_VARIABLE, "")
     if named.lower() == "off":
@@ -46,7 +46,7 @@ class KeptTable:
 
     Args:
         plan: the table.
-        whole: what stays whole, as globs, and why.
+        whole: globs of what stays whole, and why.
         alone: what is split alone, and why it is in no pair.
     """
 
@@ -57,13 +57,13 @@ class KeptTable:
 
 @dataclass(frozen=True)
 class TableFile:
-    """The file of one search, which may be there or not."""
+    """The file of one search. It may not exist."""
 
     path: Path
 
     @classmethod
     def of(cls, model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> "TableFile | None":
-        """The file for what :func:`find_tensor_plan` would be given; None without a cache."""
+        """The file for a search with these arguments; None without a cache."""
         folder = cache_folder()
         if folder is None:
             return None
@@ -71,7 +71,7 @@ class TableFile:
         return cls(folder / "tensor_plans" / f"{type(model).__name__}-tp{size}-{digest}.yaml")
 
     def read(self) -> KeptTable | None:
-        """What the file holds; None if it is not there, cannot be read or does not make sense."""
+        """The table in the file; None if there is no file, or if it cannot be read or is not valid."""
         import yaml
 
         try:
@@ -88,7 +88,7 @@ class TableFile:
         return KeptTable(plan, whole, alone)
 
     def write(self, kept: KeptTable) -> None:
-        """Puts a table into the file, at once for whoever reads it; a folder that cannot be written is no error."""
+        """Writes a table to the file in one atomic step. It is no error if the folder cannot be written."""
         import yaml
 
         held = {"tp_plan": kept.plan.to_dict(), "whole": kept.whole, "alone": kept.alone}
