@@ -1,7 +1,8 @@
 """Modules that compute channel by channel, or by groups of channels, so that each rank can have some of them.
 
-A batch normalization has statistics of each channel; a group normalization, of each group; a grouped convolution is as
-many convolutions side by side. Of such a module each rank computes what is of its own channels, without communication.
+A batch normalization has statistics for each channel, and a group normalization for each group. A grouped convolution
+is many convolutions side by side. Each rank computes such a module's results for its own channels, without
+communication.
 """
 
 from collections.abc import Iterator
@@ -21,13 +22,13 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 @dataclass(frozen=True)
 class Channelwise:
-    """What splitting has to know of such a module.
+    """What splitting needs to know about such a module.
 
     Args:
-        inputs, outputs: channels that go in and come out.
-        groups: into how many groups of neighbours they fall, which are computed apart.
-        counts: attributes that hold numbers of channels or of groups.
-        surely: whether the class says so. Otherwise it is a guess, from the sizes of what it holds.
+        inputs, outputs: numbers of input and output channels.
+        groups: number of groups of neighbouring channels that are computed apart.
+        counts: names of attributes that hold numbers of channels or of groups.
+        surely: whether the class decides this. If not, it is guessed from the sizes of parameters and buffers.
     """
 
     inputs: int
@@ -40,7 +41,7 @@ class Channelwise:
 def as_channelwise(module: nn.Module) -> Channelwise | None:
     """How the channels of `module` could be split, or None if it does not look as if they could.
 
-    Norms are known by their classes. Other modules look so if all that they hold is one number a channel, or several.
+    Norms are known by their classes. Other modules count if all that they hold is one number per channel, or several.
     """
     if is_convolution(module):
         grouped = Channelwise(
@@ -53,7 +54,7 @@ def as_channelwise(module: nn.Module) -> Channelwise | None:
         return grouped if grouped.groups > 1 else None
     tensors = list(_own_tensors(module))
     if len(tensors) < sum(1 for _ in module.parameters()) + sum(1 for _ in module.buffers()):
-        return None  # others are inside of it
+        return None  # it contains other modules
     lengths = {tensor.shape for _, tensor in tensors if tensor.ndim > 0}
     if isinstance(module, nn.GroupNorm):
         size, groups = module.num_channels, module.num_groups
@@ -73,12 +74,12 @@ def channel_layouts(name: str, module: nn.Module, size: int, parts: int = 1) -> 
     """Layouts of the parameters and buffers of a channelwise `module`, by their names in it.
 
     Args:
-        name: what a model calls it, for messages.
+        name: the module's name in the model, for messages.
         size: number of ranks.
-        parts: into how many equal parts its channels fall, each of which is split.
+        parts: the number of equal parts that its channels consist of. Each part is split.
 
     Raises:
-        ValueError: it is no such module; its groups do not divide.
+        ValueError: the module does not compute channel by channel, or its groups cannot be divided.
     """
     found = as_channelwise(module)
     if found is None:
@@ -99,7 +100,7 @@ def channel_layouts(name: str, module: nn.Module, size: int, parts: int = 1) -> 
 
 
 def keep_own_channels(module: nn.Module, rank: int, size: int, parts: int = 1) -> None:
-    """Has a channelwise `module` count the channels and groups that rank `rank` of `size` has. Its tensors are left."""
+    """Sets the numbers of channels and groups in `module` to those of rank `rank` of `size`. Its tensors stay whole."""
     found = as_channelwise(module)
     assert found is not None
     for key in found.counts:

@@ -1,4 +1,4 @@
-"""The layers that tensor parallelism can split, whatever their class calls its sizes."""
+"""The layers that tensor parallelism can split, whatever names their classes give to sizes."""
 
 import inspect
 from dataclasses import dataclass
@@ -21,15 +21,16 @@ _IN_PROJECTIONS = {"in_proj_weight", "q_proj_weight"}  # an nn.MultiheadAttentio
 
 @dataclass(frozen=True)
 class SplittableLayer:
-    """What splitting has to know of a layer.
+    """What splitting needs to know about a layer.
 
     Args:
         kind: "linear", "convolution" (transposed or not, of one group), "embedding", or "head": a linear layer and its
             cross entropy in one.
-        inputs, outputs: input features or channels (rows of an embedding's table) and output ones (a head's classes).
-        input_dim, output_dim: the dimensions of the weight that these run along.
-        own_forward: whether it is a linear layer or an embedding with a forward of its own (a scaled embedding, say),
-            which then runs on this rank's part of the weight.
+        inputs: number of input features or channels (for an embedding, the rows of its table).
+        outputs: number of output features or channels (for a head, its classes).
+        input_dim, output_dim: the dimensions of the weight for inputs and outputs.
+        own_forward: whether it is a linear layer or an embedding with its own forward (a scaled embedding, say). That
+            forward then runs on this rank's part of the weight.
     """
 
     kind: str
@@ -41,16 +42,16 @@ class SplittableLayer:
 
     @property
     def has_rows(self) -> bool:
-        """Whether its input features can be split, too, so that its output is a sum over the ranks."""
+        """Whether its input features can be split too, so that its output is a sum over the ranks."""
         return self.kind in ("linear", "convolution")
 
 
 def as_splittable(module: nn.Module) -> SplittableLayer | None:
     """How `module` could be split, or None if it is no layer that could.
 
-    A linear layer or an embedding may have a forward of its own, be it a subclass's or set on the instance: it is kept,
-    and whether it computes the same on parts of the weight is for numbers to say. A layer whose weight is computed from
-    other parameters could not be split.
+    A linear layer or an embedding may have its own forward, from a subclass or set on the instance. It is kept; a check
+    by numbers decides whether it computes the same on parts of the weight. A layer whose weight is computed from other
+    parameters cannot be split.
     """
     if isinstance(module, ParallelLinearCrossEntropy):  # it splits itself
         return SplittableLayer("head", module.in_features, module.num_classes, 1, 0)
@@ -71,7 +72,7 @@ def as_splittable(module: nn.Module) -> SplittableLayer | None:
 
 
 def _with_own_forward(module: nn.Module, weight: nn.Parameter) -> SplittableLayer | None:
-    """A linear layer or an embedding that computes in a way of its own, with no more parameters than torch's has."""
+    """A linear layer or an embedding with its own forward, and with no more parameters than torch's class has."""
     if weight.ndim != 2 or not own_parameters(module).keys() <= {"weight", "bias"} or any(module.children()):
         return None
     if isinstance(module, nn.Linear):
@@ -82,25 +83,25 @@ def _with_own_forward(module: nn.Module, weight: nn.Parameter) -> SplittableLaye
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether `module` computes as torch's convolutions of 1, 2 or 3 dimensions do, transposed ones included."""
+    """Whether `module` computes as torch's convolutions of 1, 2 or 3 dimensions do; transposed ones count."""
     return runs_forward_of(module, *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS) and not overrides_convolution(module)
 
 
 def is_multihead_attention(module: nn.Module) -> bool:
-    """Whether `module` is an unmodified ``nn.MultiheadAttention``, which reads its weights past its layers."""
+    """Whether `module` is an unmodified ``nn.MultiheadAttention``, which reads its layers' weights directly."""
     return runs_forward_of(module, nn.MultiheadAttention) and not _IN_PROJECTIONS.isdisjoint(own_parameters(module))
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:
-    """What the forward of `module` takes, without what tensorshard put around it."""
+    """The signature of `module`'s forward, without the code that tensorshard put around it."""
     return inspect.signature(own_forward(module))
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `module` by their names; arguments of unknown names are left out."""
+    """The arguments of a call of `module`, by name. Arguments without a known name are left out."""
     try:
         bound = signature_of(module).bind_partial(*args, **kwargs)
-    except TypeError:  # a forward of its own on the instance
+    except TypeError:  # a forward that was set on the instance
         return dict(kwargs)
     parameters = signature_of(module).parameters
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -1,4 +1,4 @@
-"""How a parameter lies over the tensor-parallel ranks: full on each, or cut along one dimension."""
+"""How a parameter is laid out over the tensor-parallel ranks: full on each, or cut along one dimension."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ class Layout:
 
     Args:
         dim: the dimension that is cut; None for a parameter that every rank holds in full.
-        parts: sizes, along `dim`, of what is packed into the parameter one after the other (a fused
-            query-key-value weight has three). Each of them is cut over the ranks, and a rank holds its pieces
-            in the same order. Most parameters are one part.
+        parts: sizes along `dim` of the parts that the parameter consists of, in order. A fused query-key-value weight
+            has three; most parameters are one part. Each part is cut over the ranks, and a rank holds its pieces in
+            the same order.
     """
 
     dim: int | None = None
@@ -41,8 +41,7 @@ REPLICATED = Layout()
 
 
 def local_shard(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
-    """What rank `rank` of `size` holds of `full`: a copy of its own, or `full` itself if that is all of
-    it."""
+    """The shard of `full` that rank `rank` of `size` holds: a copy, or `full` itself if that is all of it."""
     if layout.dim is None:
         return full
     pieces = [full.narrow(layout.dim, start, length) for start, length in layout.ranges(rank, size)]
@@ -50,10 +49,10 @@ def local_shard(full: torch.Tensor, layout: Layout, rank: int, size: int) -> tor
 
 
 def shard_view(full: torch.Tensor, layout: Layout, rank: int, size: int, *, apart: bool = False) -> torch.Tensor:
-    """What :func:`local_shard` returns, in the memory of `full` where it is in one piece there and as contiguous.
+    """As :func:`local_shard`, but a view of `full` where the shard is one contiguous piece of it.
 
     Args:
-        apart: whether it may also be a view of `full` whose rows lie apart.
+        apart: whether the shard may also be a view whose rows are not adjacent in memory.
     """
     in_place = apart or layout.dim == 0 or not full.is_contiguous()
     if layout.dim is not None and len(layout.parts) == 1 and in_place:
@@ -62,8 +61,7 @@ def shard_view(full: torch.Tensor, layout: Layout, rank: int, size: int, *, apar
 
 
 def join_shards(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """The full parameter, of which ``held[rank]`` is what each rank holds: undoes
-    :func:`local_shard`."""
+    """The full parameter, from the shards that the ranks hold (``held[rank]``): undoes :func:`local_shard`."""
     if layout.dim is None:
         return held[0]
     size = len(held)
@@ -75,7 +73,7 @@ def join_shards(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
 
 
 def check_can_split(layout: Layout, size: int, what: str) -> None:
-    """Refuses a layout that would leave a rank without a part.
+    """Raises if a layout would leave a rank without elements.
 
     Raises:
         ValueError: a part has fewer elements than there are ranks, or too few for the last rank to get one.

@@ -47,16 +47,16 @@ STYLES = {
 
 @dataclass(frozen=True)
 class Style:
-    """One entry's right-hand side.
+    """The right-hand side of one entry.
 
     Args:
         kind: a key of :data:`STYLES`.
-        sizes: of ``packed_colwise``: the number of equal parts, or the parts' sizes; of ``colwise_shared``: the number
-            of key-value heads, then the sizes of queries, keys and values where they are fused; of ``slice``: the
-            dimension, and the number of parts along it if there are several; of ``gather``: the dimension, and how
-            many modules further out it is read; of ``channels``: the number of parts.
-        names: of ``divide``: the attributes; of ``replicate``, ``rowwise`` and ``colwise_gather``: ("sum_grad",) or
-            nothing; of ``replicate`` also ("divided",).
+        sizes: for ``packed_colwise``: the number of equal parts, or the parts' sizes. For ``colwise_shared``: the
+            number of key-value heads, then the sizes of queries, keys and values if they are fused. For ``slice``: the
+            dimension, and the number of parts along it if there are several. For ``gather``: the dimension, and how
+            many modules further out it is read. For ``channels``: the number of parts.
+        names: for ``divide``: the attributes. For ``replicate``, ``rowwise`` and ``colwise_gather``: ("sum_grad",) or
+            nothing. For ``replicate`` also ("divided",).
     """
 
     kind: str
@@ -69,17 +69,17 @@ class Style:
 
     @property
     def parts(self) -> int:
-        """Of ``channels``: into how many equal parts these fall, each of which is split."""
+        """For ``channels``: the number of equal parts that the channels consist of. Each part is split."""
         return self.sizes[0] if self.sizes else 1
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether the gradients of what it names are partial on each rank and have to be added."""
+        """Whether each rank has only a part of the gradients of what the style names, so they have to be summed."""
         return self.kind == "replicate" and bool(self.names)
 
     @property
     def sums_output_gradients(self) -> bool:
-        """Of a row or gathered layer: whether the gradients of its output are, because each rank goes on alone."""
+        """The same for the gradients of the output of a row or gathered layer: each rank continues on its own."""
         return self.kind in _LEADING_IN and bool(self.names)
 
 
@@ -90,13 +90,13 @@ VOCAB = Style("vocab")
 CLASSES = Style("classes")
 HEADS = Style("heads")
 COLUMN_KINDS = ("colwise", "packed_colwise", "colwise_shared")
-"""Kinds after which each rank has features of its own."""
+"""Kinds after which each rank has its own features."""
 
 _LEADING_IN = ("rowwise", "colwise_gather")
 ROWWISE_INTO = Style("rowwise", names=("sum_grad",))
 COLWISE_GATHER_INTO = Style("colwise_gather", names=("sum_grad",))
 RESHAPE_SIZES = "reshape.sizes"
-"""The option of ``divide`` that is no attribute: sizes that a forward takes from its input."""
+"""The one option of ``divide`` that is no attribute: sizes that a forward takes from its input."""
 _DIVIDED = re.compile(r"reshape\.sizes|(config\.)?[^\W\d]\w*(/\d+)?|input\.[^\W\d]\w*\.\d+(/(config\.)?[^\W\d]\w*)?")
 SUM = Style("sum")
 CHANNELS = Style("channels")
@@ -108,8 +108,7 @@ def parse_style(text: str) -> Style:
     """The style that `text` spells, such as ``"packed_colwise(3)"``.
 
     Raises:
-        ValueError: an unknown style, with the nearest; options that it does not have, or needs and was not
-            given.
+        ValueError: the style is unknown (the message names the nearest), or its options are wrong or missing.
     """
     match = _STYLE.fullmatch(text)
     if match is None:

@@ -1,4 +1,4 @@
-"""The table: globs of names, and the style of what they match."""
+"""The table: globs of names, each with the style of what it matches."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -15,12 +15,11 @@ from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, HE
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A tensor-parallel table, read like one: ``{"layers.*.q_proj": colwise, "layers.*.o_proj": rowwise,
-    ...}``.
+    """A tensor-parallel table. It reads like ``{"layers.*.q_proj": colwise, "layers.*.o_proj": rowwise, ...}``.
 
-    Names are those of modules, or of parameters that belong to a module which is not split itself. ``*``
-    matches any characters, dots included; an entry without wildcards goes before one that has some. What no
-    entry names is replicated. A layer whose weight is tied to a split one is split with it.
+    Names are those of modules, or of parameters of a module that is not split itself. ``*`` matches any characters,
+    dots included. An entry without wildcards goes before one that has some. What no entry names is replicated. A layer
+    whose weight is tied to a split one is split with it.
 
     Args:
         entries: glob to style.
@@ -30,11 +29,11 @@ class TensorPlan:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, str]) -> "TensorPlan":
-        """The table of plain strings, as ``Plan(tp_plan=...)`` takes it.
+        """A table from plain strings, as ``Plan(tp_plan=...)`` takes it.
 
         Raises:
-            ValueError: a style that does not exist or is misspelt; names the entry.
-            TypeError: a style that is no string.
+            ValueError: a style does not exist or is misspelt. The message names the entry.
+            TypeError: a style is no string.
         """
         entries = {}
         for pattern, text in table.items():
@@ -55,7 +54,7 @@ class TensorPlan:
         """Reads what :meth:`to_yaml` wrote.
 
         Raises:
-            ValueError: the file is no YAML, holds no mapping, or one that :meth:`from_dict` refuses.
+            ValueError: the file is no YAML, is no mapping, or is one that :meth:`from_dict` refuses.
         """
         import yaml
 
@@ -74,7 +73,7 @@ class TensorPlan:
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
 
     def describe(self) -> str:
-        """One line an entry."""
+        """Describes the table, one line an entry."""
         width = max((len(pattern) for pattern in self.entries), default=0)
         return "\n".join(f"{pattern:<{width}}  {style}" for pattern, style in self.entries.items())
 
@@ -82,9 +81,9 @@ class TensorPlan:
         """The style of every module and parameter of `model` that has one, layers with tied weights included.
 
         Raises:
-            ValueError: an entry matches nothing, names the nearest; two globs disagree on a name.
+            ValueError: an entry matches nothing (the message names the nearest), or two globs disagree on a name.
         """
-        names = [name for name, _ in model.named_modules() if name or "" in self.entries]  # itself: of a block alone
+        names = [name for name, _ in model.named_modules() if name or "" in self.entries]  # "" names the module itself
         names += [name for name, _ in model.named_parameters()]
         for pattern in self.entries:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -103,7 +102,7 @@ class TensorPlan:
         return found | _tied_layers(model, found) | _output_projections(model, found)
 
     def restricted_to(self, name: str, module: nn.Module) -> dict[str, Style]:
-        """The styles of what is inside `module`, which a model calls `name`, by the names in `module`."""
+        """The styles of what is inside `module`, by the names in it. The model calls the module `name`."""
         prefix = f"{name}." if name else ""
         found = {}
         inner = [key for key, _ in module.named_modules() if key] + [key for key, _ in module.named_parameters()]
@@ -124,7 +123,7 @@ def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorPlan:
     for name, style in styles.items():
         pattern = starred(name)
         uniform = len(members[pattern]) > 1 and all(styles.get(other) == style for other in members[pattern])
-        # `*` also matches dots: a glob may not reach names of another depth that are styled otherwise.
+        # `*` also matches dots. A glob must not match names at another depth that have another style.
         exact = all(styles.get(other) == style for other in names if fnmatchcase(other, pattern))
         entries[pattern if uniform and exact else name] = style
     return TensorPlan(entries)
@@ -154,7 +153,7 @@ def _output_projections(model: nn.Module, styles: Mapping[str, Style]) -> dict[s
     """Styles of the ``out_proj`` of attentions whose heads are split.
 
     Raises:
-        ValueError: the table says something else of one.
+        ValueError: the table gives another style to one of them.
     """
     implied = {}
     for name, module in model.named_modules():

@@ -1,1 +1,1 @@
-"""Verification by numbers: whether a split block computes what the unsplit one does."""
+"""Verification by numbers: whether a split block computes the same as the unsplit block."""

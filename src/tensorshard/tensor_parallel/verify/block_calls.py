@@ -1,4 +1,4 @@
-"""What a model's blocks are called with, found by running it on fake tensors."""
+"""The arguments that a model's blocks are called with, found by running the model on fake tensors."""
 
 import hashlib
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from tensorshard.torch_private.modules import own_parameters
 from tensorshard.torch_private.pytree import tree_leaves
 
 Output = tuple[str, int]
-"""What a block returned: the block's name, and the index among the tensors of its output."""
+"""An output of a block: the block's name, and the index among the tensors that it returned."""
 
 
 @dataclass
@@ -27,12 +27,12 @@ class BlockCall:
     """The first call of a block.
 
     Args:
-        args, kwargs: as it was called, tensors on the meta device; they require gradients where the model's
+        args, kwargs: its arguments, with tensors on the meta device. These require gradients where the model's
             did.
         providers: for each tensor leaf of (args, kwargs) that came out of another block: that block's name
             and the index among its output's leaves.
         operations: a digest of the operations that it ran: their names, the shapes and types of their tensors, and
-            their numbers. Equal for blocks that compute the same function of their inputs and parameters.
+            their numbers. It is equal for blocks that compute the same function of their inputs and parameters.
         names: a digest of the operations' names alone.
     """
 
@@ -49,12 +49,11 @@ class Capture:
 
     Args:
         calls: first calls of blocks, by name, in the order of the run.
-        used_outside: parameters that an operation read outside of the forward of a splittable layer that
-            holds them.
-        readers: of parameters that an operation read outside of the forward of the module that holds them, in that of
-            which module around it they were always read; "" for none but the model.
-        read_outside: outputs of blocks that something else than the call of a block reads: code between the blocks, or
-            the caller of the model.
+        used_outside: parameters that an operation read outside of the forward of the splittable layer that holds them.
+        readers: for each parameter that an operation read outside of the forward of the module that holds it: the
+            module around that one whose forward always read it; "" if only the model's own forward does.
+        read_outside: outputs of blocks that something other than a block reads: code between the blocks, or the caller
+            of the model.
         repeated: blocks that were called more than once.
         names: a digest of the names of all operations.
     """
@@ -67,7 +66,7 @@ class Capture:
     names: str = ""
 
     def is_like(self, other: "Capture") -> bool:
-        """Whether `other` showed the same but for the shapes of tensors."""
+        """Whether `other` showed the same, except for the shapes of tensors."""
         return self._flow() == other._flow()
 
     def _flow(self) -> tuple[Any, ...]:
@@ -91,7 +90,7 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
     def follow(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> BlockOutputs:
         return BlockOutputs(fake, fake_copy, blocks)
 
-    # With gradients: which inputs of a block have any is part of what is to be found.
+    # With gradients: which inputs of a block have gradients is one of the results.
     def run(copied: nn.Module, samples: Any, outputs: BlockOutputs) -> None:
         outputs.returned(call_model(copied, samples))
 
@@ -103,7 +102,7 @@ class BlockOutputs(Provenance[Output]):
 
     Args:
         fake: the mode of the fake tensors.
-        model: on these; it is given hooks.
+        model: a model on fake tensors. It is given hooks.
         blocks: names of the modules to watch.
     """
 
@@ -146,9 +145,9 @@ class BlockOutputs(Provenance[Output]):
                     self.capture.used_outside.add(name)
                 if not holders:
                     self._note_reader(name)
-        if not self._running:  # whoever reads the shape alone counts, too: that of a part of a sequence is another
+        if not self._running:  # reading the shape counts too, since a part of a sequence has another shape
             self.capture.read_outside |= self.of(operation.inputs)
-        if operation.name not in ("detach", "alias"):  # which are what autograd alone needs
+        if operation.name not in ("detach", "alias"):  # only autograd needs these
             described = _described(operation) if self._digests else b""
             for digest in (self._digest, *self._digests.values()):
                 digest.add(operation, described)
@@ -157,7 +156,7 @@ class BlockOutputs(Provenance[Output]):
         around = [name for name in self._modules if name and parameter.startswith(f"{name}.")]
         innermost = max(around, key=len, default="")
         known = self.capture.readers.get(parameter, innermost)
-        self.capture.readers[parameter] = min(known, innermost, key=len)  # of a module and one in it, the outer
+        self.capture.readers[parameter] = min(known, innermost, key=len)  # of two modules, the outer one
 
     def _begin(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(name)
@@ -187,11 +186,11 @@ class BlockOutputs(Provenance[Output]):
 
 
 class _Digests:
-    """What ran so far.
+    """Digests of the operations that ran so far.
 
     Attributes:
-        operations: all of each operation but for its tensors' values.
-        names: the names alone.
+        operations: of everything in each operation but its tensors' values.
+        names: of the names alone.
     """
 
     def __init__(self) -> None:
@@ -205,7 +204,7 @@ class _Digests:
 
 
 def _described(operation: Operation) -> bytes:
-    """All that `operation` was but for its tensors' values."""
+    """Everything in `operation` but its tensors' values."""
     leaves = tree_leaves((operation.args, operation.kwargs))
     shown = [
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf

@@ -1,7 +1,7 @@
-"""Whether a block, split as a table says, still computes what it did: by numbers, forward and backward.
+"""Whether a block that is split by a table computes what the full block computes, by numbers, forward and backward.
 
 The split block runs on as many simulated ranks as there will be, through the same code as in training, on random
-weights. What these compute is compared by :mod:`.comparison`.
+weights. :mod:`.comparison` compares the results.
 """
 
 from collections import OrderedDict
@@ -50,10 +50,9 @@ from tensorshard.tensor_parallel.verify.comparison import (
 from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
 from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
 
-# Gradients are compared for parameters up to this many elements: those of large matrices follow from the
-# activations'.
+# Gradients are compared for parameters of up to this many elements. Those of large matrices follow from activations'.
 _LARGEST_GRADIENT = 1 << 18
-# Weights of that many elements in all share their random numbers: 256 MB.
+# If weights have this many elements in all, they share their random numbers: 256 MB.
 _LARGE = 1 << 26
 
 
@@ -68,13 +67,13 @@ class BlockCheck:
     """One block with random weights and inputs, and what it computes on one device.
 
     Args:
-        block: the block; only shapes, types and the values of its buffers are used.
+        block: the block. Only its shapes, types and the values of its buffers are used.
         call: how it is called.
         size: number of ranks to split it over.
-        own_inputs: whether the tensors of `call` are real ones, and the inputs themselves.
+        own_inputs: whether the tensors of `call` are real and used as inputs; else inputs are random.
         dtype: of its weights, inputs and buffers.
         compact: whether large matrices take little memory, as :func:`tensorshard.modules.fake_copies.compact_values`
-            makes them. Few layers cannot compute with these.
+            makes them. A few layers cannot compute with these.
     """
 
     def __init__(
@@ -88,8 +87,8 @@ class BlockCheck:
         compact: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
-        # Whether ranks take their columns of large matrices from the full ones, whose rows are longer. Their copies
-        # would take as much again; where an operation refuses such a view, they are made.
+        # Whether ranks take their columns of large matrices as views of the full ones, with longer rows. Copies would
+        # take as much memory again. They are only made if an operation refuses such a view.
         self._views = False
         values = random_values(generator, {f"{name}.weight" for name, m in block.named_modules() if is_convolution(m)})
         if compact:
@@ -99,7 +98,7 @@ class BlockCheck:
             self._views = True
         self.size = size
         self._block = copy_with(block, values).to(dtype)
-        self._block.eval()  # which some modules return nothing from
+        self._block.eval()  # some modules return nothing in training
         for parameter in self._block.parameters():
             parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() <= _LARGEST_GRADIENT)
 
@@ -118,21 +117,22 @@ class BlockCheck:
             id(value): value for key, value in held if key == "config" and not isinstance(value, nn.Module)
         }
         self._hooks = [id(value) for _, value in held if type(value) is OrderedDict and not value]
-        # A copy runs, so that what a module keeps of a run (LeViT its biases) is not in the copies that are split.
+        # A copy runs, since some modules keep values of a run (LeViT its biases), which split copies must not have.
         self.expected = self._run(self.make_copy(), self._given, None)
 
     def make_copy(self) -> nn.Module:
-        """The block, with its values, to be changed and run. Its configs are shared: they are large, and only read."""
+        """A copy of the block, with its values, to change and run. Its configs are shared: they are large, and only
+        read."""
         made: dict[int, Any] = dict(self._configs)
         for tensor in self._tensors:
             own = tensor.detach()
             made[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
-        for hooks in self._hooks:  # most of what a module has, and slow to copy
+        for hooks in self._hooks:  # they are most of a module, and slow to copy
             made[hooks] = OrderedDict()
         return deepcopy_module(self._block, made)  # type: ignore[no-any-return]
 
     def make_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Its arguments, which a run may write into."""
+        """Copies of its arguments, which a run may write into."""
         args, kwargs = map_tensors_once(lambda leaf: leaf.clone(), self._given)
         return args, kwargs
 
@@ -152,14 +152,14 @@ class BlockCheck:
         return tensor_leaves(self._given)
 
     def computes_like(self, other: "BlockCheck") -> bool:
-        """Whether its block returns for the inputs of `other` what the block of that does, bit by bit.
+        """Whether its block, given the inputs of `other`, returns the same as `other`'s block, bit by bit.
 
-        The weights of the two are the same if their names and shapes are.
+        The two have the same weights if names and shapes are the same.
         """
         args, kwargs = other.make_inputs()
         try:
             found = tensor_leaves(self.make_copy()(*args, **kwargs))
-        except Exception as error:  # whatever it makes of inputs that are not its own
+        except Exception as error:  # any error of the model on another block's inputs
             if not raised_by_model(error):
                 raise
             return False
@@ -173,17 +173,17 @@ class BlockCheck:
         shared_inputs: Iterable[Sequence[str]] = (),
         sequence: Mapping[str, SequenceSplit] | None = None,
     ) -> Agreement:
-        """Compares the block, split as `styles` say, with the full one.
+        """Compares the block, split as `styles` say, with the full block.
 
         Args:
             styles: of modules and parameters of the block, by their names in it.
-            sliced_inputs: tensor inputs of which each rank gets its shard alone, and along which dimension.
+            sliced_inputs: tensor inputs of which each rank gets only its shard, each with its dimension.
             shared_inputs: as for :func:`apply_tensor_parallel`.
             sequence: as for :func:`apply_sequence_parallel`; "" is the block itself.
 
         Raises:
-            MismatchError: they differ, or the split block does not run; says what was seen. Which errors of the run
-                mean that is said by :func:`tensorshard.modules.model_errors.raised_by_model`; others are raised.
+            MismatchError: they differ, or the split block does not run. The message says what was seen. Errors of the
+                run count if :func:`tensorshard.modules.model_errors.raised_by_model` says so; others are raised.
         """
         sliced = {index: Layout(dim, (self.inputs[index].shape[dim],)) for index, dim in (sliced_inputs or {}).items()}
         split, counter = _Split(styles, list(shared_inputs), sequence or {}), OperationCounter()
@@ -213,14 +213,14 @@ class BlockCheck:
             runs = run_as_ranks(self.size, lambda group: self._split_run(group, split, layouts, sliced, counter))
         except MismatchError:
             raise
-        except Exception as error:  # whatever a model's forward makes of shards that do not fit
+        except Exception as error:  # any error of a model's forward on shards that do not fit
             if not raised_by_model(error):
                 raise
             raise not_running(error) from error
         return layouts, runs
 
     def relates_positions(self, index: int, dim: int) -> bool:
-        """Whether what the block puts out at a position depends on others of its input `index`, along `dim`."""
+        """Whether the block's output at one position depends on other positions of its input `index`, along `dim`."""
         length = self.inputs[index].shape[dim]
         early = torch.arange(length // 2)
         given = map_tensors_once(lambda leaf: leaf.detach().clone(), self._given)
@@ -327,7 +327,7 @@ def _random_input(leaf: torch.Tensor, generator: torch.Generator, dtype: torch.d
 
 
 def _shard_like(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """What goes with this rank's `shard` of an output, of which `full` has the shape."""
+    """The part of `full` that matches this rank's `shard` of an output."""
     dim = differing_dim(shard.shape, full.shape)
     if dim is None or group is None:
         return full

@@ -1,4 +1,4 @@
-"""The checks of a model's blocks, and what of a table belongs to which block."""
+"""The checks of a model's blocks, and which entries of a table belong to which block."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -10,12 +10,12 @@ from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.model_check import ModelCheck
 from tensorshard.tensor_parallel.verify.model_run import ModelRun
 
-# Elements of the weights that are kept for another try.
+# The largest number of weights' elements that are kept for another check.
 _MOST_KEPT = 1 << 22
 
 
 class BlockChecks:
-    """The checks of blocks, one for those that are alike: making one costs more than using it.
+    """The checks of blocks, one for blocks that are alike: making a check costs more than using it.
 
     Args:
         units: the blocks, by name.
@@ -23,9 +23,9 @@ class BlockChecks:
         size: number of ranks to split them over.
 
     Attributes:
-        passed: what a caller found of blocks that passed, for when the same is asked again with another table.
+        passed: what a caller found about blocks that passed, in case another table asks the same.
         around: the check of the model around the blocks, once a caller has made it.
-        not_random: names of the blocks that make no random numbers, once a caller has found out.
+        not_random: names of the blocks that make no random numbers, once a caller has found them.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], run: ModelRun, size: int) -> None:
@@ -44,7 +44,7 @@ class BlockChecks:
         return self._made[kind]
 
     def forget_large(self) -> None:
-        """Frees the numbers of the checks made so far, if they are many; the same are made again when asked for."""
+        """Frees the numbers of the checks made so far, if they are many. They are made again when they are needed."""
         if sum(check.num_elements for check in self._made.values()) > _MOST_KEPT:
             self._made.clear()
 

@@ -14,10 +14,10 @@ from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
-# What every module has; ``training`` among it, and blocks are examined while they evaluate.
+# Attributes of every module. ``training`` is one of them; blocks are examined in evaluation.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.memory_format)
-# How deep objects in attributes (a config, say) are compared.
+# The depth to which objects in attributes (a config, say) are compared.
 _DEPTH = 6
 _Attribute = tuple[str, str]
 """A module's name in its block, and an attribute's in the module."""
@@ -26,10 +26,10 @@ _Attribute = tuple[str, str]
 def block_kinds(units: Mapping[str, nn.Module], calls: Mapping[str, BlockCall]) -> dict[str, int]:
     """A number for each block that was called, by its name: blocks with the same number are alike.
 
-    These have the same modules with the same shapes and attributes (plain values, and what configs hold of them), were
-    called with the same shapes, and ran the same operations with the same numbers. Attributes that only tell the
-    block's place in its list (``layer_idx``, a name with that number in it, a rate that grows from layer to layer) may
-    differ: if a block computes something else by them, its operations differ.
+    Blocks that are alike have the same modules with the same shapes and attributes (plain values, and what configs hold
+    of them), were called with the same shapes, and ran the same operations with the same numbers. Attributes may differ
+    if they only tell the block's place in its list (``layer_idx``, a name with that number in it, a rate that grows
+    from layer to layer). If a block computes something else because of them, its operations differ.
     """
     describe = _Descriptions()
     by_place = _attributes_by_place({name: units[name] for name in calls})
@@ -43,7 +43,7 @@ def block_kinds(units: Mapping[str, nn.Module], calls: Mapping[str, BlockCall]) 
 
 
 def built_alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
-    """The names of blocks in groups that :func:`block_kinds` would find alike if they were called alike."""
+    """Names of blocks, in groups that :func:`block_kinds` would find alike if they were called in the same way."""
     describe = _Descriptions()
     by_place = _attributes_by_place(blocks)
     groups: dict[Hashable, list[str]] = defaultdict(list)
@@ -54,7 +54,7 @@ def built_alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
 
 
 def describe_module(module: nn.Module) -> Hashable:
-    """Classes, shapes and attributes of all modules in `module`, in nested tuples; the same for one built alike."""
+    """Classes, shapes and attributes of all modules in `module`, in nested tuples; equal for modules built alike."""
     return _Descriptions().block(module, "", frozenset())
 
 
@@ -64,11 +64,11 @@ def _described_call(call: BlockCall) -> Hashable:
 
 
 class _Descriptions:
-    """Hashable descriptions of blocks; an object that several of them hold, such as a config, is described once."""
+    """Hashable descriptions of blocks. An object that several of them hold, such as a config, is described once."""
 
     def __init__(self) -> None:
         self._known: dict[int, Hashable] = {}
-        self._kept: list[Any] = []  # so that their ids stay theirs
+        self._kept: list[Any] = []  # so that no other object gets their ids
 
     def block(self, block: nn.Module, place: str, left_out: frozenset[_Attribute]) -> Hashable:
         """The description of the block at `place` of its list, without the attributes `left_out`."""
@@ -109,7 +109,7 @@ class _Descriptions:
     def _function(self, function: Callable[..., Any], depth: int) -> Hashable:
         if isinstance(function, functools.partial):
             return functools.partial, self._of((function.func, function.args, function.keywords), depth - 1)
-        code = getattr(function, "__code__", None)  # a function that every block makes anew has the same one
+        code = getattr(function, "__code__", None)  # functions that each block makes for itself share their code
         if code is None:
             return type(function), getattr(function, "__qualname__", "")
         return code, self._of(getattr(function, "__defaults__", None), depth - 1)
@@ -117,7 +117,7 @@ class _Descriptions:
     def _object(self, value: Any, depth: int) -> Hashable:
         if id(value) not in self._known:
             self._kept.append(value)
-            self._known[id(value)] = (type(value),)  # where it holds itself
+            self._known[id(value)] = (type(value),)  # in case it holds itself
             self._known[id(value)] = (type(value), self._of(getattr(value, "__dict__", {}), depth - 1))
         return self._known[id(value)]
 
@@ -143,9 +143,9 @@ def _attributes_by_place(blocks: Mapping[str, nn.Module]) -> dict[str, frozenset
 
 
 def _follows_place(values: list[tuple[int, float]]) -> bool:
-    """Whether numbers, each beside its block's place, grow or fall evenly from place to place.
+    """Whether numbers grow or fall evenly from place to place. Each comes with its block's place.
 
-    Of two numbers, which always do, those that differ by as much as the places are taken to.
+    Two numbers always do. They count if they differ by as much as their places.
     """
     if len(values) < 2:
         return False

@@ -1,7 +1,7 @@
-"""Whether a module of a class of its own computes channel by channel, by numbers, in training.
+"""Whether a module of a user's class computes channel by channel, by numbers, in training.
 
-Blocks are compared while they evaluate. A normalization does something else in training, so that a subclass of one, or
-a module that only looks like one, is compared by itself.
+Blocks are compared in evaluation. A normalization does something else in training. So a subclass of one, or a module
+that only looks like one, is also compared by itself.
 """
 
 import torch
@@ -15,16 +15,16 @@ from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local
 from tensorshard.torch_private.modules import own_buffers, own_parameters, set_buffer, set_parameter
 
 _SAMPLES = 4
-_SIZES: tuple[tuple[int, ...], ...] = ((5, 7), (5,), (), (5, 7, 3))  # of what follows samples and channels
+_SIZES: tuple[tuple[int, ...], ...] = ((5, 7), (5,), (), (5, 7, 3))  # the dimensions after samples and channels
 _TOLERANCE = 1e-4
 
 
 def computes_by_channel(module: nn.Module, size: int, parts: int = 1) -> bool:
-    """Whether what `module` computes of some channels is what `size` ranks compute that each have some of them.
+    """Whether `module` computes the same on all channels as `size` ranks do that each have some of them.
 
     Args:
         module: left as it is.
-        parts: into how many equal parts its channels fall, each of which is split.
+        parts: the number of equal parts that its channels consist of. Each part is split.
     """
     found = as_channelwise(module)
     if found is None:
@@ -34,7 +34,7 @@ def computes_by_channel(module: nn.Module, size: int, parts: int = 1) -> bool:
     for extra in _SIZES:
         try:
             return _agrees(module, (_SAMPLES, found.inputs, *extra), size, parts)
-        except Exception:  # whatever a module makes of inputs that are not its own
+        except Exception:  # any error of the module on such inputs
             continue
     return False
 
@@ -44,7 +44,7 @@ def _agrees(module: nn.Module, shape: tuple[int, ...], size: int, parts: int) ->
     generator = torch.Generator().manual_seed(0)
     given = copy_with(module, random_values(generator))
     given.eval()
-    given.training = True  # alone: dropout in it would draw
+    given.training = True  # only of this module: dropout inside of it would draw random numbers
     input = torch.randn(shape, generator=generator)
     layouts = channel_layouts("", given, size, parts)
     of_input = Layout(1, (shape[1] // parts,) * parts)

@@ -1,6 +1,6 @@
-"""Whether what the ranks of a split block computed is what the full block did: numbers, and what is said of them.
+"""Compares what the ranks of a split block computed with what the full block computed.
 
-A right table agrees to rounding; a wrong one is off by as much as the values themselves.
+With a right table they agree up to rounding. With a wrong one, they differ by as much as the values themselves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from tensorshard.modules.model_errors import raised_in_operation
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards
 
 TOLERANCE = 1e-3
-"""Largest difference that passes, in units of the largest value: well above fp32's rounding, well below a
-mistake."""
+"""Largest difference that passes, as a share of the largest value. It is well above fp32's rounding errors, and well
+below the effect of a mistake."""
 
-# A gradient that is zero but for rounding (that of an attention's key bias) is measured by this share of the
-# largest.
+# Some gradients are zero but for rounding (an attention's key bias). Their differences are measured against this share
+# of the largest gradient.
 _LEAST_SCALE = 1e-2
 
 
@@ -25,9 +25,9 @@ class MismatchError(ValueError):
 
     Args:
         message: what was seen.
-        amount: by how much numbers differ, in units of the largest.
+        amount: by how much numbers differ, as a share of the largest.
         in_operation: whether an operation could not run on the shapes that it was given.
-        operations: how many the first rank ran of the forward.
+        operations: how many operations of the forward the first rank ran.
     """
 
     def __init__(self, message: str, amount: float = 0.0, in_operation: bool = False, operations: int = 0) -> None:
@@ -35,12 +35,12 @@ class MismatchError(ValueError):
         self.amount, self.in_operation, self.operations = amount, in_operation, operations
 
     def again(self, operations: int = 0) -> "MismatchError":
-        """The same after some more `operations`, without the frames of the run, which hold its tensors."""
+        """The same error after `operations` more, without the frames of the run, which hold its tensors."""
         return MismatchError(str(self), self.amount, self.in_operation, operations + self.operations)
 
 
 def not_running(error: Exception) -> MismatchError:
-    """What says that a split block does not run but raises `error`."""
+    """The error for a split block that does not run but raises `error`."""
     message = f"it does not run: {type(error).__name__}: {_first_line(error)}"
     return MismatchError(message, in_operation=raised_in_operation(error))
 
@@ -54,7 +54,7 @@ class Agreement:
     """What a successful check found.
 
     Args:
-        sharded_outputs: tensor leaves of the block's output that are this rank's shard alone, and along which
+        sharded_outputs: tensor leaves of the block's output of which this rank has only its shard, each with its
             dimension.
     """
 
@@ -77,7 +77,7 @@ class BlockRun:
 
 
 def compare_full_outputs(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    """Compares those of one rank's `outputs` that are full.
+    """Compares those of one rank's `outputs` that are full with `expected`.
 
     Raises:
         MismatchError: they differ.
@@ -114,7 +114,7 @@ def compare_gradients(
 
     Args:
         layouts: of its parameters, by name.
-        sliced: of those of its inputs of which each rank has its shard alone, by index.
+        sliced: of those inputs of which each rank has only its shard, by index.
 
     Raises:
         MismatchError: they differ.
@@ -137,10 +137,10 @@ def compare_gradients(
 
 
 def differing_dim(found: torch.Size, expected: torch.Size) -> int | None:
-    """The one dimension in which a rank's shard is smaller; None if the shapes are equal.
+    """The one dimension in which a rank's shard is smaller than the full tensor; None if the shapes are equal.
 
     Raises:
-        MismatchError: they differ otherwise.
+        MismatchError: the shapes differ in another way.
     """
     if found == expected:
         return None

@@ -1,4 +1,4 @@
-"""A process group of which only this rank exists: what one rank computes, in shapes alone."""
+"""A process group in which only this rank exists. It shows the shapes that one rank computes."""
 
 import torch
 import torch.distributed as dist
@@ -7,11 +7,11 @@ from tensorshard.torch_private.process_groups import LocalGroup
 
 
 def fake_process_group(rank: int, size: int) -> dist.ProcessGroup:
-    """A group in which the others' tensors are taken to be like this rank's own. No bytes travel.
+    """A group that treats the other ranks' tensors as equal to this rank's. No bytes are sent.
 
     Args:
-        rank: of this process in it.
-        size: how many ranks it pretends to have.
+        rank: this process's rank in the group.
+        size: the number of ranks that the group pretends to have.
     """
     return LocalGroup(_Silent(size), rank, size)
 
@@ -23,7 +23,7 @@ class _Silent:
         self._size = size
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Nothing: only shapes count."""
+        """Does nothing: only shapes count."""
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
         output.view(self._size, -1).copy_(input.reshape(1, -1))
@@ -34,4 +34,4 @@ class _Silent:
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
     ) -> None:
-        """Nothing: only shapes count."""
+        """Does nothing: only shapes count."""

@@ -1,6 +1,6 @@
-"""Ways to split a part of a block, tried on the module that has all of it: most ways are wrong, and it runs faster.
+"""Tries ways to split a part of a block on the module that holds this part: it runs faster than the block.
 
-A way that the module refuses is refused. One that it takes is up to the block, which is checked as a whole.
+Most ways are wrong. If the module refuses a way, so does the block. If it passes, the block is checked as a whole.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -29,12 +29,12 @@ Styles = Mapping[str, Style]
 
 @dataclass
 class _Kind:
-    """Modules that compute the same, and what was seen of ways to split them.
+    """Modules that compute the same, and the ways to split them that were tried.
 
     Args:
         described: their classes and shapes, and what they are called with.
-        check: of one of them.
-        refusals: by the way, why it is refused; None for one that is not.
+        check: the check of one of them.
+        refusals: for each way, why it is refused; None if it is not.
     """
 
     described: Hashable
@@ -43,17 +43,18 @@ class _Kind:
 
 
 class KnownModules:
-    """The modules inside of a model's blocks on which ways were tried, one of those that compute the same.
+    """The modules inside of a model's blocks on which ways were tried. Of modules that compute the same, one is tried.
 
-    These have the same classes and shapes, and with the same weights return the same numbers for the same inputs, bit
-    by bit. Blocks of different kinds often have such modules: the attention of a layer with experts and of one without.
+    Such modules have the same classes and shapes. With the same weights they return the same numbers for the same
+    inputs, bit by bit. Blocks of different kinds often have such modules: the attention of a layer with experts and of
+    one without.
     """
 
     def __init__(self) -> None:
         self._kinds: list[_Kind] = []
 
     def of(self, module: nn.Module, call: BlockCall, size: int) -> _Kind:
-        """The kind of `module`, which is called with the tensors of `call`."""
+        """The kind of `module`, which is called with the tensors of `call`. A kind that is not known yet is added."""
         described = (_structure(module), _arguments(call.args, call.kwargs))
         check = BlockCheck(module, call, size, own_inputs=True)
         for kind in self._kinds:
@@ -64,14 +65,14 @@ class KnownModules:
 
 
 class InnerCheck:
-    """Tries ways on the module inside of a block that has all which they split.
+    """Tries ways on the module inside of a block that holds everything that they split.
 
     Args:
         block: the check of the block.
-        name: of the module in it.
+        name: name of the module in the block.
         call: how the block calls it, with real tensors.
-        operations: how many the block runs before.
-        known: what was tried on modules so far.
+        operations: how many operations the block runs before.
+        known: the modules on which ways were tried so far.
     """
 
     def __init__(self, block: BlockCheck, name: str, call: BlockCall, operations: int, known: KnownModules) -> None:
@@ -81,13 +82,13 @@ class InnerCheck:
         self._upstream: dict[Hashable, tuple[bool, MismatchError | None]] = {}
 
     def check(self, styles: Styles) -> None:
-        """Tries `styles`, whose names are those in the block.
+        """Tries `styles`, by names in the block.
 
-        What they say of modules around this one matters if it changes what this one is called with. Then the block has
-        to be tried.
+        If the styles of modules around this one change the arguments of its call, nothing is decided: the block has to
+        be tried.
 
         Raises:
-            MismatchError: the block would refuse them, too.
+            MismatchError: the block would refuse the styles, too.
         """
         prefix = f"{self._name}."
         inside = {key[len(prefix) :]: style for key, style in styles.items() if f"{key}.".startswith(prefix)}
@@ -117,7 +118,7 @@ class InnerCheck:
             raise refusal.again(self._operations)
 
     def _divided(self, name: str, style: Style) -> Hashable:
-        """The numbers that `style` divides: modules that compute the same may do so by different ones."""
+        """The numbers that `style` divides. Modules that compute the same may have different numbers there."""
         module = self._module.get_submodule(name) if style.kind == "divide" else None
         owners = {"": module, "config": getattr(module, "config", None)}
         found = []
@@ -127,7 +128,7 @@ class InnerCheck:
         return tuple(found)
 
     def _effect(self, outside: Styles) -> tuple[bool, MismatchError | None]:
-        """Whether `outside` changes what the module is called with, and if the block does not come so far, why."""
+        """Whether `outside` changes what the module is called with; and if the block fails before the call, why."""
         counter = OperationCounter()
         try:
             call = _call_inside(self._block, self._name, counter, outside)
@@ -140,7 +141,7 @@ class InnerCheck:
 
 
 def inner_check(block: BlockCheck, names: Iterable[str], known: KnownModules) -> InnerCheck | None:
-    """The check of the smallest module in a block that has all of `names` and is called once; None if there is none.
+    """The check of the smallest module in a block that holds all `names` and is called once; None if there is none.
 
     Args:
         names: of modules and parameters in the block.
@@ -151,7 +152,7 @@ def inner_check(block: BlockCheck, names: Iterable[str], known: KnownModules) ->
         if found is not None:
             try:
                 return InnerCheck(block, name, *found, known)
-            except Exception as error:  # whatever it makes of weights that are not those of the block
+            except Exception as error:  # any error of the block on random weights
                 if not raised_by_model(error):
                     raise
                 return None
@@ -162,17 +163,17 @@ def inner_check(block: BlockCheck, names: Iterable[str], known: KnownModules) ->
 def _call_inside(
     block: BlockCheck, name: str, counter: OperationCounter, styles: Styles | None = None
 ) -> tuple[BlockCall, int] | None:
-    """What a block calls the module `name` in it with, and after how many operations.
+    """The arguments that a block calls the module `name` in it with, and the number of operations before the call.
 
     Args:
-        counter: counts them.
-        styles: applied to the block before, as for the first of its ranks; the run ends with the first call then.
+        counter: counts the operations.
+        styles: applied to the block first, as for the first of its ranks. The run then ends with the first call.
 
     Returns:
-        None if it calls it never, or several times.
+        None if the block never calls it, or calls it several times.
 
     Raises:
-        Whatever the block raises until then.
+        Any error that the block raises before the call.
     """
     copied = block.make_copy()
     if styles:
@@ -201,7 +202,7 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _common(names: Iterable[str]) -> str:
-    """The innermost module that all `names` are in, or are."""
+    """The innermost module that holds all `names`, or is one of them."""
     paths = [name.split(".") for name in names]
     common = []
     for parts in zip(*paths, strict=False):

@@ -1,4 +1,4 @@
-"""Runs of one model that searches of tables for several numbers of ranks share: each is made once."""
+"""Shares runs of one model between searches for several numbers of ranks, so that each run is made once."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,9 +19,9 @@ _kept: list[Captures] = []
 
 @contextmanager
 def captures_kept(captures: Captures) -> Iterator[None]:
-    """Inside, :func:`captured` takes what it knows from `captures`, and adds to them.
+    """Inside, :func:`captured` takes the runs that it finds in `captures`, and adds the others to them.
 
-    All models inside have to be one, or copies of it: what of a module no description shows may differ otherwise.
+    All models inside have to be the same one, or copies of it: others may differ in ways that no description shows.
     """
     _kept.append(captures)
     try:
@@ -31,7 +31,7 @@ def captures_kept(captures: Captures) -> Iterator[None]:
 
 
 def captured(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Capture:
-    """As :func:`capture_calls`, whose run is not repeated inside of :func:`captures_kept`."""
+    """As :func:`capture_calls`. Inside of :func:`captures_kept`, a run is not repeated."""
     names = list(blocks)
     if not _kept:
         return capture_calls(model, names, inputs)

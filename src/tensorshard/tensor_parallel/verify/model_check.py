@@ -1,4 +1,4 @@
-"""Whether a model as a whole, split as a table says, computes what it did: by numbers, in little memory."""
+"""Whether a model that is split by a table computes what the full model computes: by numbers, in little memory."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,9 +16,10 @@ from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchErr
 
 
 class ModelCheck:
-    """The check of a model, whose blocks were checked by themselves before.
+    """The check of a whole model. Its blocks were checked by themselves before.
 
-    So large matrices are compact at first. Whatever refuses these is tried with full ones.
+    Large matrices are compact at first, to save memory. If the model does not run or agree with them, full ones are
+    used.
 
     Args:
         model: without the blocks that repeat, on the meta device.
@@ -42,7 +43,7 @@ class ModelCheck:
         if self._made.is_compact:
             with suppress(MismatchError):
                 return self._made.check(styles, sequence=sequence)
-            self._made = None  # before the next is made
+            self._made = None  # freed before the next one is made
             self._made = self._full(torch.float32)
         try:
             return self._made.check(styles, sequence=sequence)
@@ -54,10 +55,10 @@ class ModelCheck:
             raise
 
     def _compact(self) -> BlockCheck | None:
-        """With compact matrices; None if the model does not run with these."""
+        """The check with compact matrices; None if the model does not run with these."""
         try:
             return BlockCheck(self.model, self._call, self._size, compact=True)
-        except Exception as error:  # of what needs a weight in one piece
+        except Exception as error:  # some layers need contiguous weights
             if not raised_by_model(error):
                 raise
             return None

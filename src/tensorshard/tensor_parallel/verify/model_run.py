@@ -1,4 +1,4 @@
-"""What of a model is searched and checked on its own, and how one of it may stand for others."""
+"""Which modules of a model are searched and checked on their own, and which of them can stand for others."""
 
 from collections import Counter
 from collections.abc import Container, Mapping
@@ -19,16 +19,17 @@ from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture
 from tensorshard.tensor_parallel.verify.block_kinds import block_kinds
 from tensorshard.tensor_parallel.verify.kept_captures import captured
 
-# Of blocks that are alike, a shrunken model keeps this many, so that what one hands to the next is there.
+# A shrunken model keeps this many of the blocks that are alike, so that one passes its output to the next.
 _KEPT_ALIKE = 2
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that are searched and checked one by one: blocks with layers to split, else the whole model.
 
-    Beside the blocks of a convolutional network there may be modules that are in no list (the middle of a U-Net): the
-    largest of these that have convolutions to split, and no blocks. A stage of one block shows no repetition: what is
-    within a module of the same class as other blocks is no block of its own.
+    Beside the blocks of a convolutional network, there may be modules that are in no list (the middle of a U-Net). The
+    largest of these that have convolutions to split and contain no blocks are added. A stage may have a single block,
+    and so show no repetition. If a block is within a module of the same class as other blocks, that module is used
+    instead.
     """
     blocks = find_blocks(model)
     classes = {type(block) for block in blocks.values()} - {nn.Sequential}
@@ -43,7 +44,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _within_alike(model: nn.Module, name: str, classes: set[type[nn.Module]]) -> str | None:
-    """The outermost module with convolutions around the block `name` that is of one of `classes`; None for none."""
+    """The outermost module around the block `name` that has convolutions and is of one of `classes`; None for none."""
     parts = name.split(".")
     for length in range(1, len(parts)):
         around = ".".join(parts[:length])
@@ -78,10 +79,10 @@ class ModelRun:
     """One run of a model on fake tensors.
 
     Args:
-        capture: what it showed of the units.
+        capture: what the run showed of the units.
         inputs: what the model was run on.
-        kinds: a number for each unit that was called; those of which one may stand for another have the same.
-        guessed: whether nobody said what the model takes.
+        kinds: a number for each unit that was called. Units that can stand for each other have the same number.
+        guessed: whether the inputs were guessed.
     """
 
     capture: Capture
@@ -96,16 +97,16 @@ class ModelRun:
 
 
 def run_once(model: nn.Module, units: list[str], inputs: Any, size: int = 1, *, sequences: bool = False) -> ModelRun:
-    """Runs `model` on fake tensors, on guessed inputs if `inputs` is None; on `sequences` if it takes any.
+    """Runs `model` on fake tensors. If `inputs` is None, they are guessed; `sequences` prefers inputs with positions.
 
-    Of a large batch that was given, it keeps as much as shows the same: the same operations in the same order, and the
-    same flow from block to block.
+    A large batch is cut to a small one that shows the same: the same operations in the same order, and the same flow
+    from block to block.
 
     Args:
         size: number of ranks to split over.
 
     Raises:
-        ValueError: it does not run.
+        ValueError: the model does not run.
     """
     candidates = example_inputs(model) if inputs is None else [inputs]
     if sequences:
@@ -114,7 +115,7 @@ def run_once(model: nn.Module, units: list[str], inputs: Any, size: int = 1, *, 
     for candidate in candidates:
         try:
             capture = captured(model, units, candidate)
-        except Exception as caught:  # whatever a model makes of inputs that are not its own
+        except Exception as caught:  # any error of the model on guessed inputs
             if not raised_by_model(caught):
                 raise
             error = error or caught
@@ -136,7 +137,7 @@ def run_once(model: nn.Module, units: list[str], inputs: Any, size: int = 1, *, 
 
 
 def _on_fewer(model: nn.Module, blocks: Mapping[str, nn.Module], run: ModelRun, size: int) -> ModelRun:
-    """A run of `model` on less than that of `run`, if it shows the same; else `run`."""
+    """A run of `model` on a smaller batch than that of `run`, if it shows the same; else `run`."""
     inputs = smaller_inputs(run.inputs, size)
     if inputs is None:
         return run
@@ -156,11 +157,10 @@ def _is_flat(inputs: Any) -> bool:
 
 
 def without_repetition(model: nn.Module, kinds: Mapping[str, int]) -> nn.Module:
-    """A copy of `model` on the meta device that keeps two of each run of blocks that are alike, under their
-    names.
+    """A copy of `model` on the meta device that keeps two of each run of blocks that are alike, by their old names.
 
     Args:
-        kinds: of its blocks, as of :class:`ModelRun`.
+        kinds: of its blocks, as in :class:`ModelRun`.
     """
     parameters = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
     smaller = deepcopy_module(model, parameters)
@@ -178,4 +178,4 @@ def without_repetition(model: nn.Module, kinds: Mapping[str, int]) -> nn.Module:
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
-    return tensor  # what a buffer holds may matter, and it is small
+    return tensor  # a buffer's values may matter, and it is small

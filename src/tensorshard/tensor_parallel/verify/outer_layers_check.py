@@ -1,7 +1,7 @@
-"""Whether layers with forwards of their own can be split where they stand outside of the blocks, each by itself.
+"""Whether layers with their own forwards can be split outside of the blocks. Each is checked by itself.
 
-A torch embedding or linear layer is right to split wherever it is called as a module. One that scales what it looks up,
-or makes positions itself, is compared by numbers on what the model calls it with.
+A torch embedding or linear layer can be split wherever it is called as a module. A layer that scales what it looks up,
+or makes positions itself, is compared by numbers, on the arguments that the model calls it with.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from tensorshard.tensor_parallel.verify.comparison import MismatchError
 from tensorshard.tensor_parallel.verify.kept_captures import captured
 from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
 
-# Of a larger table, so many rows are compared.
+# Of a table with more elements than this, only a few rows are compared.
 _MOST_ELEMENTS = 1 << 18
 _FEW_ROWS = 64
 
@@ -40,7 +40,7 @@ class OuterLayersCheck:
         self._calls: dict[str, BlockCall] | None = None
 
     def refusal(self, name: str, style: Style) -> str | None:
-        """Why the layer `name` cannot have `style`; None if it can, as every layer with torch's forward."""
+        """Why the layer `name` cannot have `style`; None if it can. Layers with torch's forward always can."""
         module = self._model.get_submodule(name)
         layer = as_splittable(module)
         if layer is None or not layer.own_forward:
@@ -65,13 +65,13 @@ class OuterLayersCheck:
 def _refusal_of_embedding(module: nn.Module, call: BlockCall, style: Style, size: int) -> str | None:
     table = _with_few_rows(module)
     reason = ""
-    for highest in (table.num_embeddings * 3 // 4, 1):  # an offset may be added to the indices; and a mask is of ones
+    for highest in (table.num_embeddings * 3 // 4, 1):  # an offset may be added to indices; a mask has ones
         args, kwargs = map_tensors_once(partial(_up_to, highest), (call.args, call.kwargs))
         try:
             BlockCheck(table, BlockCall(args, kwargs), size).check({"": style})
         except MismatchError as error:
             return f"its own forward computes another: split over {size} ranks, {error}"
-        except Exception as error:  # of the forward, on values that are not its own
+        except Exception as error:  # any error of the forward on such values
             if not raised_by_model(error):
                 raise
             reason = f"its own forward could not be run to compare it: {type(error).__name__}: {error}"
@@ -81,7 +81,7 @@ def _refusal_of_embedding(module: nn.Module, call: BlockCall, style: Style, size
 
 
 def _up_to(highest: int, leaf: torch.Tensor) -> torch.Tensor:
-    """Whole numbers from 1 on in the place of those of `leaf`."""
+    """`leaf`; if it holds whole numbers, random ones from 1 to `highest` instead."""
     if leaf.is_floating_point() or leaf.dtype == torch.bool:
         return leaf
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ def _up_to(highest: int, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _with_few_rows(module: nn.Module) -> nn.Embedding:
-    """A copy of an embedding, on the meta device, which is no larger than can be compared quickly."""
+    """A copy of an embedding on the meta device, with few enough rows to be compared quickly."""
     weight: Any = module.weight
     rows = weight.shape[0] if weight.numel() <= _MOST_ELEMENTS else min(weight.shape[0], _FEW_ROWS)
     table = copy_with(module, lambda name, t: t.detach()[:rows].to("meta") if name == "weight" else t)

@@ -1,7 +1,7 @@
-"""Whether a linear layer with a forward of its own computes the same on parts of its weight, by numbers, in training.
+"""Whether a linear layer with its own forward computes the same on parts of its weight, by numbers, in training.
 
-Blocks are compared while they evaluate. Such a layer may do something else in training, so that it is compared by
-itself. A convolution or a linear layer of torch's needs no check.
+Blocks are compared in evaluation. Such a layer may do something else in training, so it is also compared by itself.
+Torch's own convolutions and linear layers need no check.
 """
 
 import torch
@@ -13,7 +13,7 @@ from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 
 _TOLERANCE = 1e-4
-# Of an output layer with more classes, so many are compared.
+# If an output layer has more classes, only this many are compared.
 _MOST_OUTPUTS = 512
 
 
@@ -22,8 +22,8 @@ def computes_as_linear(module: nn.Module, style: str, size: int) -> bool:
     """Whether `size` ranks that each have a part of the weight compute what `module` does.
 
     Args:
-        module: with a forward of its own; left as it is.
-        style: "rowwise", where each rank has some of the inputs; else each has some of the outputs.
+        module: has its own forward; left as it is.
+        style: "rowwise" if each rank has some of the inputs. With other styles, each has some of the outputs.
     """
     layer = as_splittable(module)
     assert layer is not None
@@ -53,7 +53,7 @@ def computes_as_linear(module: nn.Module, style: str, size: int) -> bool:
                     found.append(with_parameters(weight[:, part], None, input[..., part]))
                 else:
                     found.append(with_parameters(weight[part], None if bias is None else bias[part], input))
-    except Exception:  # whatever the forward makes of a part, or of an input that is not its own
+    except Exception:  # any error of the forward on a part of the weight, or on a random input
         return False
     total = torch.stack(found).sum(0) if style == "rowwise" else torch.cat(found, -1)
     if style == "rowwise" and bias is not None:

@@ -14,7 +14,7 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
 
 def blocks_without_random_numbers(units: Mapping[str, nn.Module], run: ModelRun) -> frozenset[str]:
-    """Names of the blocks that ran without making random numbers (dropout, say); one run for those that are alike."""
+    """Names of the blocks that ran without random numbers (dropout, say). Of blocks that are alike, one is run."""
     known: dict[int, bool] = {}
     for name, call in run.calls.items():
         kind = run.kinds[name]
@@ -24,14 +24,14 @@ def blocks_without_random_numbers(units: Mapping[str, nn.Module], run: ModelRun)
 
 
 def _makes_random_numbers(block: nn.Module, call: BlockCall) -> bool:
-    """Whether training runs a random operation in `block`; True if it cannot be told."""
+    """Whether training runs a random operation in `block`; True if that cannot be found out."""
 
     def watch(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> Provenance[Any]:
         return Provenance(fake)
 
     try:
         provenance = follow_run(block, (call.args, call.kwargs), watch, _train)
-    except Exception as error:  # what evaluates on fake tensors may not train on them
+    except Exception as error:  # a block that evaluates on fake tensors may fail to train on them
         if not raised_by_model(error):
             raise
         return True

@@ -1,7 +1,7 @@
-"""Ranks as threads of one process: what verifies a table without starting anything.
+"""Simulated ranks: threads of one process, so that a table can be verified without starting processes.
 
-The code that runs is the code that trains; only the group under it differs. (torch's own tests have a
-threaded process group, which installs itself for the whole process; this one is an object like any other.)
+The code that runs is the code that trains; only the group is another. (torch's own tests have a threaded process group,
+which installs itself for the whole process. This one is an object like any other.)
 """
 
 import threading
@@ -36,12 +36,12 @@ class _Board:
         self._barrier.wait()
 
     def abort(self) -> None:
-        """Releases the ranks that wait, and whoever will."""
+        """Releases the ranks that wait, and those that will."""
         self._barrier.abort()
 
 
 class _ThreadComm:
-    """Sums and gathers between threads, which is all that tensor parallelism needs."""
+    """Sums and gathers between threads. Tensor parallelism needs no other collectives."""
 
     name = "threads"
 
@@ -51,7 +51,7 @@ class _ThreadComm:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         total = torch.stack(self._exchange(tensor)).sum(0)
-        self._board.wait()  # all have read before anybody writes
+        self._board.wait()  # all ranks have read before any writes
         tensor.copy_(total)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -79,11 +79,11 @@ class _ThreadComm:
 def run_as_ranks(size: int, function: Callable[[dist.ProcessGroup], _Result]) -> list[_Result]:
     """What `function(group)` returns on each of `size` simulated ranks.
 
-    The first rank starts alone; the others when it waits for them, or has returned. Many a wrong way to split fails on
-    the first rank before that.
+    The first rank starts alone. The others start when it waits for them, or has returned. Many wrong ways to split fail
+    on the first rank before that.
 
     Raises:
-        Whatever the first rank to fail raised; the others are released.
+        The error of the first rank that failed. The other ranks are released.
     """
     needed = threading.Event()
     board = _Board(size, needed)
