@@ -1,4 +1,4 @@
-"""What a constructor does to tensors by Python functions that a dispatch mode cannot see, or gets wrong."""
+"""Python functions on tensors that a constructor calls, and that a dispatch mode cannot see or gets wrong."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ MEMORY_READS = frozenset({torch.Tensor.numpy, torch.Tensor.__array__, torch.Tens
 
 
 class TensorMethodRecorder(TorchFunctionMode):
-    """Copies tensors by operations and refuses to read their memory; to be entered inside the recorder.
+    """Makes copies of tensors from recorded operations, and refuses reads of memory. Entered inside the recorder.
 
     `Tensor.__deepcopy__` (`nn.TransformerEncoder` copies its layer) would copy the mode that a fake tensor
     belongs to, and so free some of that mode's memory twice.
@@ -27,7 +27,7 @@ class TensorMethodRecorder(TorchFunctionMode):
     def __init__(self, recorder: OperationRecorder, internal: frozenset[str]) -> None:
         """
         Args:
-            recorder: Told of reads.
+            recorder: Is told of reads.
             internal: The names in a fake tensor's `__dict__` that are not the user's.
         """
         super().__init__()
@@ -67,7 +67,7 @@ class TensorMethodRecorder(TorchFunctionMode):
 
 
 def truncated_normal_recorded(recorder: OperationRecorder) -> AbstractContextManager[None]:
-    """Make `nn.init.trunc_normal_` one operation: from torch 2.12 on it reads what it has drawn."""
+    """Makes `nn.init.trunc_normal_` one operation. From torch 2.12 on it reads the numbers that it has drawn."""
 
     def recorded(sample: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The operations behind initial values: what is kept of each, and which of them one storage needs."""
+"""The log of the operations that make initial values, and which of them one storage needs."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -26,7 +26,7 @@ EMPTY_FACTORIES = frozenset(
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor of the log: which storage it is in (an index), and where."""
+    """A tensor in the log: the index of its storage, and its layout in it."""
 
     storage: int
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a call was given: flattened, with a `TensorRef` in the place of each recorded tensor."""
+    """The arguments of a call, flattened, with a `TensorRef` in place of each recorded tensor."""
 
     leaves: list[Any]
     spec: TreeSpec  # of (args, kwargs)
@@ -50,12 +50,12 @@ class Operation:
     Attributes:
         func: What was called.
         arguments: What it was given.
-        outputs: The tensors it made: their position among its (flattened) outputs, and what they are.
+        outputs: The tensors it made: for each, its position among the flattened outputs, and the tensor's reference.
         reads: The storages whose earlier content it needs.
         writes: The storages it changes.
-        defines: Those of them that it fills whole, whatever was there before.
-        draw: For a random operation, its index among the random ones.
-        default_dtype: torch's default dtype at the time of the call, on which some results depend.
+        defines: Those of `writes` that it fills whole, whatever was there before.
+        draw: For a random operation, its index among the random operations.
+        default_dtype: torch's default dtype at the time of the call. Some results depend on it.
     """
 
     func: Callable[..., Any]
@@ -69,7 +69,7 @@ class Operation:
 
     @property
     def makes_room(self) -> bool:
-        """Whether it only allocates, and gives no values."""
+        """Whether it only allocates memory, and sets no values."""
         return getattr(self.func, "overloadpacket", None) in EMPTY_FACTORIES
 
 
@@ -99,8 +99,8 @@ class Log:
     def needed_for(self, storage: int) -> list[Operation]:
         """The operations that have an effect on the final content of `storage`, in the order of their calls.
 
-        A walk from the last write back to the one that fills the storage whole, and from there to what those
-        operations read: so a default initialisation that the model's own overwrites is never run.
+        It walks from the last write back to the one that fills the storage whole, and from there to what those
+        operations read. So a default initialisation that the model overwrites is never run.
         """
         needed: set[int] = set()
         visited: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""Initial weights for a module on the meta device, when the code that built it is out of reach."""
+"""Initial weights for a module on the meta device, if the code that built it is not known."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ REMEDY = "pass the callable that builds the model, instead of a module on the me
 
 
 def from_meta(module: nn.Module, *, seed: int) -> TensorSource:
-    """The values that a meta module's parts give themselves: `reset_parameters` of those that hold tensors.
+    """The values that a meta module's parts set themselves, by `reset_parameters` of those that hold tensors.
 
     That is PyTorch's convention for deferred initialisation. Children are reset before their parents, the
     order in which constructors finish. Tensors of the model that are not on the meta device keep their

@@ -1,4 +1,4 @@
-"""The mode under which a constructor runs: every operation goes to a log, none allocates."""
+"""The mode that a constructor runs in: every operation goes to a log, and none allocates memory."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
@@ -24,7 +24,7 @@ from tensorshard.torch_private.tensors import storage_address
 
 aten = torch.ops.aten
 
-# How tensors made from Python values and numpy arrays enter: a real tensor in, a fake one out.
+# The operations by which tensors from Python values and numpy arrays enter: they take a real tensor and return a fake.
 LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 # In-place operations that set every element of their first argument without looking at it.
@@ -46,20 +46,20 @@ OVERWRITES = frozenset(
 
 
 class UnrecordableError(RuntimeError):
-    """A constructor does what cannot be recorded. The message says what; its subject is the constructor."""
+    """A constructor does something that cannot be recorded. The message says what, with the constructor as subject."""
 
 
 class OperationRecorder(TorchDispatchMode):
     """Logs each operation; to be entered inside `fake_mode`.
 
-    A tensor is known by its storage, since tensor objects do not survive `nn.Parameter`, and by its layout at
-    the time of the call, since in-place operations may change that. Views are not logged: they are storages
-    and layouts.
+    A tensor is identified by its storage, since tensor objects do not survive `nn.Parameter`; and by its layout at the
+    time of the call, since in-place operations may change that. Views are not logged: a storage and a layout describe
+    them.
 
     Attributes:
         log: What was recorded.
-        failure: Why the log is not to be used, or None. It is kept here too because the constructor may catch
-            the exception that says so.
+        failure: Why the log must not be used, or None. It is also kept here because the constructor may catch the
+            exception that says so.
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
@@ -73,11 +73,10 @@ class OperationRecorder(TorchDispatchMode):
         self._draws = count()
 
     def ref(self, tensor: torch.Tensor) -> TensorRef:
-        """How the log calls a fake tensor.
+        """How the log refers to a fake tensor.
 
         Raises:
-            UnrecordableError: No recorded operation made its memory, or it is more than a storage and a
-                layout.
+            UnrecordableError: No recorded operation made its memory, or a storage and a layout do not describe it.
         """
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise UnrecordableError("uses a sparse, quantized, conjugated or negated tensor")
@@ -89,7 +88,7 @@ class OperationRecorder(TorchDispatchMode):
         return TensorRef(index, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     def origin(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
-        """What holds the value of a tensor of the finished model: the log, or a tensor no operation met."""
+        """The value of a tensor of the finished model: its reference in the log, or a tensor that no operation met."""
         if isinstance(tensor, FakeTensor):
             return self.ref(tensor)
         return (
@@ -150,7 +149,7 @@ class OperationRecorder(TorchDispatchMode):
         return out
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor as it is; for a real one from outside, a stand-in that has its present value."""
+        """A fake tensor as it is. For a real one from outside, a fake one with its present value."""
         if isinstance(tensor, FakeTensor):
             return tensor
         if tensor.layout != torch.strided or not (type(tensor) is torch.Tensor or isinstance(tensor, nn.Parameter)):
@@ -173,7 +172,7 @@ class OperationRecorder(TorchDispatchMode):
         return Arguments([self._freeze_leaf(leaf) for leaf in leaves], spec)
 
     def _freeze_leaf(self, leaf: Any) -> Any:
-        """An argument as it is to be used later, on the CPU."""
+        """An argument in the form for later use, on the CPU."""
         if isinstance(leaf, torch.Tensor):
             return self.ref(leaf)
         if isinstance(leaf, torch.device):
@@ -244,7 +243,7 @@ def _fills_storage(tensor: torch.Tensor) -> bool:
 
 
 def _check_device(device: torch.device) -> None:
-    """Fake tensors of a device that this machine lacks work at first, and may abort the process later."""
+    """Refuses devices that this machine lacks: their fake tensors work at first, and may abort the process later."""
     if device.type in ("cpu", "meta"):
         return
     here = torch.accelerator.current_accelerator(check_available=True)

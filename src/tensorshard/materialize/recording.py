@@ -27,9 +27,9 @@ logger = logging.getLogger("tensorshard")
 
 
 class Recording(TensorSource):
-    """A recorded constructor: each value is computed when it is asked for, and not kept.
+    """A recorded constructor. Each value is computed when it is asked for, and not kept.
 
-    Computing one takes the memory of that tensor and of what its own initialisation needs.
+    Computing a value takes the memory of that tensor and of what its own initialisation needs.
     """
 
     def __init__(self, module: nn.Module, log: Log, origins: dict[str, TensorRef | torch.Tensor], seed: int) -> None:
@@ -37,8 +37,7 @@ class Recording(TensorSource):
         Args:
             module: The model on the meta device.
             log: The recorded operations.
-            origins: For each name, where the log has it; or the tensor, where the constructor took a real
-                one.
+            origins: For each name, its reference in the log; or the tensor, if the constructor used a real one.
             seed: The seed of the random operations.
         """
         super().__init__(module)
@@ -53,10 +52,10 @@ class Recording(TensorSource):
         return origin.detach().cpu()
 
     def again(self) -> "Recording | None":
-        """The same with a copy of the module, for another rank's layout; None where a copy might not be the same.
+        """The same recording with a copy of the module, for another rank's layout; None if a copy might differ.
 
-        That is where code refers to modules (hooks, functions that were made around them) or where a module keeps a
-        fake tensor, which belongs to one run.
+        It might if code refers to modules (hooks, functions that were made around them), or if a module keeps a fake
+        tensor, which belongs to one run.
         """
         if not all(_can_be_copied(module) for module in self.module.modules()):
             return None
@@ -67,18 +66,18 @@ class Recording(TensorSource):
                     memo[id(tensor)] = _same_layout(tensor)
             try:
                 module = deepcopy_module(self.module, memo)
-            except Exception:  # whatever a module's attributes make of being copied
+            except Exception:  # some attributes refuse to be copied
                 return None
         return Recording(module, self._log, self._origins, self._seed)
 
     def is_written(self, name: str) -> bool:
-        """Whether the constructor put values into this tensor, after it made room for them."""
+        """Whether the constructor set values in this tensor, after it allocated it."""
         origin = self._origins[name]
         return not isinstance(origin, TensorRef) or self._log.is_written(origin.storage)
 
 
 def _can_be_copied(module: nn.Module) -> bool:
-    """Whether a copy of `module`, without those inside of it, has nothing to do with the original."""
+    """Whether a copy of `module`, without the modules inside of it, refers to nothing of the original."""
     attributes = {key: value for key, value in vars(module).items() if key not in TABLES}
     hooked = any(value for key, value in attributes.items() if key.endswith("_hooks"))
     leaves = tree_leaves([value for key, value in attributes.items() if not key.endswith("_hooks")])
@@ -86,7 +85,7 @@ def _can_be_copied(module: nn.Module) -> bool:
 
 
 def _same_layout(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device again, with what its owner noted on it."""
+    """A new tensor on the meta device like `tensor`, with the attributes that its owner set on it."""
     same: torch.Tensor = tensor.detach()
     if isinstance(tensor, nn.Parameter):
         same = nn.Parameter(same, requires_grad=tensor.requires_grad)
@@ -168,7 +167,7 @@ def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -
         ):
             module = build()
     except Exception as error:
-        # Whether the constructor or the recording is at fault shows when it runs for real.
+        # Run for real, the constructor shows whether it or the recording is at fault.
         first_line = next(iter(str(error).splitlines()), "")
         reason = recorder.failure or f"fails on fake tensors ({type(error).__name__}: {first_line})"
         raise UnrecordableError(reason) from error
@@ -182,7 +181,7 @@ def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -
                 "model on the CPU, without torch.device('meta'): recording it allocates nothing"
             )
     origins = {name: recorder.origin(tensor) for name, tensor in named_tensors(module)}
-    # By the id of a fake tensor, which is kept in the first place so that no other gets its id.
+    # By the id of a fake tensor. That tensor is kept as the first of the two, so that no other gets its id.
     computed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attribute(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,13 +206,13 @@ def _check_module(module: object) -> None:
 
 
 def _left_over(fake_mode: FakeTensorMode) -> list[FakeTensor]:
-    """Fake tensors still in use, over which the model would trip when it runs."""
+    """Fake tensors still in use, on which the model would fail when it runs."""
     return [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is fake_mode]
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's, numpy's and Python's global generators, and leave them as they were."""
+    """Seeds torch's, numpy's and Python's global generators, and restores them afterwards."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     # An accelerator that nobody has used yet has no state to keep; asking for it would take memory there.
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

@@ -1,4 +1,4 @@
-"""Computing one recorded storage for real."""
+"""Computes one recorded storage for real."""
 
 import hashlib
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def _run(operation: Operation, storages: dict[int, torch.UntypedStorage], log: L
 
 
 def _rebuild(ref: TensorRef, storages: dict[int, torch.UntypedStorage], log: Log) -> torch.Tensor:
-    """The tensor at `ref`. A storage that is not there yet is about to be filled whole: it is only made."""
+    """The tensor at `ref`. If its storage does not exist yet, it is allocated: it is about to be filled whole."""
     storage = storages.get(ref.storage)
     if storage is None:
         storage = storages[ref.storage] = torch.UntypedStorage(log.sizes[ref.storage])
@@ -68,10 +68,9 @@ def _rebuild(ref: TensorRef, storages: dict[int, torch.UntypedStorage], log: Log
 
 
 def _laid_out(output: torch.Tensor, ref: TensorRef, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    """`output` as it was recorded: strides that later operations rely on, and memory that is its own.
+    """`output` as it was recorded: with the strides that later operations rely on, and in its own memory.
 
-    Fake tensors get both right nearly always; `native_dropout` in evaluation, which hands its input out, is a
-    case where they do not.
+    Fake tensors nearly always get both right. One exception is `native_dropout` in evaluation, which returns its input.
     """
     borrowed = storage_address(output.untyped_storage()) in map(storage_address, storages.values())
     if not borrowed and output.stride() == ref.stride and output.storage_offset() == ref.offset:

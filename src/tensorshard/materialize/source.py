@@ -1,4 +1,4 @@
-"""`TensorSource`, which initial values are asked from, and the source that holds a built model's tensors."""
+"""`TensorSource`, which gives initial values, and the source that holds a built model's tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator
@@ -58,9 +58,9 @@ class TensorSource(ABC):
 
     @contextmanager
     def real_buffers(self) -> Iterator[None]:
-        """Within it the module's buffers have their values; its parameters stay on the meta device.
+        """Inside, the module's buffers have their values. Its parameters stay on the meta device.
 
-        What is computed with random weights tells nothing of a mask or an index whose values are not there.
+        A test run with random weights needs the values of masks and indices, which are buffers.
         """
         kept = [(owner, dict(own_buffers(owner))) for owner in self.module.modules()]
         names = {id(buffer): name for name, buffer in self.module.named_buffers()}
@@ -169,7 +169,7 @@ def move_to_meta(
 
 
 def _on_meta(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage], hidden: Container[str]) -> torch.Tensor:
-    """`tensor` without its values; `storages` maps the storages of originals to those of their fake_copies."""
+    """`tensor` without its values; `storages` maps the storages of originals to those of their copies."""
     original = tensor.untyped_storage()
     if storage_address(original) not in storages:
         blank = torch.empty(original.nbytes(), dtype=torch.uint8, device="meta")

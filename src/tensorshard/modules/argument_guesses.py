@@ -25,9 +25,9 @@ _POINTS = re.compile(r"pos(ition)?s?$|dir(ection)?s?$|coord|points?|xyz|rays?")
 
 
 def guesses_by_arguments(model: nn.Module) -> list[dict[str, torch.Tensor]]:
-    """Keyword arguments that the forward of `model` may take: what it cannot do without, the likeliest first.
+    """Keyword arguments that the forward of `model` may take, the most likely first. Optional ones are left out.
 
-    The values are arbitrary; each tensor has samples as its first dimension.
+    The values are arbitrary. The first dimension of each tensor is samples.
     """
     needed = _needed(model)
     if not needed:
@@ -36,7 +36,7 @@ def guesses_by_arguments(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     if not all(options):
         return []
     last = [len(each) - 1 for each in options]
-    # The first options of all, then those of which one is the second, ...
+    # First the first options of all arguments; then combinations with one second option; and so on.
     chosen = (places for total in range(sum(last) + 1) for places in _adding_up(total, last))
     return [
         {name: each[place] for name, each, place in zip(needed, options, places, strict=True)}
@@ -45,7 +45,7 @@ def guesses_by_arguments(model: nn.Module) -> list[dict[str, torch.Tensor]]:
 
 
 def _adding_up(total: int, last: list[int]) -> Iterator[tuple[int, ...]]:
-    """Numbers from 0 to each of `last` that add up to `total`. There are far too many in all to make them at once."""
+    """Combinations of numbers from 0 to each of `last` that add up to `total`, made one by one since there are many."""
     if total > sum(last):
         return
     if not last:
@@ -95,8 +95,8 @@ def _indices(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _fields(model: nn.Module, width: int) -> Iterator[int]:
-    """How many looked-up rows of `width`, beside the features of the first linear layer or by themselves, would fill
-    the input of another."""
+    """How many embedding rows of `width` fill the input of a linear layer, alone or beside the first layer's
+    features."""
     inputs = [m.in_features for m in model.modules() if isinstance(m, nn.Linear)]
     for features in inputs:
         for beside in (0, inputs[0]):
@@ -106,15 +106,15 @@ def _fields(model: nn.Module, width: int) -> Iterator[int]:
 
 
 def _numbers(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Features that the linear layers take, the first ones first, as vectors and as sequences."""
+    """Features that the linear layers take, those of the first layer first, as vectors and as sequences."""
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
     widths = list(dict.fromkeys(layer.in_features for layer in linear))[:3]
     shapes = [shape for width in widths for shape in ((_SAMPLES, width), (_SAMPLES, _STEPS, width))]
     if linear:
         first = linear[0].in_features
-        shapes.append((_SAMPLES, 2 * first))  # a half of which it takes
+        shapes.append((_SAMPLES, 2 * first))  # the layer may take one half of it
         for layer, later in pairwise(linear):
             steps, rest = divmod(later.in_features, layer.out_features)
-            if steps > 1 and not rest:  # all steps' features at once
+            if steps > 1 and not rest:  # the layer may take the features of all steps at once
                 shapes.append((_SAMPLES, steps, first))
     yield from (torch.zeros(shape) for shape in dict.fromkeys(shapes))

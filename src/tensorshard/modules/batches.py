@@ -28,12 +28,12 @@ def batch_size(inputs: Any) -> int:
 
 
 def split_batch(inputs: Any, targets: Any, parts: int) -> list[tuple[Any, Any]]:
-    """`inputs` and `targets` cut along their first dimension into `parts` micro-batches of equal size.
+    """Cuts `inputs` and `targets` along their first dimension into `parts` micro-batches of equal size.
 
-    Tensors without dimensions and values that are no tensors go to every part.
+    Every part gets the tensors without dimensions, and the values that are no tensors.
 
     Raises:
-        ValueError: the number of samples does not divide by `parts`.
+        ValueError: the number of samples is not divisible by `parts`.
     """
     size = batch_size(inputs)
     if parts == 1:
@@ -78,7 +78,8 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with: a tensor is its argument; a tuple or list its arguments; a dict its keyword ones."""
+    """The arguments of a model's call. A tensor is one argument; a tuple or list, several; a dict, keyword
+    arguments."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, tuple | list):
@@ -87,6 +88,6 @@ def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Calls `model` with the arguments that `inputs` are, see :func:`call_arguments`."""
+    """Calls `model` with `inputs` as its arguments, see :func:`call_arguments`."""
     args, kwargs = call_arguments(inputs)
     return model(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a model's blocks are. One notion, used by sharding units, recomputation and compilation alike."""
+"""Finds a model's blocks. Sharding units, recomputation and compilation all use the same blocks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.utils import parametrize
 
-# A member of a list, most of whose parameters are blocks in lists of its own, is a stage of these and no block itself.
+# A member of a list is a stage, not a block, if at least this share of its parameters is in blocks of its own lists.
 _STAGE_SHARE = 0.5
 
 
@@ -15,10 +15,9 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated parts of `model`, by name, in the order in which they are registered.
 
     Blocks are the members of a ModuleList, ModuleDict or Sequential of which at least two are of one class and hold
-    parameters. Lists that are members of a list are gone through, since nobody calls them, and so are stages (of a
-    ResNet,
-    a Swin Transformer, a U-Net), which hold little but lists of blocks. A model without such lists of composite modules
-    (a plain Sequential of layers) has its layers as blocks.
+    parameters. A list that is a member of a list is searched too, since nobody calls it. So is a stage (of a ResNet, a
+    Swin Transformer, a U-Net), which holds little but lists of blocks. If a model has no such lists of composite
+    modules (a plain Sequential of layers), its layers are the blocks.
     """
     blocks = _search(model, "", composite=True)
     return blocks or _search(model, "", composite=False)
@@ -28,7 +27,7 @@ def select_modules(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module
     """The modules whose names match one of `patterns` (globs as in ``layers.*``), in registration order.
 
     Raises:
-        ValueError: a pattern that matches no module, or nothing but lists, which are never called themselves.
+        ValueError: a pattern matches no module, or only lists, which are never called themselves.
     """
     named = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:
@@ -49,7 +48,7 @@ def select_modules(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module
 
 
 def named_parts(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of `module` by name, without what computes its parametrized tensors, which is a part of itself."""
+    """The children of `module` by name, without parametrizations, which count as part of the module itself."""
     parametrized = parametrize.is_parametrized(module)
     return {n: child for n, child in module.named_children() if not (parametrized and n == "parametrizations")}
 
@@ -69,7 +68,7 @@ def _search(module: nn.Module, prefix: str, composite: bool) -> dict[str, nn.Mod
 
 
 def _elements(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The members of a list; in the place of a list that cannot be called, its own."""
+    """The members of a list. A member that is a list and cannot be called is replaced by its own members."""
     for name, child in module.named_children():
         if _is_mere_list(child):
             yield from _elements(child, f"{prefix}{name}.")
@@ -84,7 +83,7 @@ def _members(children: dict[str, nn.Module], composite: bool) -> set[str]:
         for name, child in children.items()
         if any(True for _ in child.parameters()) and (named_parts(child) or not composite)
     }
-    # Each parametrized module is of a class of its own.
+    # torch gives each parametrized module a class of its own.
     repeated = Counter(parametrize.type_before_parametrizations(child) for child in candidates.values())
     return set(candidates) if any(count >= 2 for count in repeated.values()) else set()
 
@@ -92,7 +91,8 @@ def _members(children: dict[str, nn.Module], composite: bool) -> set[str]:
 def _is_stage(module: nn.Module, path: str, inner: dict[str, nn.Module]) -> bool:
     """Whether `module` is a list of the blocks `inner` and little more.
 
-    That is: it has nothing but lists; or lists that only its own forward can run through, with most of its parameters.
+    That is: all its children are lists; or it holds lists that only its own forward can run, with most of its
+    parameters.
     """
     children = dict(module.named_children())
     lists = {name: child for name, child in children.items() if _is_list(child)}
@@ -110,5 +110,5 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_mere_list(module: nn.Module) -> bool:
-    """Whether it has no forward of its own, so that only its members are ever called."""
+    """Whether it has no forward, so that only its members are ever called."""
     return type(module).forward is nn.Module.forward

@@ -1,4 +1,4 @@
-"""What a module's buffers held at one time, to be put back if a computation is undone or done again."""
+"""The values of a module's buffers at one time, to restore if a computation is undone or repeated."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tensorshard.torch_private.modules import buffer_at, buffer_names, set_buffe
 from tensorshard.torch_private.tensors import tensor_version
 
 Place = tuple[nn.Module, str]
-"""A module, and the name that it has a buffer under."""
+"""A module, and the name of a buffer in it."""
 
 
 @dataclass
@@ -20,10 +20,10 @@ class _Kept:
 
     Args:
         places: where it is registered.
-        buffer: the tensor itself; None where there is only a name for one.
+        buffer: the tensor itself; None where only the name is registered.
         version: how often it had been written to.
-        values: a copy of what it held.
-        silent: whether it may be written to without being counted: torch's batch norm does so to running statistics.
+        values: a copy of its values.
+        silent: whether it may be written to without being counted, as torch's batch norm does to running statistics.
     """
 
     places: list[Place]
@@ -34,13 +34,13 @@ class _Kept:
 
     @classmethod
     def of(cls, buffer: torch.Tensor | None, places: list[Place]) -> "_Kept":
-        if buffer is None:  # a forward may put one there
+        if buffer is None:  # a forward may assign a tensor
             return cls(places, None, 0, None)
         silent = any(name in STATISTICS and keeps_statistics(module) for module, name in places)
         return cls(places, buffer, tensor_version(buffer), buffer.detach().clone(), silent)
 
     def is_changed(self) -> bool:
-        """Whether it was written to, or may have been, or another tensor was put in its place."""
+        """Whether it was replaced or written to, or may have been."""
         if self.silent:
             return True
         if any(buffer_at(module, name) is not self.buffer for module, name in self.places):
@@ -52,8 +52,8 @@ class BufferValues:
     """The buffers of `modules` as they are now.
 
     Args:
-        modules: without repetition; those within them are not looked at.
-        wanted: which buffers are to be copied: called with each, and with the places where it is registered.
+        modules: each once; modules inside of them are not looked at.
+        wanted: says which buffers to copy. It is called with each, and with the places where it is registered.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BufferValues:
         return [kept.places for kept in self._kept if kept.is_changed()]
 
     def forget_unchanged(self) -> None:
-        """Keeps no copies of buffers that still are what they were."""
+        """Drops the copies of buffers that have not changed."""
         self._kept = [kept for kept in self._kept if kept.is_changed()]
 
     @torch.no_grad()
@@ -89,9 +89,9 @@ class BufferValues:
                     kept.buffer.copy_(kept.values)
 
     def exchange(self) -> "Exchanged":
-        """Puts copies of the kept values in the buffers' places, until :meth:`Exchanged.undo`.
+        """Replaces the buffers by copies of the kept values, until :meth:`Exchanged.undo`.
 
-        Nothing is written into the buffers themselves, which a graph may still need.
+        Nothing is written into the buffers themselves, since a graph may still need them.
         """
         current = [(module, name, buffer_at(module, name)) for kept in self._kept for module, name in kept.places]
         for kept in self._kept:
@@ -103,7 +103,7 @@ class BufferValues:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Buffers that others stand for."""
+    """Buffers that were replaced for a while."""
 
     _current: list[tuple[nn.Module, str, torch.Tensor | None]]
 

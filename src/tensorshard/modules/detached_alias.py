@@ -1,4 +1,4 @@
-"""A tensor that shares another's memory and is its own to autograd."""
+"""A tensor that shares another's memory, and that autograd treats as a tensor of its own."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 class DetachedAlias(torch.autograd.Function):
-    """The identity. Unlike a view, its result may be detached and be changed in place whatever it came from."""
+    """The identity. Its result, unlike a view, may be detached and be changed in place, whatever it was made from."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

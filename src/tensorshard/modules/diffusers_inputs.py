@@ -1,4 +1,4 @@
-"""Inputs of diffusers' models, by what their configs say: noisy samples, timesteps, and conditions."""
+"""Inputs for diffusers' models, made from their configs: noisy samples, timesteps, and conditions."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -25,9 +25,9 @@ Inputs = dict[str, torch.Tensor]
 
 
 def diffusers_inputs(model: nn.Module) -> list[Inputs]:
-    """Candidates for keyword arguments of `model`, the likeliest first; [] for models of others.
+    """Candidates for keyword arguments of `model`, the most likely first; [] if it is not from diffusers.
 
-    Its ``config``, a mapping, gives the sizes, and its forward the names. The values are arbitrary.
+    The sizes come from its ``config``, a mapping, and the names from its forward. The values are arbitrary.
     """
     config = getattr(model, "config", None)
     accepted = inspect.signature(type(model).forward).parameters
@@ -46,11 +46,11 @@ def _sample_shapes(config: Mapping[str, Any], first: nn.Module | None) -> Iterat
     """Shapes of one sample for a model whose first convolution is `first`."""
     channels = config.get("in_channels")
     if channels is None:
-        if config.get("embedding_dim") is not None:  # of a prior, which denoises an embedding
+        if config.get("embedding_dim") is not None:  # a prior, which denoises an embedding
             yield (config["embedding_dim"],)
     elif isinstance(first, nn.Conv1d):
         yield channels, _LENGTH
-    elif "sample_frames" in config:  # of a video's transformer, whose latents have frames first
+    elif "sample_frames" in config:  # a transformer for videos, whose latents have frames first
         yield _FRAMES, channels, *_sizes(config)
     else:
         yield channels, *_sizes(config)
@@ -66,7 +66,7 @@ def _sizes(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _conditioning(config: Mapping[str, Any], name: str) -> torch.Tensor | None:
-    """What the argument `name` may be; None for what need not be given."""
+    """A value for the argument `name`; None if it is optional."""
     if name in ("timestep", "timesteps"):
         return torch.ones(_SAMPLES, dtype=torch.long)
     if name == "encoder_hidden_states":

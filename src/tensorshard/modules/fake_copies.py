@@ -1,4 +1,4 @@
-"""Copies of modules that share nothing with the original, on fake or real tensors, without its weights."""
+"""Copies of modules, on fake or real tensors, that share nothing with the original and do not copy its weights."""
 
 import itertools
 from collections.abc import Callable, Container, Sequence
@@ -16,15 +16,15 @@ from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_tensors import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from tensorshard.torch_private.pytree import tree_leaves
 
-# Parameters that a copy with values may have: they take 2 GB.
+# The most parameters of a copy with values: they take 2 GB.
 _LARGEST_REAL_COPY = 500_000_000
 
-# Matrices of at least so many elements can be made compact: 4 MB.
+# Matrices of at least this many elements can be made compact: 4 MB.
 _LARGE_MATRIX = 1 << 20
-# How many elements further on the next row of a compact matrix begins: a prime, which no size of a layer is.
+# The next row of a compact matrix begins this many elements further on: a prime, which no size of a layer is.
 _COMPACT_STRIDE = 17
 
-# How many numbers after another matrix's first one the next matrix begins: a prime, which no size of a layer is.
+# The next matrix begins this many numbers after the one before: a prime, which no size of a layer is.
 _POOL_STRIDE = 1009
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -32,9 +32,9 @@ _Mode = TypeVar("_Mode", bound=TorchDispatchMode)
 
 
 def copy_with(module: _Module, tensor_for: Callable[[str, torch.Tensor], torch.Tensor]) -> _Module:
-    """A deep copy of `module` in which ``tensor_for(name, tensor)`` stands for each parameter and buffer.
+    """A deep copy of `module` in which ``tensor_for(name, tensor)`` replaces each parameter and buffer.
 
-    Ties are kept: a tensor with several names is asked for once, by the first.
+    Ties are kept: for a tensor with several names, `tensor_for` is called once, with the first.
     """
     memo: dict[int, torch.Tensor] = {}
     for named in (module.named_parameters(), module.named_buffers()):
@@ -47,16 +47,16 @@ def copy_with(module: _Module, tensor_for: Callable[[str, torch.Tensor], torch.T
 
 
 def computed_attributes(module: nn.Module) -> dict[int, torch.Tensor]:
-    """What :func:`copy.deepcopy` has to put for tensors with a graph, which it refuses, by their ``id``.
+    """Replacements, by ``id``, for tensors with a graph, which :func:`copy.deepcopy` refuses to copy.
 
-    Modules keep some as plain attributes: the weight that the older weight_norm computes, or what a hook kept.
+    Modules keep some as plain attributes: the weight that the older weight_norm computes, or a tensor that a hook kept.
     """
     kept = (leaf for inner in module.modules() for value in vars(inner).values() for leaf in tree_leaves(value))
     return {id(leaf): leaf.detach() for leaf in kept if isinstance(leaf, torch.Tensor) and not leaf.is_leaf}
 
 
 def keep_padding(model: nn.Module) -> None:
-    """Keeps torch's encoders from leaving out padding when they evaluate: nested tensors are neither faked nor sent."""
+    """Keeps torch's encoders from dropping padding in evaluation: that makes nested tensors, which cannot be faked."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
@@ -74,7 +74,7 @@ def make_fake_copy(model: _Module, fake: FakeTensorMode, device: torch.device, *
 
 
 def make_sample(inputs: Any, fake: FakeTensorMode, device: torch.device, *, values: bool = True) -> Any:
-    """`inputs` for a fake copy, a repeated tensor as one; with `values`, those that have any are copied with them."""
+    """`inputs` for a fake copy. A tensor that occurs twice is copied once. With `values`, values are copied if any."""
     return map_tensors_once(lambda tensor: _sample(tensor, fake, device, values=values), inputs)
 
 
@@ -84,15 +84,15 @@ def follow_run(
     follow: Callable[[FakeTensorMode, _Module, Any], _Mode],
     run: Callable[[_Module, Any, _Mode], None],
 ) -> _Mode:
-    """Runs a copy of `model` on fake tensors; where it asks for values, on real ones, if it is not too large.
+    """Runs a copy of `model` on fake tensors. If it asks for values, runs it on real ones, unless it is too large.
 
-    The copy is on the CPU and evaluates with gradients. All parameters require them, since without some modules take
-    shortcuts past their layers.
+    The copy is on the CPU, in evaluation, with gradients. All parameters require them: without gradients, some modules
+    take shortcuts past their layers.
 
-    Fake tensors have no values, so that the run is the one that holds for all of them: code that would take a short cut
-    for some (no mask where nothing is masked) takes the long way. Experts return placeholders
-    (:func:`tensorshard.modules.stacked_experts.use_placeholder_outputs`). Real ones are random, the same on every
-    rank, and show what the model does with these.
+    Fake tensors have no values. So the run holds for all values: code that takes a shortcut for some values (no mask
+    where nothing is masked) takes the long way. Experts return placeholders
+    (:func:`tensorshard.modules.stacked_experts.use_placeholder_outputs`). Real tensors are random, the same on every
+    rank, and show what the model does with these values.
 
     Args:
         follow: makes the dispatch mode that follows the run, from the copy and its inputs.
@@ -139,7 +139,7 @@ def _run_real(model: _Module, inputs: Any, follow: Any, run: Any) -> Any:
 
 
 def _prepare(copied: nn.Module) -> None:
-    copied.eval()  # which some models return nothing from
+    copied.eval()  # some models return nothing in training
     for parameter in copied.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
 
@@ -152,18 +152,17 @@ def _sample(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device, *,
 
 
 def mixed_mask(shape: Sequence[int]) -> torch.Tensor:
-    """A mask that leaves something of each row to attend to, whether True means to attend or to ignore."""
+    """A mask under which each row attends to something, whether True means to attend or to ignore."""
     return sum(torch.meshgrid(*map(torch.arange, shape), indexing="ij"), start=torch.zeros(())) % 2 == 0
 
 
 def random_values(
     generator: torch.Generator, kernels: Container[str] = ()
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Values under which a wrong split shows: of the size of trained weights, with biases, and norms not all
-    1.
+    """Values that make a wrong split visible: they are as large as trained weights', with biases, and norms not all 1.
 
-    Buffers keep their values where they have any, but for running statistics, which are as after training.
-    Floating-point types become fp32, in which a comparison means most.
+    Buffers keep their values if they have any, except for running statistics, which look like those after training.
+    Floating-point types become fp32, since comparisons are most exact in it.
 
     Args:
         kernels: names of the weights of convolutions [channels, channels, ...].
@@ -177,10 +176,10 @@ def random_values(
         if not tensor.is_floating_point():
             if dtype == torch.bool and tensor.ndim > 1:
                 return mixed_mask(tensor.shape)
-            return torch.ones(tensor.shape, dtype=dtype)  # nothing masked, the first of what is counted
+            return torch.ones(tensor.shape, dtype=dtype)  # nothing is masked, and every index is 1
         noise = torch.randn(tensor.shape, generator=generator)
         if not isinstance(tensor, nn.Parameter) and tensor.ndim < 2:
-            return noise.abs_().add_(0.5)  # a variance, a frequency, a count
+            return noise.abs_().add_(0.5)  # it may be a variance, a frequency or a count
         if tensor.ndim < 2:
             return noise.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
         if name in kernels:
@@ -193,10 +192,10 @@ def random_values(
 def compact_values(
     generator: torch.Generator, values: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """The same as `values`, but that rows of large matrices overlap in memory: each begins soon after the one before.
+    """As `values`, but rows of large matrices overlap in memory: each begins soon after the one before.
 
-    So a matrix takes few percent of its memory. No two rows are alike, nor two columns; what computes with the wrong
-    ones is off by as much as with numbers that are all independent.
+    So a matrix takes a few percent of its memory. No two rows or columns are alike. Computing with the wrong ones is
+    off by as much as with independent random numbers.
     """
 
     def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -214,10 +213,10 @@ def compact_values(
 def pooled_values(
     generator: torch.Generator, values: Callable[[str, torch.Tensor], torch.Tensor], model: nn.Module
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """The same as `values`, but that large matrices of `model` are stretches of the same random numbers.
+    """As `values`, but large matrices of `model` are overlapping pieces of the same random numbers.
 
-    Each begins somewhere else, so that no two are alike. Together they take little more memory than the largest. Unlike
-    :func:`compact_values`, each is in one piece.
+    Each begins somewhere else, so no two are alike. Together they take little more memory than the largest. Unlike
+    those of :func:`compact_values`, each is contiguous.
     """
     matrices = [parameter for parameter in model.parameters() if is_large_matrix(parameter)]
     sizes: dict[float, int] = {}
@@ -240,7 +239,7 @@ def pooled_values(
 
 
 def is_large_matrix(parameter: torch.Tensor) -> bool:
-    """Whether it takes as much memory as the matrices that :func:`pooled_values` puts together."""
+    """Whether it is large enough for :func:`pooled_values` to put it into the shared memory."""
     return parameter.ndim == 2 and parameter.numel() >= _LARGE_MATRIX and parameter.is_floating_point()
 
 

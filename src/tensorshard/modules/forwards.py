@@ -1,11 +1,11 @@
 """The one place where a module's forward is changed, on the instance and in a stated order.
 
-Transforms leave names, classes, parameters and hooks as they are, and put code around a module's forward, or in its
-place. Each says which :class:`Role` its code has. The roles are the order, whatever the order of the calls: with
-recomputation and compilation, say, it is always the recomputing forward that is compiled. It is put together when code
-is added, so that a call of the module costs no more than nested ``functools.partial`` do.
+Transforms leave names, classes, parameters and hooks as they are. They put code around a module's forward, or replace
+it. Each says which :class:`Role` its code has. The order of the roles decides what runs around what, whatever the order
+of the calls: with recomputation and compilation, the recomputing forward is always what is compiled. The result is
+built when code is added, so that a call of the module costs no more than a few nested ``functools.partial`` do.
 
-A forward of the module's own is its class's, or what the user has set on the instance; the latter is never replaced.
+A module's own forward is its class's, or one that the user has set on the instance. The latter is never replaced.
 """
 
 import copy
@@ -33,55 +33,55 @@ class Role(IntEnum):
     SYNCHRONIZED_STATISTICS = auto()
     """Batch statistics are those of all data ranks."""
     FP32 = auto()
-    """What a norm or a parametrization computes, it computes from fp32 parameters."""
+    """A norm or a parametrization computes from fp32 parameters."""
     INNER_COMPILATION = auto()
-    """What the roles of tensor parallelism run inside of themselves is compiled, without them."""
+    """The code that roles of tensor parallelism run inside of themselves is compiled; the roles are not."""
     SPLIT_LAYER = auto()
     """A linear layer, an embedding or an attention computes this tensor-parallel rank's part."""
     SHARED_INPUT = auto()
-    """Split layers of one input are computed together, in place of one by one."""
+    """Split layers of one input are computed together, not one by one."""
     SEQUENCE_LAYER = auto()
-    """A split layer whose input or output is this rank's part of the sequence."""
+    """A split layer takes or returns this rank's part of the sequence."""
     GATHERED_OUTPUT = auto()
-    """The output of a split layer is put together."""
+    """The output of a split layer is gathered."""
     SEQUENCE_SHAPES = auto()
-    """Reshapes that ask for a part of the sequence get all of it."""
+    """Reshapes that ask for the length of a part of the sequence get the full length."""
     LOCAL_SHAPES = auto()
-    """Reshapes that ask for all ranks' features get those of this rank."""
+    """Reshapes that ask for all ranks' features get this rank's features."""
     DIVIDED_INPUTS = auto()
-    """Of inputs with an entry for each head, a module gets those of this rank's heads."""
+    """A module gets only this rank's heads of inputs that have an entry for each head."""
     SUMMED_OUTPUT = auto()
     """The output is this rank's part of a sum over the tensor-parallel ranks."""
     GATHERED_PARAMETERS = auto()
-    """A module's own parameters, of which this tensor-parallel rank keeps parts, are put together."""
+    """A module's own parameters are gathered; this tensor-parallel rank keeps parts of them."""
     SUMMED_GRADIENTS = auto()
     """The gradients of a module's own parameters are summed over the tensor-parallel ranks."""
     GUARDED_ROWS = auto()
-    """A module that reads weights past its layers is checked to call those of which this rank has a part."""
+    """A module that reads its layers' weights directly is checked to call the split ones."""
     RANDOM_STREAM = auto()
-    """Tensor-parallel ranks draw random numbers apart where their activations differ."""
+    """Tensor-parallel ranks draw different random numbers where their activations differ."""
     SEQUENCE_INPUTS = auto()
-    """A module gets whole sequences though its ranks have parts."""
+    """A module gets whole sequences, though its rank has a part."""
     SEQUENCE_WHOLE = auto()
-    """A module computes whole sequences, from parts and to parts."""
+    """A module computes whole sequences. Its inputs are gathered, and its outputs cut."""
     SEQUENCE_GRADIENTS = auto()
-    """The gradients of parameters that see a part of the sequence are summed."""
+    """The gradients of parameters that are applied to a part of the sequence are summed."""
     SEQUENCE_LENGTH = auto()
     """A block is told how long the sequence is."""
     UNCOMPILED = auto()
-    """The roles of tensor parallelism run as they are, between what is compiled."""
+    """The roles of tensor parallelism run uncompiled, between compiled code."""
     UNCOMPUTED_LOGITS = auto()
-    """A model's last layer hands on what its logits follow from, and not these."""
+    """A model's last layer returns what its logits are computed from, not the logits."""
     RECOMPUTATION = auto()
     """Activations are computed again in backward."""
     COMPILATION = auto()
     """Everything further in is compiled."""
     OFFLOADED_ACTIVATIONS = auto()
-    """What is kept for backward, by all that is further in, goes to another tier."""
+    """What everything further in keeps for backward goes to another tier."""
     COMPOSED = auto()
-    """An estimate tells what a block does from what one like it did."""
+    """In an estimate, a block repeats what was recorded for a block like it."""
     PIPELINE_STAGE = auto()
-    """What another stage computes is not computed here."""
+    """A module that another stage computes is not computed here."""
     TRACE = auto()
     """Calls are noted, on a fake copy."""
 
@@ -90,19 +90,19 @@ def wrap_forward(module: nn.Module, role: Role, around: Forward) -> None:
     """Puts code around what runs further in.
 
     Args:
-        around: called as ``around(forward, *args, **kwargs)`` with the arguments of the module's call, where `forward`
-            is what runs further in. It had better take that by position only (``/``), so that a module may have an
-            argument of the same name.
+        around: called as ``around(forward, *args, **kwargs)`` with the arguments of the module's call. `forward` is
+            what runs further in. It should be a positional-only parameter (``/``), since a module may have an argument
+            of the same name.
 
     Raises:
-        ValueError: the module has code of this role already, or code further out that does not call what is further in.
+        ValueError: the module already has code of this role, or code further out that does not call what is further in.
         RuntimeError: the module's forward was set by other code since tensorshard changed it.
     """
     _add(module, role, _Layer(partial(partial, around)))
 
 
 def convert_forward(module: nn.Module, role: Role, convert: Callable[[Forward], Forward]) -> None:
-    """Puts ``convert(forward)`` in the place of `forward`, all that runs further in, as ``torch.compile`` does.
+    """Replaces `forward`, all that runs further in, by ``convert(forward)``, as ``torch.compile`` does.
 
     Args:
         convert: may be called several times, each time with a new `forward`.
@@ -117,7 +117,7 @@ def replace_forward(module: nn.Module, role: Role, forward: Forward) -> None:
     """Runs `forward` in place of the module's own forward and of replacements further in.
 
     Raises:
-        ValueError: the module has code of this role already; code further in, or a forward that the user set on the
+        ValueError: the module has code of this role already; or code further in, or a forward that the user set on the
             instance, would no longer run.
         RuntimeError: as :func:`wrap_forward`.
     """
@@ -125,13 +125,13 @@ def replace_forward(module: nn.Module, role: Role, forward: Forward) -> None:
 
 
 def own_forward(module: nn.Module) -> Forward:
-    """The forward of `module`'s class, or that which the user set on the instance, without anything around it."""
+    """The forward of `module`'s class, or the one that the user set on the instance, without anything around it."""
     record = _record_of(module)
     return module.forward if record is None else record.own
 
 
 def forward_within(module: nn.Module, role: Role) -> Forward:
-    """What runs further in than the code that `module` has of `role`."""
+    """What runs inside of `module`'s code of `role`."""
     record = _record_of(module)
     return module.forward if record is None else record.compose(below=role)
 
@@ -155,7 +155,7 @@ def has_users_forward(module: nn.Module) -> bool:
 
 
 def runs_forward_of(module: nn.Module, *classes: type[nn.Module]) -> bool:
-    """Whether `module` computes what one of `classes` does: no subclass and no user gave it a forward of its own."""
+    """Whether `module` computes what one of `classes` does: neither a subclass nor the user gave it another forward."""
     return any(type(module).forward is cls.forward for cls in classes) and not has_users_forward(module)
 
 
@@ -170,12 +170,12 @@ class _Layer:
 
 @dataclass
 class _Record:
-    """What a module's forward is made of.
+    """The parts of a module's forward.
 
     Args:
         own: the module's own forward.
-        own_is_the_users: whether it was set on the instance.
-        composed: what was put on the instance last.
+        own_is_the_users: whether the user set it on the instance.
+        composed: the forward that was last put on the instance.
     """
 
     own: Forward
@@ -184,7 +184,7 @@ class _Record:
     composed: Forward | None = None
 
     def compose(self, below: Role | None = None) -> Forward:
-        """All layers around each other; those further in than `below` alone if that is given."""
+        """All layers around each other; only those further in than `below`, if that is given."""
         forward = self.own
         for role in sorted(self.layers):
             if below is None or role < below:
@@ -216,7 +216,7 @@ def _add(module: nn.Module, role: Role, layer: _Layer) -> None:
             )
     record.layers = layers
     record.composed = record.compose()
-    # Past Module.__setattr__: a wrapper such as torch.compile's OptimizedModule would pass it on to what it wraps.
+    # Not by Module.__setattr__: a wrapper such as torch.compile's OptimizedModule would pass it on to its module.
     vars(module)[_RECORD] = record
     vars(module)["forward"] = record.composed
 
@@ -237,13 +237,13 @@ def _name(module: nn.Module) -> str:
 
 
 def deepcopy_module(module: nn.Module, memo: Mapping[int, Any]) -> Any:
-    """:func:`copy.deepcopy`, with the forwards that users set on instances working on the copy.
+    """:func:`copy.deepcopy`, after which forwards that users set on instances work on the copy.
 
-    A function is not copied by ``copy.deepcopy``: where it was made around a module (``old = m.forward``, then
-    ``m.forward = lambda x: 2 * old(x)``), the copy would run the original's. Here it is made anew around the copy.
+    ``copy.deepcopy`` does not copy functions. If one was made around a module (``old = m.forward``, then
+    ``m.forward = lambda x: 2 * old(x)``), the copy would run the original's. Here it is made again around the copy.
 
     Args:
-        memo: what to put for objects, by their ``id``.
+        memo: replacements for objects, by their ``id``.
     """
     made = dict(memo)
     copied = copy.deepcopy(module, made)
@@ -261,7 +261,7 @@ def deepcopy_module(module: nn.Module, memo: Mapping[int, Any]) -> Any:
 
 
 def _rebound(value: Any, made: dict[int, Any]) -> Any:
-    """`value`, with copies in the place of what was copied, also where methods and functions refer to it."""
+    """`value`, with copies in place of the objects that were copied, also where methods and functions refer to them."""
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _rebound(value.__self__, made))
     if isinstance(value, partial):
@@ -285,7 +285,7 @@ def _rebound_function(function: FunctionType, made: dict[int, Any]) -> FunctionT
     again = FunctionType(code, function.__globals__, name, tuple(_rebound(v, made) for v in defaults), new_cells)
     again.__kwdefaults__ = function.__kwdefaults__
     vars(again).update(vars(function))
-    made[id(function)] = again  # before its cells are filled, since it may refer to itself
+    made[id(function)] = again  # before its cells are filled, as it may refer to itself
     for cell, new in zip(cells, new_cells, strict=True):
         for value in _contents((cell,)):
             new.cell_contents = _rebound(value, made)
@@ -300,5 +300,5 @@ def _contents(cells: tuple[CellType, ...]) -> Iterator[Any]:
     for cell in cells:
         try:
             yield cell.cell_contents
-        except ValueError:  # an empty one
+        except ValueError:  # an empty cell
             continue

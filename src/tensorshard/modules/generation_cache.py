@@ -1,7 +1,7 @@
-"""Caches of keys and values, which generation needs and training does not: off while a model is trained or traced.
+"""Caches of keys and values, which generation needs and training does not: they are off in training and tracing.
 
 Hugging Face's models fill one in every forward if ``config.use_cache`` says so, as stock configs do. It takes memory,
-recomputation would fill it a second time, and it is an output that no batch dimension belongs to.
+recomputation would fill it a second time, and it is an output without a batch dimension.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ class GenerationCache:
     """The switches of a model's caches: those of its config, and of the configs of its parts.
 
     Args:
-        models: whose modules have them, as ``transformers.PreTrainedModel`` documents: an attribute ``config``, with an
-            attribute ``use_cache``. Nothing is changed yet.
+        models: their modules have the switches, as ``transformers.PreTrainedModel`` documents: an attribute ``config``
+            with an attribute ``use_cache``. Nothing is changed yet.
     """
 
     def __init__(self, *models: nn.Module) -> None:
@@ -31,7 +31,7 @@ class GenerationCache:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it none is filled, unless a forward is given ``use_cache=True``. Afterwards all is as before."""
+        """Inside, no cache is filled, unless a forward is given ``use_cache=True``. Then the switches are reset."""
         switched = [config for config in self._configs if getattr(config, _SWITCH) is True]
         for config in switched:
             setattr(config, _SWITCH, False)
@@ -42,7 +42,7 @@ class GenerationCache:
                 setattr(config, _SWITCH, True)
 
     def off_in_training(self, model: nn.Module) -> AbstractContextManager[None]:
-        """:meth:`off`, if the graph of a forward of `model` would be kept for a backward."""
+        """:meth:`off`, if a forward of `model` would keep its graph for a backward."""
         return self.off() if model.training and torch.is_grad_enabled() else nullcontext()
 
 

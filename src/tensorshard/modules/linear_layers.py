@@ -1,4 +1,4 @@
-"""What computes as a linear layer does."""
+"""Modules that compute as a linear layer does."""
 
 from torch import nn
 

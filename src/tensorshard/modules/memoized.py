@@ -1,7 +1,7 @@
 """Functions of a model's code that remember what they returned (``functools.lru_cache``).
 
-Position indices and masks are often made once and kept. What a run on fake tensors made must not be kept: the model
-would compute with it later.
+Position indices and masks are often made once and kept. Results of a run on fake tensors must not be kept: the model
+would compute with them later.
 """
 
 import sys
@@ -15,10 +15,10 @@ from torch import nn
 
 @contextmanager
 def nothing_remembered(model: nn.Module) -> Iterator[None]:
-    """Clears, at its end, what the model's memoized functions were called with for the first time within it.
+    """At its end, makes the model's memoized functions forget the results that were added inside.
 
-    Looked at are functions in the modules that the classes of `model` are defined in, methods of these classes, and
-    attributes of the instances. What else such a function remembered is computed again when it is needed.
+    It finds functions in the modules that define the classes of `model`, methods of these classes, and attributes of
+    the instances. Their other results are forgotten too, and are computed again when they are needed.
     """
     before = [(function, function.cache_info().misses) for function in _memoized(model)]
     known = {id(function) for function, _ in before}
@@ -48,7 +48,7 @@ def _memoized(model: nn.Module) -> list[Any]:
 
 
 def _unwrapped(value: Any) -> list[Any]:
-    """`value`, and what a decorator has put around."""
+    """`value`, and the functions that a decorator has wrapped."""
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     if not isinstance(value, FunctionType):

@@ -1,4 +1,4 @@
-"""Whose fault an exception is that a run of a model ended with: the model's code's, or this package's."""
+"""Tells whether an exception that ended a run of a model is the model's fault, or this package's."""
 
 import sys
 import sysconfig
@@ -11,7 +11,7 @@ from tensorshard.modules.provenance import run_operation
 from tensorshard.torch_private.modules import MODULE_CALLS
 
 _PACKAGE = Path(__file__).parents[1]
-_MODELS = _PACKAGE / "models"  # models like anybody's
+_MODELS = _PACKAGE / "models"  # they count as users' models
 _TORCH = Path(torch.__file__).parent
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _LIBRARY, _SITE = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
@@ -20,13 +20,12 @@ _LIBRARY, _SITE = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("p
 def raised_by_model(error: Exception) -> bool:
     """Whether `error` says that a model cannot run in a certain way; else it is a fault of this package.
 
-    Wrong shapes, indices and values are told by ValueError, IndexError, RuntimeError and ArithmeticError, wherever a
-    model's tensors end up, be it in the layers of this package: these say that the model cannot run so. Other errors
-    (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ...) do so if the model's code raised
-    them: that is, if of the frames on the way to the error the innermost that is neither torch's nor the standard
-    library's belongs to no file of this package. A call of a module counts as a frame of the file of its class. What
-    torch's layers assert of the shapes that they are given is an error of the first kind. Memory that is not enough
-    says nothing about a model.
+    ValueError, IndexError, RuntimeError and ArithmeticError stand for wrong shapes, indices and values. They say that
+    the model cannot run so, wherever they are raised, in the layers of this package too. Other errors (AssertionError,
+    AttributeError, KeyError, NotImplementedError, TypeError, ...) say so if the model's code raised them. To find that
+    out, take the innermost frame that is neither torch's nor the standard library's: its file must not belong to this
+    package. A call of a module counts as a frame of the file of its class. What torch's layers assert about shapes is
+    an error of the first kind. Too little memory says nothing about a model.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return False
@@ -37,7 +36,7 @@ def raised_by_model(error: Exception) -> bool:
     if isinstance(error, AssertionError) and frames and _is_inside(frames[-1].f_code.co_filename, _TORCH / "nn"):
         return True
     for frame in reversed(frames):
-        if frame is not frames[-1] and frame.f_code.co_name in _MODES:  # a mode that passes an operation on
+        if frame is not frames[-1] and frame.f_code.co_name in _MODES:  # a mode that only passes an operation on
             continue
         owned = _is_of_package(frame)
         if owned is not None:
@@ -46,7 +45,7 @@ def raised_by_model(error: Exception) -> bool:
 
 
 def raised_in_operation(error: Exception) -> bool:
-    """Whether an operation of torch's, or a layer of this package, raised `error`, and no code of a model."""
+    """Whether an operation of torch, or a layer of this package, raised `error`, and not the model's code."""
     frames = _frames(error.__traceback__)
     return bool(frames) and any(_is_inside(frames[-1].f_code.co_filename, folder) for folder in (_PACKAGE, _TORCH))
 
@@ -60,8 +59,8 @@ def _frames(traceback: TracebackType | None) -> list[FrameType]:
 
 
 def _is_of_package(frame: FrameType) -> bool | None:
-    """Whether this package raised what `frame` is the innermost of; None if its caller tells."""
-    if frame.f_code is run_operation.__code__:  # the model's operation
+    """Whether this package raised the error that has `frame` as its innermost; None if that depends on the caller."""
+    if frame.f_code is run_operation.__code__:  # it runs an operation of the model
         return None
     file = frame.f_code.co_filename
     if frame.f_code in MODULE_CALLS:

@@ -9,7 +9,7 @@ class OperationCounter(TorchFunctionMode):
     """Counts the calls of torch's functions within it.
 
     Attributes:
-        operations: how many there were so far, one that failed included.
+        operations: how many there were so far. One that failed counts.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Several sequences in one row, which Hugging Face's models look for in the values of their positions.
+"""Several sequences packed in one row. Hugging Face's models look for them in the values of their positions.
 
-On fake tensors, which have none, these models take it that there are some, and attend with a mask and repeated keys
-that a run on values does without.
+Fake tensors have no values. On these, the models assume packed sequences, and attend with a mask and repeated keys,
+which a run on real values does without.
 """
 
 import functools
@@ -18,9 +18,9 @@ _Model = TypeVar("_Model")
 
 
 class NotPacked:
-    """Inside, models of transformers take it that each row is one sequence, unless `inputs` say positions themselves.
+    """Inside, models of transformers assume that each row is one sequence, unless `inputs` hold positions themselves.
 
-    transformers may be imported only when a model is built: :meth:`building` is for that.
+    transformers may be imported only when a model is built. :meth:`building` is for that case.
     """
 
     def __init__(self, inputs: Any) -> None:
@@ -37,7 +37,8 @@ class NotPacked:
             self._before = None
 
     def building(self, model: _Model) -> _Model:
-        """What does the same as a function `model` that builds a model; anything else as it is."""
+        """A function that builds a model as `model` does, for a function `model`; anything else is returned as it
+        is."""
         if not isinstance(model, functools.partial | FunctionType | MethodType):
             return model
 

@@ -1,4 +1,4 @@
-"""Putting real parameters and buffers in the place of a meta model's."""
+"""Replaces the parameters and buffers of a meta model by real ones."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from tensorshard.torch_private.modules import own_buffers, own_parameters, set_b
 
 
 def like(template: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """A parameter that holds `value` and is otherwise like `template`: what users hung on it included."""
+    """A parameter that holds `value` and is otherwise like `template`, with the attributes that users set on it."""
     parameter = nn.Parameter(value, requires_grad=template.requires_grad)
     parameter.__dict__.update(template.__dict__)
     return parameter

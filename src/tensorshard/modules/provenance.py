@@ -1,4 +1,4 @@
-"""Provenance: what each tensor of a run is computed from, followed through the run's operations."""
+"""Provenance: which values each tensor of a run is computed from, followed through the run's operations."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tensorshard.torch_private.operators import schema
 
 Source = TypeVar("Source")
 
-# What these return depends on the shape, type and device of what they are given alone.
+# Their results depend only on the shapes, types and devices of their inputs.
 _SHAPE_ONLY = frozenset(
     {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}
 ) | frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
@@ -52,7 +52,7 @@ class Operation:
 
     @cached_property
     def written(self) -> list[torch.Tensor]:
-        """The arguments that it changes in place: by its schema, or running statistics of which that is silent."""
+        """The arguments that it changes in place: by its schema, or running statistics that the schema leaves out."""
         if self.name in _NORMS_WITH_STATISTICS:
             training = self.args[5]
             return [tensor for tensor in self.args[3:5] if isinstance(tensor, torch.Tensor) and training]
@@ -69,7 +69,7 @@ class Operation:
         if torch.Tag.nondeterministic_seeded not in self.func.tags:
             return False
         for index, argument in enumerate(schema(self.func).arguments):
-            if argument.name == "dropout_p":  # an attention that may drop, but need not
+            if argument.name == "dropout_p":  # an attention, which draws only if this is above 0
                 return bool(self._argument(index, argument.name, 0.0))
         return True
 
@@ -80,22 +80,22 @@ class Operation:
 class Provenance(TorchDispatchMode, Generic[Source]):
     """Carries sources from the tensors that operations read to those that they make or change.
 
-    Sources belong to storages: a view has those of its base, and what is written through one is seen through all. An
-    operation's results come from all that its inputs come from, unless it looks at their shapes alone. What an
-    operation changes in place comes from what it held, too. Tensors are kept alive while the run is followed, so that
-    no storage is used again.
+    Sources belong to storages: a view has those of its base, and a write through one view shows in all. An operation's
+    results come from everything that its inputs come from, unless it only looks at their shapes. If it changes a tensor
+    in place, the result also comes from what the tensor held before. Tensors are kept alive while the run is followed,
+    so that no storage is used again.
 
-    Operations on fake tensors are fake. Those on real ones (the inputs, masks made of them) are real unless the mode of
-    the fake tensors is active around this one, so that code that looks at their values works.
+    Operations on fake tensors are fake. Operations on real ones (the inputs, masks made of them) are real, unless the
+    mode of the fake tensors is active around this one. So code that looks at their values works.
 
-    Subclasses say what the sources are: they give tensors their first ones by :meth:`set`, and override :meth:`follow`
-    where the rule is another, inside of some modules, say.
+    Subclasses define the sources: they give tensors their first ones by :meth:`set`, and override :meth:`follow` where
+    another rule holds, inside of some modules, say.
 
     Args:
         fake: the mode of the fake tensors.
 
     Attributes:
-        rng_ops: how many operations made random numbers so far.
+        rng_ops: how many operations have made random numbers so far.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -107,7 +107,7 @@ class Provenance(TorchDispatchMode, Generic[Source]):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a question for a tensor's device
+        if func.namespace == "prim":  # it only asks for a tensor's device
             return run_operation(func, args, kwargs)
         inputs = tensor_leaves((args, kwargs))
         if any(isinstance(tensor, FakeTensor) for tensor in inputs):
@@ -121,29 +121,29 @@ class Provenance(TorchDispatchMode, Generic[Source]):
         return output
 
     def follow(self, operation: Operation) -> None:
-        """Says what the results of `operation` are computed from."""
+        """Sets the sources of the results of `operation`."""
         self.add((*operation.outputs, *operation.written), self.read_by(operation))
 
     def read_by(self, operation: Operation) -> frozenset[Source]:
-        """What the results of `operation` are computed from, apart from what they held before."""
+        """The sources of the results of `operation`, without those of what they held before."""
         return self.of(operation.inputs) if operation.reads_values else frozenset()
 
     def of(self, tensors: Iterable[torch.Tensor]) -> frozenset[Source]:
-        """What `tensors` are computed from."""
+        """The sources of `tensors`."""
         return frozenset().union(*(self._sources.get(storage_key(tensor), frozenset()) for tensor in tensors))
 
     def set(self, tensor: torch.Tensor, sources: Iterable[Source]) -> None:
-        """Says what `tensor` is computed from, whatever was known of it."""
+        """Sets the sources of `tensor`, and forgets earlier ones."""
         self._kept.append(tensor)
         self._sources[storage_key(tensor)] = frozenset(sources)
 
     def add(self, tensors: Iterable[torch.Tensor], sources: frozenset[Source]) -> None:
-        """Says that `tensors` are computed from `sources`, too."""
+        """Adds `sources` to those of `tensors`."""
         if sources:
             for tensor in tensors:
                 self.set(tensor, self.of([tensor]) | sources)
 
 
 def run_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `func` returns. A function of its own, so that its errors are known as the run's from the frames."""
+    """Calls `func`. A separate function, so that its frame in a traceback shows that the error is the run's."""
     return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The buffers that a training forward changes by itself: what normalizations keep of the batches that they saw."""
+"""The buffers that a training forward changes: normalizations keep statistics of their batches there."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ STATISTICS = ("running_mean", "running_var")
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether `module` is one of torch's batch or instance normalizations, a subclass, or has buffers as they have."""
+    """Whether `module` is one of torch's batch or instance normalizations or a subclass, or has the same buffers."""
     return isinstance(module, NormBase) or all(name in own_buffers(module) for name in STATISTICS)
 
 
@@ -32,10 +32,10 @@ def buffers_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 
 
 def spectral_norm_hooks(module: nn.Module) -> list[SpectralNorm]:
-    """Those of :func:`torch.nn.utils.spectral_norm`, which compute a weight before each forward of `module`."""
+    """The hooks of :func:`torch.nn.utils.spectral_norm`, which compute a weight before each forward of `module`."""
     return [hook for hook in forward_pre_hooks(module) if isinstance(hook, SpectralNorm)]
 
 
 def _iterates(module: nn.Module) -> bool:
-    """Whether each training forward takes another step of a power iteration."""
+    """Whether each training forward takes one more step of a power iteration."""
     return isinstance(module, SpectralNormVectors) or bool(spectral_norm_hooks(module))

@@ -1,4 +1,4 @@
-"""Small inputs to run a model with once, where nobody gave any."""
+"""Small inputs to run a model with once, if the user gave none."""
 
 import inspect
 from typing import Any
@@ -14,12 +14,12 @@ from tensorshard.torch_private.pytree import tree_map_only
 
 
 def example_inputs(model: nn.Module) -> list[Any]:
-    """Candidates for inputs that `model` takes, the likeliest first; the values are arbitrary.
+    """Candidates for inputs that `model` takes, the most likely first. The values are arbitrary.
 
     Models of transformers and diffusers say themselves what they take. For others, the first layer with parameters
-    shows it: an embedding wants indices, a convolution images, a linear layer features; then the names of the forward's
-    arguments do. A model with a head that computes its loss takes targets as well, and may take masks. Numbers are of
-    the type of the model's first weight.
+    shows it: an embedding wants indices, a convolution images, a linear layer features. Then the names of the forward's
+    arguments are tried. A model with a head that computes its loss takes targets as well, and may take masks. Numbers
+    have the type of the model's first weight.
     """
     candidates = _candidates(model)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -38,9 +38,9 @@ def _candidates(model: nn.Module) -> list[Any]:
 
 
 def _with_targets(model: nn.Module, inputs: Any) -> list[Any]:
-    """What a model whose last layer is its loss may take: its input and the first classes, one a token or a sample.
+    """What a model may take whose last layer is its loss: its input, and small class indices, one a token or a sample.
 
-    Arguments that it cannot do without and that are called masks are ones.
+    Required arguments that are called masks are ones.
     """
     if not isinstance(inputs, torch.Tensor):
         return []
@@ -75,7 +75,7 @@ def _inputs_of_first_layer(model: nn.Module) -> list[Any]:
 
 
 def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
-    """Image sizes that the model's attributes speak of."""
+    """Image sizes that the model's attributes give."""
     found = []
     for name in ("image_size", "img_size", "image_shape", "input_size"):
         value = getattr(model, name, None)

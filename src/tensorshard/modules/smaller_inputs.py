@@ -1,4 +1,4 @@
-"""A small batch in the place of a large one, for runs of which only the kind of the numbers matters."""
+"""A small batch in place of a large one, for runs whose values do not matter."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
 
 _SAMPLES = 2
 _POSITIONS = 12
-# Batches of no more samples, and of no more positions in all, stay as they are.
+# Batches with at most this many samples, and at most this many positions in all, stay as they are.
 _FEW_SAMPLES = 8
 _FEW_POSITIONS = 512
 
@@ -16,8 +16,8 @@ _FEW_POSITIONS = 512
 def smaller_inputs(inputs: Any, size: int) -> Any | None:
     """The first samples of `inputs`, and the first positions of sequences; None where that would save little.
 
-    Sequences are token ids [samples, positions] or features [samples, positions, channels], all equally long. They are
-    cut where their length divides by `size`, to another that does.
+    Sequences are token ids [samples, positions] or features [samples, positions, channels], all equally long. If their
+    length is divisible by `size`, they are cut to another length that is.
 
     Args:
         inputs: as for ``Engine.step``.
@@ -42,7 +42,7 @@ def smaller_inputs(inputs: Any, size: int) -> Any | None:
 
 
 def _positions(leaves: list[torch.Tensor]) -> int | None:
-    """How long the sequences are that `leaves` are; None if they are not sequences, or not all of one length."""
+    """The length of the sequences in `leaves`; None if they are not sequences, or have different lengths."""
     if any(leaf.ndim != (3 if leaf.is_floating_point() else 2) for leaf in leaves):
         return None
     lengths = {leaf.shape[1] for leaf in leaves}

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose weights are stacked into parameters [experts, ...]: finding them, and faking their runs."""
+"""Mixtures of experts with weights stacked into parameters [experts, ...]: finding them, and faking their runs."""
 
 from functools import partial
 from typing import Any
@@ -23,10 +23,10 @@ def find_experts(block: nn.Module) -> dict[str, nn.Module]:
 
 
 def use_placeholder_outputs(model: nn.Module) -> None:
-    """Lets `model` run on fake tensors: which experts its tokens go to depends on values, which these do not have.
+    """Lets `model` run on fake tensors. These have no values, so nothing says which experts the tokens go to.
 
-    Experts that are given indices then return something of the shape and type of their first input, made of all that
-    they were given.
+    Experts that are given indices return a placeholder of the shape and type of their first input, made of all their
+    inputs.
     """
     for module in find_experts(model).values():
         wrap_forward(module, Role.FAKE_EXPERTS, partial(_placeholder_output, module))

@@ -1,4 +1,4 @@
-"""What surrounds each forward of a model, wherever it is called: by hooks, outside of all that replaces a forward."""
+"""Code around each forward of a model, wherever it is called. Hooks run it, outside of all replaced forwards."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -10,8 +10,8 @@ from torch import nn
 def as_hook(method: Callable[..., Any]) -> Callable[..., Any]:
     """A plain function that calls `method`.
 
-    ``copy.deepcopy`` of a module takes functions among its hooks as they are; of a bound method it would copy the
-    object, and the ranks' process groups with it.
+    ``copy.deepcopy`` of a module keeps functions among its hooks as they are. Of a bound method it would copy the
+    object, with the ranks' process groups.
     """
 
     def call(*args: Any) -> Any:
@@ -21,7 +21,7 @@ def as_hook(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def surround_forwards(model: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> None:
-    """Has each forward of `model`, with its other hooks, run within a ``context()``, which ends whatever it raises."""
+    """Runs each forward of `model`, with its other hooks, within a ``context()``, which also ends after an error."""
     opened: list[ExitStack] = []
 
     def enter(*_: object) -> None:

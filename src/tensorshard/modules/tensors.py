@@ -12,7 +12,7 @@ from tensorshard.torch_private.tensors import storage_address
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same for a tensor and its views."""
+    """A number that is the same for a tensor and its views."""
     return storage_address(tensor.untyped_storage())
 
 
@@ -38,7 +38,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
 
 
 def map_tensors_once(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """The same, where a tensor that is there several times is mapped once, so that it stays one tensor."""
+    """As :func:`map_tensors`, but a tensor that occurs several times is mapped once, so it stays one tensor."""
     made: dict[int, torch.Tensor] = {}
 
     def once(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Inputs of Hugging Face's models, by what their configs say: tokens, images, speech, series and several of them."""
+"""Inputs for Hugging Face's models, made from their configs: tokens, images, speech, series, or several of them."""
 
 import inspect
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ Inputs = dict[str, Any]
 
 
 def transformers_inputs(model: nn.Module) -> list[Inputs]:
-    """Candidates for keyword arguments of `model`, the likeliest first; [] for models of others.
+    """Candidates for keyword arguments of `model`, the most likely first; [] if it is not from transformers.
 
-    Its documented attributes say what it takes: ``config``, and ``main_input_name``. The values are arbitrary.
+    They follow from its documented attributes ``config`` and ``main_input_name``. The values are arbitrary.
     """
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if config is None or not isinstance(main, str):
@@ -35,7 +35,7 @@ def transformers_inputs(model: nn.Module) -> list[Inputs]:
         found.append({main: value, **beside})
         if main == "input_ids" and "pixel_values" in accepted and _look_up(config, "image_size") is not None:
             found.append({main: value, "pixel_values": _image(config), **beside})
-    if main == "states":  # of a decision, with what was done and got before
+    if main == "states":  # a decision transformer, with earlier actions and rewards
         found.insert(0, _decisions(config))
     return found
 
@@ -47,7 +47,7 @@ def tokens(vocabulary: int, special: frozenset[int] = frozenset()) -> torch.Tens
 
 
 def _values(config: Any, main: str) -> Iterator[torch.Tensor]:
-    """What the main input may be."""
+    """Candidates for the main input."""
     if main == "pixel_values":
         yield _image(config)
     elif main == "input_values":  # a spectrogram, or a waveform
@@ -92,7 +92,7 @@ def _token_ids(config: Any) -> torch.Tensor:
 
 
 def _look_up(config: Any, *names: str) -> Any:
-    """The first of these that the config has, or those of its parts have."""
+    """The first of `names` that the config or one of its parts has."""
     for name in names:
         for part in _parts(config):
             value = getattr(part, name, None)

@@ -1,4 +1,4 @@
-"""What modules return, taken apart into tensors and a structure, and what is known of a tensor before it exists."""
+"""Outputs of modules, taken apart into tensors and a structure; and the layout of tensors that do not exist yet."""
 
 import copy
 import enum
@@ -22,7 +22,7 @@ class Layout:
         shape: its size in each dimension.
         stride: in elements; that of a dense tensor.
         dtype: its type.
-        requires_grad: whether a gradient comes back for it.
+        requires_grad: whether a gradient is sent back for it.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Layout:
         return size
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Memory for it."""
+        """A tensor of this layout, without values."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def fits(self, tensor: torch.Tensor) -> bool:
@@ -55,12 +55,12 @@ class Layout:
         return tuple(tensor.shape) == self.shape and tensor.dtype == self.dtype
 
     def on_the_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous view of `tensor`, which has this layout, in the order of its memory."""
+        """A contiguous view of `tensor`, in the order of its memory. `tensor` has this layout."""
         order = sorted(range(len(self.shape)), key=lambda dim: (-self.stride[dim], dim))
         return tensor.permute(order)
 
     def arranged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in this layout: itself, or a copy."""
+        """`tensor` in this layout: the same tensor, or a copy."""
         if tuple(tensor.stride()) == self.stride:
             return tensor
         return self.empty(tensor.device).copy_(tensor)
@@ -90,7 +90,7 @@ class Opaque:
 
 @dataclass(frozen=True)
 class Structure:
-    """How tensors and plain values make up an object: the inverse of :func:`take_apart`.
+    """How an object is built from tensors and plain values: the inverse of :func:`take_apart`.
 
     Args:
         spec: the nesting.
@@ -108,7 +108,7 @@ class Structure:
         return tree_unflatten([_built(leaf, tensors) for leaf in self.leaves], self.spec)
 
     def opaque(self) -> list[str]:
-        """The classes of objects in it whose content is unknown."""
+        """The classes of the objects in it that cannot be taken apart."""
         kinds: list[str] = []
         for leaf in self.leaves:
             if isinstance(leaf, Opaque):
@@ -129,7 +129,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Fields:
-    """A dataclass that pytree does not know: an instance without its fields, and these."""
+    """A dataclass that pytree does not know: an instance without its fields, and the fields."""
 
     shell: Any
     names: tuple[str, ...]
