@@ -1,4 +1,4 @@
-"""Checks of what ``parallelize`` is given, before anything is allocated or a world is joined."""
+"""Checks the arguments of ``parallelize``, before anything is allocated or a world is joined."""
 
 import inspect
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: A
     """Refuses arguments of :func:`tensorshard.parallelize` of the wrong kind.
 
     Raises:
-        TypeError, ValueError: one of them is.
+        TypeError, ValueError: an argument is of the wrong kind.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}; it must be a tensorshard.Plan")
@@ -40,10 +40,10 @@ def check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: A
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """The device of this rank that was asked for.
+    """The device that the user named for this rank.
 
     Raises:
-        ValueError: it does not exist, or not here.
+        ValueError: the device does not exist, or not on this machine.
     """
     try:
         found = torch.device(device)
@@ -90,10 +90,10 @@ def _check_takes_two(loss_fn: Any) -> None:
 
 
 def _refused_call(function: Callable[..., Any], *args: Any) -> str | None:
-    """Why ``function(*args)`` does not fit its signature; None where it does, or nothing is known of it."""
+    """Why ``function(*args)`` does not fit its signature; None if it does, or if the signature is not known."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of what is written in C
+    except (TypeError, ValueError):  # of functions in C
         return None
     try:
         signature.bind(*args)

@@ -32,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for word in rest:
         if word.startswith("-"):
             args.parser.error(_unknown_option(args.parser, word))
-    if args.words is None:  # a command that takes options alone
+    if args.words is None:  # a command that only takes options
         if rest:
             args.parser.error(f"unexpected {rest[0]!r}; this command takes no arguments")
     else:
-        # argparse stops collecting words that are no options at the first option; the others are left over.
+        # argparse stops collecting the words at the first option. The words after that are left over.
         args.words = [*args.words, *rest]
     return _run(args)
 

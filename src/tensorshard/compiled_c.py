@@ -1,6 +1,6 @@
-"""A few lines of C, compiled in a second by this machine's own C compiler, for its own processor.
+"""Compiles a few lines of C with this machine's own C compiler, for its own processor, in about a second.
 
-For what takes torch many passes over memory. Where there is no compiler, torch does it.
+It is for work that takes torch many passes over memory. Without a compiler, torch does that work.
 """
 
 import ctypes
@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 _OPTIONS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_SECONDS = 60  # that compiling may take
+_SECONDS = 60  # time limit of the compiler
 
 
 def compile_c(source: str) -> ctypes.CDLL | None:
-    """The functions of `source`; None where there is no compiler, or it refuses."""
+    """The functions of `source`; None if there is no compiler, or it fails."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
     if compiler is None:
         return None
@@ -30,7 +30,7 @@ def compile_c(source: str) -> ctypes.CDLL | None:
             file.write_text(source)
             command = [compiler, *_OPTIONS, str(file), "-o", str(library), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=_SECONDS)
-            return ctypes.CDLL(str(library))  # stays when its file is gone
+            return ctypes.CDLL(str(library))  # it stays loaded when its file is removed
         except (OSError, subprocess.SubprocessError):
             return None
 
@@ -39,7 +39,8 @@ def in_threads(count: int, run: Callable[[int, int], None], *, multiple: int, le
     """Calls run(start, end) for the parts of range(count), in as many threads as torch computes with.
 
     Args:
-        multiple: where parts end, but for the last. least: what is worth a thread.
+        multiple: parts end at multiples of it, except for the last.
+        least: the smallest part that is worth a thread.
     """
     threads = min(torch.get_num_threads(), count // least)
     if threads < 2:

@@ -1,4 +1,4 @@
-"""Checks of single fields of a Plan and what is in it. Each raises a sentence that names the field."""
+"""Checks of single fields of a Plan and of its parts. Each raises with a sentence that names the field."""
 
 import difflib
 import math
@@ -15,7 +15,7 @@ _UNITS.update({"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40})
 
 
 def unknown_field(cls: type, values: Iterable[Any]) -> str | None:
-    """What is wrong with the first of `values` that is no field of the dataclass `cls`."""
+    """A message about the first of `values` that is no field of the dataclass `cls`; None if all are."""
     known = [f.name for f in fields(cls)]
     for key in values:
         if key not in known:
@@ -26,7 +26,7 @@ def unknown_field(cls: type, values: Iterable[Any]) -> str | None:
 
 
 def data_with_known_fields(cls: type[_Class]) -> type[_Class]:
-    """Has the frozen dataclass `cls` say what to do where it is given a field that does not exist, or is changed."""
+    """Makes the frozen dataclass `cls` raise with advice when it is given an unknown field, or is changed."""
     initialize = cls.__init__
 
     @wraps(initialize)
@@ -48,7 +48,7 @@ def data_with_known_fields(cls: type[_Class]) -> type[_Class]:
 
 
 def check_int(name: str, value: Any, least: int) -> None:
-    """Whether `value` is an integer of at least `least`."""
+    """Raises unless `value` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; it must be an integer of at least {least}")
     if value < least:
@@ -56,7 +56,7 @@ def check_int(name: str, value: Any, least: int) -> None:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Whether `value` is a number above 0."""
+    """Raises unless `value` is a number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r}; it must be a positive number or None")
     if not (value > 0 and math.isfinite(value)):
@@ -64,7 +64,7 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Whether `value` is one of `choices`; names the nearest."""
+    """Raises unless `value` is one of `choices`; the message names the nearest."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -75,7 +75,7 @@ def size_in_bytes(name: str, value: Any) -> int:
     """Bytes of a number, or of text such as "6GiB" or "500 MB".
 
     Raises:
-        ValueError, TypeError: `value` is no such thing, or less than a byte.
+        ValueError, TypeError: `value` is no size, or less than a byte.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(f"{name}={value!r} was given; it must be a number of bytes, or text such as '5GB' or '6GiB'")

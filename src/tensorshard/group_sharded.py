@@ -238,8 +238,8 @@ def _groups_of(split: dict[str, ParallelMark]) -> list[dist.ProcessGroup]:
 
 
 def _unscaler(groups: list[dist.ProcessGroup]) -> Any:
-    """What GradScaler unscales with. Its own way takes the full tensors of one process; this one takes shards, and if
-    one rank finds an overflow, all skip the step."""
+    """A function by which GradScaler unscales. torch's own takes the full tensors of one process. This one takes
+    shards; if one rank finds an overflow, all skip the step."""
 
     def unscale(
         scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, allow_fp16: bool

@@ -8,10 +8,10 @@ from typing import Any
 
 
 def lazy_imports(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """What a package takes as its ``__getattr__`` to import each of its names on first use.
+    """The ``__getattr__`` of a package that imports each of its names on first use.
 
-    A name that a module of the package has, too, as in ``tensorshard.estimate.estimate``, means what `modules` say: the
-    import system would put the module in its place.
+    A name may also be the name of a module of the package, as in ``tensorshard.estimate.estimate``. It then means what
+    `modules` say, although the import system would set it to the module.
 
     Args:
         package: its ``__name__``.

@@ -1,4 +1,4 @@
-"""The Mesh: where to do it. The one place where process groups are made."""
+"""The Mesh: where each part of a plan runs. The one place where process groups are made."""
 
 from datetime import timedelta
 from functools import cached_property
@@ -56,7 +56,7 @@ class Mesh:
         self.degrees: dict[str, int] = {axis: getattr(plan, axis) for axis in AXES}
         self.schedule = plan.pp_schedule
         self.stages_per_rank = plan.stages_per_rank
-        # Axes of degree 1 need no group, but for dp_shard, over which ZeRO's tensors are always laid out.
+        # Axes of degree 1 need no group, except for dp_shard: ZeRO's tensors always use it.
         self._axes = tuple(axis for axis in AXES if self.degrees[axis] > 1 or axis == "dp_shard")
         shape = tuple(self.degrees[axis] for axis in self._axes)
         with unset_fake_temporarily():
@@ -77,23 +77,23 @@ class Mesh:
         return coordinates(self.rank, self.degrees)[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The group of the ranks that differ from this one along `axis` alone.
+        """The group of the ranks that differ from this one only along `axis`.
 
         Raises:
-            ValueError: the axis has degree 1, so that there is nobody to talk to.
+            ValueError: the axis has degree 1, so there is no other rank.
         """
         if axis not in self._axes:
             raise ValueError(f"the {axis} axis has degree {self.degrees[axis]} and therefore no group")
         return self.device_mesh.get_group(axis)
 
     def along(self, *axes: str) -> DeviceMesh:
-        """The part of the device mesh that has `axes` alone."""
+        """The part of the device mesh that has only `axes`."""
         with unset_fake_temporarily():
             return self.device_mesh[axes]
 
     @property
     def stages(self) -> list[int]:
-        """The pipeline stages that this rank has, in order; of a plan without a pipeline, the one there is."""
+        """The pipeline stages that this rank has, in order. Without a pipeline there is one stage."""
         return find_schedule(self.schedule).stages_of(self.index("pp"), self.degrees["pp"], self.stages_per_rank)
 
     @property
@@ -119,7 +119,8 @@ class Mesh:
         return made
 
     def describe(self) -> str:
-        """One line an axis: its degree, this rank's index, and the ranks of its group; then every rank's groups."""
+        """One line for each axis: its degree, this rank's index, and the ranks of its group. Then every rank's
+        groups."""
         lines = [f"rank {self._members[self.rank]} of {dist.get_world_size()}"]
         for axis in AXES:
             members = self._numbers(group_ranks(self.rank, axis, self.degrees))
@@ -155,7 +156,7 @@ class Mesh:
 
 
 def _ranges(ranks: list[int]) -> str:
-    """A short spelling of evenly spaced ranks: all of a few, the ends and the step of many."""
+    """A short text for evenly spaced ranks: all of them if few, else the ends and the step."""
     if len(ranks) <= 8:
         return " ".join(map(str, ranks))
     step = ranks[1] - ranks[0]

@@ -1,4 +1,4 @@
-"""Which place a rank has along each axis of a mesh, as arithmetic: no torch, and no world."""
+"""The index of a rank along each axis of a mesh: pure arithmetic, without torch or a world."""
 
 import math
 
@@ -14,7 +14,7 @@ def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
 
 
 def group_ranks(rank: int, axis: str, degrees: dict[str, int]) -> list[int]:
-    """The ranks that differ from `rank` along `axis` alone, itself included."""
+    """The ranks that differ from `rank` only along `axis`, itself included."""
     stride = math.prod(degrees[inner] for inner in AXES[AXES.index(axis) + 1 :])
     first = rank - coordinates(rank, degrees)[axis] * stride
     return [first + i * stride for i in range(degrees[axis])]

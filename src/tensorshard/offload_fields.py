@@ -1,4 +1,4 @@
-"""What a Plan offloads, and where to, as pure data."""
+"""What a Plan offloads, and to where, as pure data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,13 +83,13 @@ class Offload:
 
     @property
     def activation_buffer_bytes(self) -> int:
-        """The part of `buffer_memory` that is for activations: half of it beside optimizer states, else all."""
+        """The part of `buffer_memory` for activations: half of it if optimizer states are offloaded too, else all."""
         if self.activations is None:
             return 0
         return self.buffer_bytes if self.optimizer is None else self.buffer_bytes // 2
 
     def describe(self) -> str:
-        """What is where, in words."""
+        """Says in words what is kept where."""
         where = {None: "device", "cpu": "host memory", "disk": "disk"}
         places = [f"{name}: {where[getattr(self, name)]}" for name in ("optimizer", "gradients", "parameters")]
         if self.activations is not None:
@@ -103,13 +103,13 @@ class Offload:
         return ", ".join(places)
 
     def check_implemented(self, zero: int) -> None:
-        """Refuses what this version does not do.
+        """Refuses what this version does not support.
 
         Args:
-            zero: the plan's.
+            zero: the plan's ZeRO level.
 
         Raises:
-            ValueError: names the field, and what works in its place.
+            ValueError: the message names the field, and what works instead.
         """
         if self.parameters is not None and zero != 3:
             raise ValueError(
@@ -133,7 +133,7 @@ class Offload:
 
 
 def as_offload(value: Any) -> Offload | None:
-    """The Offload that a Plan's `value` means: one, "cpu" or "disk", its fields in a mapping, or None.
+    """The Offload for a Plan's `value`: an Offload, "cpu" or "disk", a mapping of its fields, or None.
 
     Raises:
         ValueError, TypeError: it is none of these.

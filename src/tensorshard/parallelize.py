@@ -16,7 +16,7 @@ from tensorshard.plan import Plan
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 
 AUTO = "auto"
-"""In place of a Plan: the best one for this world."""
+"""What to pass in place of a Plan for the best plan for this world."""
 
 
 def parallelize(
@@ -81,7 +81,7 @@ def parallelize(
     if not isinstance(plan, Plan):
         device = _check_auto(model, plan, optimizer, loss_fn, seed, device, sample_inputs)
         join_world(device, timeout=as_timedelta(timeout))
-        from tensorshard.planner.choose_plan import choose_plan  # which brings all of the estimates
+        from tensorshard.planner.choose_plan import choose_plan  # this imports all of the estimates
 
         plan = choose_plan(model, optimizer, loss_fn, sample_inputs, sample_targets, fixed)
     elif fixed is not None or sample_targets is not None:
@@ -103,7 +103,7 @@ def parallelize(
 def _check_auto(
     model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: Any, device: torch.device | str | None, inputs: Any
 ) -> torch.device:
-    """Refuses what no plan can be chosen for, before a world is joined; returns the device."""
+    """Refuses arguments for which no plan can be chosen, before a world is joined; returns the device."""
     if plan != AUTO:
         check_arguments(model, plan if not isinstance(plan, str) else Plan(), optimizer, loss_fn, seed)
         raise ValueError(f"plan is {plan!r}; it must be a tensorshard.Plan, or 'auto' for the best one for this world")

@@ -1,4 +1,4 @@
-"""Paths as users give them, and the text in files."""
+"""Paths that users give, and the text in files."""
 
 from os import PathLike
 from pathlib import Path
@@ -9,10 +9,10 @@ def as_path(path: Any, what: str = "a path, such as 'checkpoints/step-1000'") ->
     """`path` as a Path.
 
     Args:
-        what: what it should be, for the message.
+        what: says what is expected, for the message.
 
     Raises:
-        TypeError: it is none.
+        TypeError: `path` is no path.
     """
     if not isinstance(path, str | PathLike):
         raise TypeError(f"path is {path!r}; it must be {what}")

@@ -26,9 +26,9 @@ REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 RECOMPUTE_MODES = ("none", "selective", "full")
 LOGITS_MODES = ("auto", "tiled", "whole")
 
-# Axes of the mesh that exist in the data structure and that no transform implements yet.
+# Axes that a Plan and a Mesh know, and that no transform implements yet.
 _MISSING_AXES = {"cp": "context parallelism"}
-# Fields that only mean something along one of the axes.
+# Fields that only matter along one of the axes.
 _FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": "pp", "pp_units": "pp"}
 
 
@@ -226,7 +226,7 @@ class Plan:
 
     @property
     def offloaded(self) -> Offload | None:
-        """``offload``, whose short forms ("cpu", "disk") are spelled out."""
+        """``offload``, with "cpu" and "disk" as an :class:`Offload`."""
         return as_offload(self.offload)
 
     @property
@@ -241,7 +241,7 @@ class Plan:
         return self.dp_replicate * self.dp_shard
 
     def describe(self) -> str:
-        """Every field that matters, one a line, in words."""
+        """Describes every field that matters in words, one a line."""
         degrees = "  ".join(f"{a}={'auto' if getattr(self, a) == -1 else getattr(self, a)}" for a in AXES)
         held = {
             0: "nothing is sharded",
@@ -294,7 +294,7 @@ class Plan:
         """A Plan of `values`.
 
         Raises:
-            ValueError: a key that is no field of Plan; names the nearest field.
+            ValueError: a key is no field of Plan. The message names the nearest field.
         """
         unknown = unknown_field(cls, values)
         if unknown is not None:
@@ -313,7 +313,7 @@ class Plan:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no YAML, or holds something else; names the nearest field to one that does not exist.
+            ValueError: it is no YAML, or has other contents. For an unknown field, the message names the nearest one.
         """
         import yaml
 

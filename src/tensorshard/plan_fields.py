@@ -1,4 +1,4 @@
-"""A Plan's own fields, each by itself; what makes no sense on any hardware is refused."""
+"""Checks of a Plan's own fields, each by itself. They refuse values that make no sense on any hardware."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ ZERO_NAMES = {"os": 1, "os_g": 2, "p_g_os": 3}
 
 
 def check_degree(axis: str, value: Any) -> None:
-    """Whether `value` may be the degree of an axis."""
+    """Raises unless `value` may be the degree of an axis."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{axis} is {value!r}; it must be a positive integer, or -1 to be inferred")
     if value < 1 and value != -1:
@@ -17,7 +17,7 @@ def check_degree(axis: str, value: Any) -> None:
 
 
 def as_zero_level(value: Any) -> int:
-    """The ZeRO level that `value` is, or is Paddle's name of."""
+    """The ZeRO level for `value`, a number or one of Paddle's names."""
     if isinstance(value, str) and value in ZERO_NAMES:
         return ZERO_NAMES[value]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 3:
@@ -50,7 +50,7 @@ def as_shard_units(value: Any) -> int | list[str] | None:
 
 
 def check_table(value: Any) -> None:
-    """Whether `value` may be a ``tp_plan``; whether its styles exist is found out where they are used."""
+    """Raises unless `value` may be a ``tp_plan``. Its styles are checked where they are used."""
     if value is None:
         return
     if not isinstance(value, dict) or not all(isinstance(part, str) for entry in value.items() for part in entry):

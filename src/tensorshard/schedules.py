@@ -1,4 +1,4 @@
-"""The schedules by name: what torch.distributed.pipelining calls them, and what each asks of a pipeline."""
+"""Pipeline schedules by name: their classes in torch.distributed.pipelining, and what each needs of a pipeline."""
 
 import difflib
 from dataclasses import dataclass
@@ -13,12 +13,13 @@ class Schedule:
         name: as in ``Plan(pp_schedule=...)``.
         torch_name: its class in ``torch.distributed.pipelining``.
         stages_per_rank: how many stages each rank must have; None for two or more.
-        placement: "loop": rank r has the stages r, r + ranks, ...; "v": two, the r-th from the start and from the end.
-        splits_backward: whether gradients of inputs and of parameters are computed apart.
-        bubble: the idle share of the ranks' time with p ranks, v stages a rank and m >= 2p micro-batches, if a forward
-            takes as long as a backward of inputs, or of parameters, and stages are alike.
-        memory: for how many micro-batches the busiest rank keeps the activations of all its layers.
-        source: where it comes from.
+        placement: "loop": rank r has the stages r, r + ranks, ...; "v": each rank has two, the r-th from the start and
+            the r-th from the end.
+        splits_backward: whether gradients of inputs and of parameters are computed separately.
+        bubble: the idle share of the ranks' time, with p ranks, v stages a rank and m >= 2p micro-batches. It assumes
+            equal stages, and that a forward takes as long as a backward for inputs, or one for parameters.
+        memory: the number of micro-batches for which the busiest rank keeps the activations of all its layers.
+        source: the paper or code that it comes from.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Schedule:
 
     def torch_class(self) -> Any:
         """The class in ``torch.distributed.pipelining``."""
-        from torch.distributed import pipelining  # takes a second to import, and a Plan needs none of it
+        from torch.distributed import pipelining  # importing it takes a second, and a Plan does not need it
 
         return getattr(pipelining, self.torch_name)
 
@@ -78,7 +79,7 @@ def find_schedule(name: str) -> Schedule:
     """The schedule of that name.
 
     Raises:
-        ValueError: there is none; the message says which there are.
+        ValueError: there is none. The message lists the names.
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
@@ -88,7 +89,7 @@ def find_schedule(name: str) -> Schedule:
 
 
 def check_schedule(name: str, *, ranks: int, stages_per_rank: int | None, micro_batches: int | None) -> int:
-    """How many stages each rank has.
+    """Checks a schedule, and returns how many stages each rank has.
 
     Args:
         ranks: of the pipeline.
@@ -96,7 +97,7 @@ def check_schedule(name: str, *, ranks: int, stages_per_rank: int | None, micro_
         micro_batches: of one step; None if they are not known yet.
 
     Raises:
-        ValueError: the schedule does not work with these numbers; the message says which would.
+        ValueError: the schedule does not work with these numbers. The message says which ones would work.
     """
     schedule = find_schedule(name)
     fewest = schedule.stages_per_rank or 2

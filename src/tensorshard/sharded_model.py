@@ -1,6 +1,6 @@
-"""What the Engine and checkpoints see of a laid-out model, whatever the plan: :class:`ShardedModel`.
+""":class:`ShardedModel`: the interface of a laid-out model for the Engine and checkpoints, under any plan.
 
-Its *masters* are what the optimizer updates.
+Its *masters* are the parameters that the optimizer updates.
 """
 
 from abc import ABC, abstractmethod
@@ -21,25 +21,25 @@ from tensorshard.transforms.precision import master_dtype
 
 
 class TakeGradient(Protocol):
-    """Called with a master whose gradient was reduced."""
+    """Called with a master whose gradient has been reduced."""
 
     def __call__(self, master: nn.Parameter, shard: torch.Tensor | None = None) -> None:
-        """`shard`: this rank's part of it, where the master cannot hold it, as that is in other memory."""
+        """`shard`: this rank's part of the gradient, if it is in other memory, so that the master cannot hold it."""
 
 
 class ParameterSplit(Protocol):
-    """How tensor parallelism splits the parameters, as far as data parallelism and checkpoints have to know."""
+    """How tensor parallelism splits the parameters, as far as data parallelism and checkpoints need to know."""
 
     @property
     def size(self) -> int:
-        """Ranks that a parameter may be split over."""
+        """Number of ranks that a parameter may be split over."""
 
     @property
     def rank(self) -> int:
-        """This one among them."""
+        """This rank's index among them."""
 
     def layout(self, name: str) -> Any:
-        """How the parameter `name` lies over the ranks."""
+        """How the parameter `name` is laid out over the ranks."""
 
     def num_shards(self, name: str) -> int:
         """Into how many shards the parameter `name` is cut."""
@@ -48,16 +48,16 @@ class ParameterSplit(Protocol):
         """This rank's shard of the parameter `name`."""
 
     def full(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """The full parameter or buffer `name` of `shape`, of which every rank gives its `local` shard. A collective."""
+        """The full parameter or buffer `name` of `shape`. Every rank passes its `local` shard. A collective."""
 
     def full_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """The shape of the full parameter or buffer `name`, of which a shard, or all, has `shape`."""
+        """The full shape of the parameter or buffer `name`. `shape` is that of a shard, or full."""
 
     def keep_outputs_split(self) -> AbstractContextManager[None]:
         """Within this, output layers leave their logits split over the ranks."""
 
     def describe(self) -> str | None:
-        """What is split, for people; None where nothing is."""
+        """Describes what is split, for people; None if nothing is."""
 
 
 class ShardedModel(ABC):
@@ -66,7 +66,7 @@ class ShardedModel(ABC):
     def __init__(self, model: nn.Module, split: ParameterSplit) -> None:
         self.model = model
         self.split = split
-        self._device: torch.device | None = None  # where collectives need tensors; None for where they are
+        self._device: torch.device | None = None  # the device that collectives need; None for any
         self.logits = OutputLogits()
         self._take_gradient: TakeGradient | None = None
         self._finish_gradients: Callable[[], None] | None = None
@@ -81,7 +81,7 @@ class ShardedModel(ABC):
         self._dtypes.update({name: b.dtype for name, b in model.named_buffers() if name in persistent})
 
     def full_shapes(self) -> dict[str, torch.Size]:
-        """The shapes of all of the original model's parameters, also of those that other pipeline ranks have."""
+        """The shapes of all of the original model's parameters, including those on other pipeline ranks."""
         return self._shapes
 
     def buffer_shapes(self) -> dict[str, torch.Size]:
@@ -89,17 +89,17 @@ class ShardedModel(ABC):
         return self._buffer_shapes
 
     def full_layouts(self) -> dict[str, torch.Tensor]:
-        """What :meth:`full_tensors` gives, in its order, on the meta device: shapes, and dtypes of masters."""
+        """The shapes, and dtypes of masters, of what :meth:`full_tensors` gives, in its order, on the meta device."""
         shapes = {**self._shapes, **self._buffer_shapes}
         layouts = {name: torch.empty(shape, dtype=self._dtypes[name], device="meta") for name, shape in shapes.items()}
         for name, buffer in self.owned_buffers().items():
-            if name not in layouts:  # a forward made it
+            if name not in layouts:  # a forward created it
                 layouts[name] = torch.empty_like(buffer, device="meta")
         return layouts
 
     @property
     def structure(self) -> nn.Module:
-        """The original model, for its modules, names and attributes; its tensors are of whatever kind."""
+        """The original model, for its modules, names and attributes. Its tensors may be of any kind."""
         return self.model
 
     def describe_stages(self) -> str | None:
@@ -115,7 +115,7 @@ class ShardedModel(ABC):
         return self._shapes[name]
 
     def num_shards(self) -> dict[torch.Tensor, float]:
-        """Over how many ranks each master's elements are spread; the others of the world hold copies."""
+        """Over how many ranks each master's elements are spread. The other ranks of the world hold copies."""
         ways: dict[torch.Tensor, float] = {}
         for name, master in self.masters().items():
             sharded = isinstance(master, DTensor) and any(p.is_shard() for p in master.placements)
@@ -124,33 +124,35 @@ class ShardedModel(ABC):
         return ways
 
     def aliases(self) -> dict[str, str]:
-        """For every name of a parameter, the first one that it has in the original model; tied ones have several."""
+        """For every name of a parameter, the first one in the original model. Tied parameters have several."""
         return self._aliases
 
     def loss_is_over(self) -> None:
-        """Called when the loss of a (micro-)batch is there, before its backward if it has one."""
+        """Called when the loss of a (micro-)batch has been computed, before its backward if there is one."""
         self.logits.settle()
 
     @abstractmethod
     def masters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates, by the original model's names: DTensors where sharded, fp32 or wider."""
+        """The parameters that the optimizer updates, by the original model's names: DTensors if sharded; fp32 or
+        wider."""
 
     @abstractmethod
     def held_numel(self) -> int:
-        """Elements of the parameters that this rank holds between steps, padding included."""
+        """Number of elements of the parameters that this rank holds between steps, padding included."""
 
     @property
     @abstractmethod
     def gradient_divisor(self) -> int:
-        """What the sum of the ranks' gradients is divided by within a step; outside of one, by the data ranks."""
+        """The divisor of the sum of the ranks' gradients within a step. Outside of one, it is the number of data
+        ranks."""
 
     def discard_gradients(self) -> None:
-        """Called before a step: forgets the gradients that there are, also those that a failed step left unfinished."""
+        """Called before a step: forgets all gradients, including those that a failed step left unfinished."""
         for master in self.masters().values():
             master.grad = None
 
     def abandon_step(self) -> None:
-        """Called after a step that failed, by every rank that did: ends what is under way, and forgets gradients."""
+        """Called after a failed step, by every rank where it failed: ends work under way, and forgets gradients."""
         self.discard_gradients()
 
     @abstractmethod
@@ -159,7 +161,7 @@ class ShardedModel(ABC):
 
         Args:
             last: whether the step's gradients are complete after this backward.
-            average: whether gradients are averaged over the data ranks, whatever :attr:`gradient_divisor`.
+            average: whether gradients are averaged over the data ranks, regardless of :attr:`gradient_divisor`.
         """
 
     def interleaved(self) -> AbstractContextManager[None]:
@@ -179,16 +181,17 @@ class ShardedModel(ABC):
         """Called after a step's last backward: every master's gradient is final when this returns."""
 
     def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
-        """Has `take` called with each master whose gradient was reduced, and `finish` before any is added to or read.
+        """Calls `take` with each master whose gradient was reduced, and `finish` before any gradient is added to or
+        read.
 
-        `take` may put another tensor of the same values in the gradient's place.
+        `take` may replace the gradient by another tensor of the same values.
         """
         self._take_gradient = take
         self._finish_gradients = finish
 
     @abstractmethod
     def watch_updates(self, behind: UpdateBehind) -> None:
-        """Has forwards wait for what they need of updates that go on `behind` steps. Called once at most.
+        """Makes forwards wait for the updates that they need, which `behind` runs in the background. Called once at most.
 
         See :meth:`follow_behind`.
         """
@@ -199,19 +202,20 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
-        """Called after the masters were changed: what forward computes with follows them.
+        """Called after the masters were changed: updates the parameters that forward computes with.
 
         Args:
-            copied: the masters whose 16-bit copies on this rank follow them already.
+            copied: the masters whose 16-bit copies on this rank are up to date already.
         """
 
     @abstractmethod
     def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
-        """In place of :meth:`all_gather_parameters`, where the masters' update goes on: each unit follows when it is
-        needed."""
+        """Called in place of :meth:`all_gather_parameters` while the masters' update goes on. Each unit is gathered
+        when
+        it is needed."""
 
     def all_gather_loaded(self) -> None:
-        """Called after the masters were overwritten, frozen ones included, which no update changes."""
+        """Called after the masters were overwritten, including frozen ones, which no update changes."""
         self.all_gather_parameters()
 
     @abstractmethod
@@ -219,12 +223,12 @@ class ShardedModel(ABC):
         """Waits for what :meth:`all_gather_parameters` started."""
 
     def show_masters(self) -> None:  # noqa: B027
-        """Has the modules show the masters as parameters, as they do between steps, if they show what is computed."""
+        """Makes the modules show the masters as parameters, as between steps, if they show the computed ones now."""
 
     def local_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of the parameter or buffer `name`, of which `full` is the full value.
+        """This rank's part of the parameter or buffer `name`. `full` is the full value.
 
-        It is laid out as the parameter's master is.
+        It has the layout of the parameter's master.
         """
         local = self.split.local(name, full)
         master = self.masters().get(self._aliases.get(name, name))
@@ -236,12 +240,12 @@ class ShardedModel(ABC):
         return dtensor_like(shard, master)
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that belong into a state dict, by the original model's names."""
+        """The buffers of a state dict, by the original model's names."""
         state = self.model.state_dict(keep_vars=True)
         return {name: buffer for name, buffer in self.model.named_buffers() if name in state}
 
     def owned_buffers(self) -> dict[str, torch.Tensor]:
-        """Those of :meth:`persistent_buffers` that are this rank's to save."""
+        """Those of :meth:`persistent_buffers` that this rank has to save."""
         return self.persistent_buffers()
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -250,7 +254,7 @@ class ShardedModel(ABC):
             yield name, self._full_parameter(name, master)
 
     def _full_parameter(self, name: str, master: nn.Parameter) -> torch.Tensor:
-        """A master whole, where collectives need it. A collective of those that have a part of it."""
+        """A full master, on the device that collectives need. A collective of the ranks that have a part of it."""
         local = master.detach()
         if isinstance(local, DTensor):
             local = on_mesh_device(local).full_tensor()
@@ -261,18 +265,18 @@ class ShardedModel(ABC):
     def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers of a state dict, whole, by the original model's names. A collective: all ranks iterate."""
         for name, buffer in self.owned_buffers().items():
-            shape = self._buffer_shapes.get(name, buffer.shape)  # a forward may have made it
+            shape = self._buffer_shapes.get(name, buffer.shape)  # a forward may have created it
             yield name, self.split.full(name, buffer.detach(), shape)
 
     def full_tensors(self, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter and buffer of a state dict, whole, one at a time, by the first of its names.
 
-        A collective: all ranks iterate to the end, at the same time. Those that do not `keep` them are given none.
+        A collective: all ranks iterate to the end, at the same time. Ranks that do not `keep` tensors get none.
         """
         for name, tensor in self.full_parameters():
             if keep:
                 yield name, tensor.detach()
-            del tensor  # before the next is put together
+            del tensor  # before the next one is gathered
         for name, tensor in self.full_buffers():
             if keep:
                 yield name, tensor

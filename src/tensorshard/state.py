@@ -1,4 +1,4 @@
-"""State of models with split parameters: full to save, shards to load; and marks, by TorchShard's names."""
+"""The state of models with split parameters: full tensors to save, shards to load; and marks, by TorchShard's names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ _Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class _Description:
-    """Stands for a tensor that is on its way from another rank."""
+    """Stands for a tensor that another rank will send."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -128,7 +128,7 @@ def collect_state_dict(
         original = (originals.get(path[0], path[0]), *path[1:])
         if original not in done:
             key = path if isinstance(model, nn.Module) else path[:-1]
-            if len(path) > 1 and key in held:  # on the first rank it may be full already, through complete_states
+            if len(path) > 1 and key in held:  # on the first rank, complete_states may have made it full already
                 tensor = own_part(tensor, held[key], str(path[-1]))
                 tensor = tensor.to(held[key].device) if tensor.ndim else tensor
             cut = len(path) == 1 or path[-1] == MOMENTUM_SCALES or (key in held and tensor.shape == held[key].shape)
@@ -264,7 +264,7 @@ def _is_first_rank() -> bool:
 
 
 def _communication_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must be to travel over `group`."""
+    """The device that tensors must be on to be sent over `group`."""
     return torch.device("cuda" if "nccl" in str(dist.get_backend_config(group)) else "cpu")
 
 
@@ -283,7 +283,7 @@ def _map_tensors(tree: Any, function: Callable[[_Path, Any], Any], path: _Path =
 def _announce_state(
     state_dict: dict[str, Any] | None, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[dict[str, Any], Callable[[Any], torch.Tensor]]:
-    """Tells all ranks what the first one holds.
+    """Tells all ranks what the first one has.
 
     Returns:
         The state, with descriptions in place of tensors on all ranks but the first; and a function that returns the

@@ -1,16 +1,16 @@
-"""Text for a terminal of any width: long lines are broken at words, and go on under where their text begins."""
+"""Text for a terminal of any width. Long lines are broken at words; the rest is indented to where their text begins."""
 
 import re
 import shutil
 import textwrap
 from typing import TextIO
 
-# A name, a gap of two spaces or more, then what is said of it.
+# A name, a gap of two spaces or more, then the text about it.
 _NAMED = re.compile(r"\s*\S+( \S+)*?\s{2,}(?=\S)")
 _LONGEST_NAME = 32
 _GAP = re.compile(r"\s{2,}")
 _SINGLE = re.compile(r"(?<=\S) (?=\S)")
-_STAND_IN = "\0"  # for a space at which a line is not to be broken
+_STAND_IN = "\0"  # replaces a space at which a line must not be broken
 
 
 def terminal_width(stream: TextIO) -> int | None:
@@ -21,9 +21,9 @@ def terminal_width(stream: TextIO) -> int | None:
 def fit(text: str, width: int | None) -> str:
     """`text`, its lines broken at words to at most `width` columns. Longer words, such as paths, stay whole.
 
-    What is broken off stands under the text of a line that begins with a name and a gap of two spaces or more
-    (``optimizer      AdamW``), and two columns further in than the beginning of any other line. Where there are further
-    gaps (``rank 0: 3 GiB  rank 1: 4 GiB``), lines are broken at these, if what is between them is short enough.
+    The rest of a line that begins with a name and a gap of two spaces or more (``optimizer      AdamW``) goes under the
+    text after the gap. The rest of any other line is indented by two columns more than its beginning. If there are more
+    gaps (``rank 0: 3 GiB  rank 1: 4 GiB``), lines are broken at these, unless the pieces are too long.
     """
     if width is None:
         return text

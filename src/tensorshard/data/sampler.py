@@ -13,17 +13,17 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     The data is one stream: the order of epoch 0, then that of epoch 1, and so on, each a new permutation of
     all samples. Global batch ``k`` is the positions ``[k * B, (k + 1) * B)`` of that stream, and each data
-    rank takes its contiguous share of them. So the ranks together see the same samples in the same order
-    whatever their number, and ``samples_consumed`` alone says where a run stands, on another number of
-    ranks or with another batch size too.
+    rank takes its contiguous share of them. So the ranks together see the same samples in the same order,
+    whatever their number. ``samples_consumed`` alone says where a run stands, even if it continues on another
+    number of ranks or with another batch size.
 
     By default the stream never ends, and a batch may hold the end of one epoch and the start of the next;
-    nothing is dropped. With ``num_epochs`` it ends after so many, and ``drop_last`` says what becomes of
-    the samples left over.
+    nothing is dropped. With ``num_epochs`` it ends after that many epochs, and ``drop_last`` decides about the
+    samples that are left over.
 
-    Iterating does not move ``samples_consumed``: a loader reads ahead of training, so what was trained on
-    is the caller's to count (steps done times ``global_batch_size``) and to pass to the sampler of a
-    resumed run.
+    Iterating does not change ``samples_consumed``, since a loader reads ahead of training. The caller counts the
+    samples that were trained on (steps done times ``global_batch_size``), and passes that number to the sampler of
+    a resumed run.
 
     Args:
         num_samples: length of the dataset.
@@ -103,13 +103,13 @@ class ShardedBatchSampler(Sampler[list[int]]):
         return max(0, self.num_epochs * self.num_samples - self.samples_consumed)
 
     def global_sizes(self) -> Iterator[int]:
-        """How many samples each of the batches to come has, over all data ranks."""
+        """Sizes of the batches to come, over all data ranks."""
         remaining = self._remaining()
         while remaining is None:
             yield self.global_batch_size
         while remaining >= self.global_batch_size:
             rest = remaining - self.global_batch_size
-            # Every rank must hold a sample in every batch: a rest too small for that rides along.
+            # Every rank needs a sample in every batch: a rest that is too small joins the batch before it.
             joined = rest if not self.drop_last and rest < self.dp_size else 0
             yield self.global_batch_size + joined
             remaining = rest - joined

@@ -11,7 +11,7 @@ class TextCodec(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The size of the vocabulary: token ids are below it."""
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`."""
@@ -21,7 +21,7 @@ class TextCodec(Protocol):
 
 
 class ByteCodec:
-    """A token is a byte of UTF-8."""
+    """Each token is a byte of UTF-8."""
 
     vocab_size = 256
 
@@ -33,7 +33,7 @@ class ByteCodec:
 
 
 class TokenizerCodec:
-    """A ``tokenizer.json``."""
+    """Tokens of a ``tokenizer.json``."""
 
     def __init__(self, file: Path) -> None:
         from tokenizers import Tokenizer
@@ -69,5 +69,5 @@ def find_codec(name: str) -> TextCodec:
         return TokenizerCodec(file)
     except ImportError as error:
         raise ImportError("reading a tokenizer.json needs the package tokenizers: pip install tokenizers") from error
-    except Exception as error:  # what the package raises for a file that is none
+    except Exception as error:  # the package raises this for a file that is no tokenizer
         raise ValueError(f"{file} is not a tokenizer.json: {error}") from error

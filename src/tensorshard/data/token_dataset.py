@@ -21,7 +21,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         context_length: tokens in a window.
 
     Raises:
-        ValueError: fewer than ``context_length + 1`` tokens, or an array of something else.
+        ValueError: fewer than ``context_length + 1`` tokens, or no one-dimensional array of integers.
     """
 
     def __init__(self, source: str | os.PathLike[str] | TokenFile | np.ndarray, context_length: int) -> None:

@@ -74,9 +74,9 @@ def write_token_file(
 def token_file_writer(
     path: str | os.PathLike[str], *, vocab_size: int, overwrite: bool = False
 ) -> Iterator["TokenFileWriter"]:
-    """What :func:`write_token_file` does, for chunks that come one by one, or for several files at once.
+    """As :func:`write_token_file`, for chunks that come one by one, or for several files at once.
 
-    The file is there when the block ends; after an exception in it, nothing is.
+    The file exists when the block ends. If the block raises, there is no file.
     """
     path = Path(path)
     token_dtype(vocab_size)
@@ -96,7 +96,7 @@ class TokenFileWriter:
     """Takes the chunks of a token file; made by :func:`token_file_writer`.
 
     Attributes:
-        num_tokens: written so far.
+        num_tokens: number of tokens written so far.
     """
 
     def __init__(self, file: BinaryIO, vocab_size: int) -> None:
@@ -112,7 +112,7 @@ class TokenFileWriter:
         """Adds the tokens of a one-dimensional integer array.
 
         Raises:
-            ValueError: tokens outside the vocabulary, or something else than such an array.
+            ValueError: tokens outside the vocabulary, or not a one-dimensional integer array.
         """
         _check_chunk(chunk, self._chunks, self._vocab_size)
         payload = chunk.astype(self._dtype).tobytes()
@@ -122,7 +122,7 @@ class TokenFileWriter:
         self.num_tokens += chunk.size
 
     def write_header(self) -> None:
-        """Says at the beginning of the file what it holds; the last call."""
+        """Writes the header, at the beginning of the file. This is the last call."""
         self._file.seek(0)
         self._file.write(_Header(self._dtype.itemsize, self._crc32, self.num_tokens, self._vocab_size).pack())
 
@@ -181,7 +181,7 @@ class TokenFile:
 
 @contextmanager
 def _renamed_when_complete(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the name ``path`` on success and vanishes on failure."""
+    """A file to write. It gets the name ``path`` on success, and is removed on failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -192,7 +192,7 @@ def _renamed_when_complete(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    # The rename itself is on the disk only once the directory is.
+    # The rename is only safe on the disk once the directory is flushed, too.
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

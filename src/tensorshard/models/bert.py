@@ -89,7 +89,7 @@ class Bert(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    """What a token is, where it stands and which segment it belongs to, summed and normalised."""
+    """Sums and normalises the embeddings of tokens, positions and segments."""
 
     def __init__(self, vocab_size: int, context_length: int, width: int, num_token_types: int, dropout: float) -> None:
         super().__init__()
@@ -137,8 +137,8 @@ class MaskedTokenHead(nn.Module):
 def _init_weights(module: nn.Module) -> None:
     """Normal weights of standard deviation 0.02, no initial bias.
 
-    BERT's own cuts the normal at two deviations; torch does that by drawing again until all values fit,
-    which depends on values and so cannot run on fake tensors.
+    BERT's own code cuts the normal distribution at two deviations. torch does that by drawing again until all values
+    fit. This depends on values, and so cannot run on fake tensors.
     """
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)

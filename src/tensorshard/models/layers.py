@@ -58,7 +58,7 @@ class MLP(nn.Module):
 
 
 class PreNormBlock(nn.Module):
-    """A Transformer block that normalises what each branch reads (GPT-2, ViT)."""
+    """A Transformer block that normalises the input of each branch (GPT-2, ViT)."""
 
     def __init__(
         self, width: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, causal: bool = False

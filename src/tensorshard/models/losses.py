@@ -26,7 +26,7 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return total, (targets != IGNORED_TARGET).sum().to(logits.dtype)
 
 
-# What is predicted, the next token or a masked one, is the data's doing; the loss is the same.
+# The data decide what is predicted, the next token or a masked one. The loss is the same.
 masked_token_loss = next_token_loss
 
 

@@ -1,4 +1,4 @@
-"""Models in and out: weights that exist already, each rank reading its own; and files that others read."""
+"""Reads existing weights, each rank its own part, and writes files that other programs read."""
 
 from tensorshard.pretrained.pretrained_model import PretrainedModel, from_pretrained
 

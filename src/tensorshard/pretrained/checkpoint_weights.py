@@ -1,4 +1,4 @@
-"""The weights of a checkpoint of tensorshard's."""
+"""The weights in a checkpoint that tensorshard wrote."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from tensorshard.torch_private.messages import reading_in_one_process
 
 
 class CheckpointWeights(WeightFile):
-    """What every rank wrote of each tensor, put together."""
+    """The tensors of a checkpoint, each joined from the pieces that the ranks wrote."""
 
     PREFIXES = ("model.", "buffers.")
 

@@ -1,4 +1,4 @@
-"""Weights for others: a directory as Hugging Face's ``save_pretrained`` makes it, written a tensor at a time."""
+"""Exports weights to a directory as Hugging Face's ``save_pretrained`` makes it, one tensor at a time."""
 
 import shutil
 from collections.abc import Iterable, Mapping
@@ -16,22 +16,22 @@ from tensorshard.pretrained.stored_names import StoredNames
 from tensorshard.pretrained.stored_weights import is_of_transformers
 
 MAX_SHARD_SIZE = "5GB"
-"""How large a file of weights may be where nothing is said: as Hugging Face has it."""
+"""The default for the largest file of weights; Hugging Face uses the same."""
 
 
 class Export:
-    """A directory of weights in the making: made under another name, and there under its own when it is complete.
+    """A directory of weights that is being written. It gets its own name when it is complete.
 
     Args:
-        directory: where; must not exist, or be empty.
-        structure: the model, for its names and config; None for names as they are.
+        directory: the path. It must not exist, or be empty.
+        structure: the model, for its names and config; None to keep names as they are.
         layouts: for each name, tied ones once, a tensor of its shape and dtype on the meta device.
-        dtype: of floating-point tensors in the files; None for what they have.
-        max_shard_size: bytes of a file, or text such as "5GB".
+        dtype: of floating-point tensors in the files; None to keep their own.
+        max_shard_size: largest size of a file, in bytes or as text such as "5GB".
 
     Raises:
-        FileExistsError: there is something.
-        ValueError: a size or a dtype that is none.
+        FileExistsError: the directory is not empty, or is a file.
+        ValueError: a size or a dtype is not valid.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Export:
         plain = None if structure is None else _plain(structure)
         self._names = StoredNames(plain, layouts)
         stored = {name: _cast(layout, dtype) for name, layout in self._names.layouts.items()}
-        shutil.rmtree(self._temporary, ignore_errors=True)  # what a crash left
+        shutil.rmtree(self._temporary, ignore_errors=True)  # left by a crash
         self._temporary.mkdir(parents=True)
         self._writer = SafetensorsWriter(self._temporary, stored, size)
         if structure is not None:
@@ -87,10 +87,10 @@ def export_all(tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs
 
 
 def check_is_new(directory: Path) -> None:
-    """Whether `directory` can be written without overwriting anything.
+    """Checks that `directory` can be written without overwriting anything.
 
     Raises:
-        FileExistsError: it is there, and is no empty directory.
+        FileExistsError: it exists, and is not an empty directory.
     """
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise FileExistsError(
@@ -99,7 +99,7 @@ def check_is_new(directory: Path) -> None:
 
 
 def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """The ``config.json`` and ``generation_config.json`` of a model of transformers; nothing for others."""
+    """Writes ``config.json`` and ``generation_config.json`` for a model of transformers; nothing for others."""
     if not is_of_transformers(model):
         return
     config: Any = deepcopy(model.config)
@@ -133,7 +133,7 @@ def _own_class(model: nn.Module) -> type[nn.Module]:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """`model` as its class builds it, without values: transformers looks its rules up by classes' names."""
+    """`model` as its class builds it, without values: transformers finds its rules by the names of classes."""
     kind = _own_class(model)
     if kind is type(model) or not is_of_transformers(model):
         return model

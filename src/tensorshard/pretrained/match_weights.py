@@ -1,4 +1,4 @@
-"""Which tensors of files each tensor of a model is made of; most are one tensor of the same name."""
+"""Finds the tensors of files that each tensor of a model is made of; mostly one tensor of the same name."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -11,13 +11,13 @@ from tensorshard.pretrained.weight_file import WeightFile
 
 
 def find_stored_weights(files: list[WeightFile], module: nn.Module) -> StoredWeights:
-    """What of `files` belongs where in `module`, which is on the meta device.
+    """Finds where each tensor of `files` belongs in `module`, which is on the meta device.
 
     Models of transformers are matched by its own rules, which rename, fuse and split what older versions and other
-    frameworks wrote. For others names are the same; a common prefix that one side alone has is left out.
+    frameworks wrote. For other models the names must be the same; a common prefix on only one side is dropped.
 
     Raises:
-        ValueError: a name stands in two files; a tensor has another shape than the model's.
+        ValueError: a name occurs in two files, or a tensor has another shape than the model's.
     """
     where: dict[str, WeightFile] = {}
     for file in files:
@@ -61,7 +61,7 @@ def _match_names(found: StoredWeights, where: Mapping[str, WeightFile], wanted: 
 
 
 def _without_common_prefix(stored: Iterable[str], wanted: Iterable[str]) -> Callable[[str], str]:
-    """The names of the model for those that are stored: the same; or longer or shorter by one module's name."""
+    """Turns stored names into the model's: they are the same, or longer or shorter by one module's name."""
     wanted, stored = set(wanted), set(stored)
     if not wanted & stored:
         for prefix in sorted({name.partition(".")[0] + "." for name in stored if "." in name}):

@@ -1,4 +1,4 @@
-"""`from_pretrained`: a model whose initial weights are read from files, by each rank what it needs of them."""
+"""`from_pretrained`: a model whose initial weights are in files. Each rank reads what it needs of them."""
 
 import logging
 from collections.abc import Callable
@@ -23,9 +23,9 @@ logger = logging.getLogger("tensorshard")
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A model for :func:`tensorshard.parallelize`, whose weights are in files. Made by :func:`from_pretrained`.
+    """A model for :func:`tensorshard.parallelize` whose weights are in files. Made by :func:`from_pretrained`.
 
-    Called, it builds the model with these weights in this process's memory, as one device would have it.
+    Calling it builds the model with these weights in this process's memory, as for one device.
 
     Attributes:
         path: of the files.
@@ -46,13 +46,13 @@ class PretrainedModel:
         return model
 
     def source(self, initial: TensorSource, group: dist.ProcessGroup) -> TensorSource:
-        """The values of these files for the model of `initial`, which has those of tensors that are not in them.
+        """The values in these files, for the model of `initial`. Values that the files lack are taken from `initial`.
 
         Args:
-            group: all ranks, which are to find the same files. A collective.
+            group: all ranks. They must find the same files. A collective.
 
         Raises:
-            ValueError: as :func:`from_pretrained`; another rank found other files.
+            ValueError: as :func:`from_pretrained`; or another rank found other files.
         """
         stored = _stored(self.path, initial.module)
         _check_same_files(stored, self.path, group)
@@ -104,7 +104,7 @@ def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | 
             f"model is a {type(model).__name__}; from_pretrained needs what builds it, such as a class or a lambda, so "
             f"that no rank holds all of it"
         )
-    open_weight_files(place)  # what cannot be read is said here, before a world is joined
+    open_weight_files(place)  # unreadable files raise here, before a world is joined
     return PretrainedModel(place, model)
 
 

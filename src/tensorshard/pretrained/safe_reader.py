@@ -1,4 +1,4 @@
-"""Reading torch's distributed checkpoints without unpickling anything but their own metadata."""
+"""Reads torch's distributed checkpoints. It unpickles only their metadata."""
 
 import io
 import pickle
@@ -8,8 +8,8 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-# Everything that the metadata of a checkpoint of tensors is made of. A pickle that names anything else is refused:
-# unpickling could otherwise run whatever code a stranger put into the file.
+# All classes that the metadata of a checkpoint of tensors needs. A pickle that names another is refused, since
+# unpickling could otherwise run any code that a stranger put into the file.
 _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", "Metadata"),
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
@@ -33,7 +33,7 @@ _DTYPES = {
 
 
 class SafeReader(FileSystemReader):
-    """A FileSystemReader whose metadata can name nothing but what metadata is made of."""
+    """A FileSystemReader that refuses metadata with classes that metadata does not need."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(Path(self.path))
@@ -50,7 +50,7 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is damaged, or names what no checkpoint needs.
+        ValueError: it is damaged, or names a class that no checkpoint needs.
     """
     file = folder / ".metadata"
     if not file.is_file():

@@ -1,7 +1,7 @@
-"""Writing safetensors a tensor at a time: sizes are known before values, so that each goes to its place in its file.
+"""Writes safetensors one tensor at a time. Sizes are known before values, so each tensor has its place in its file.
 
 The format is https://huggingface.co/docs/safetensors: the length of a JSON header, the header with each tensor's dtype,
-shape and place, then the bytes. The library of that name writes a file from a dict of all of its tensors alone.
+shape and place, then the bytes. The library of that name only writes a file from a dict of all of its tensors.
 """
 
 import json
@@ -23,12 +23,12 @@ _ALIGNMENT = 8
 class SafetensorsWriter:
     """Files in `directory` with room for tensors, which are written in any order.
 
-    They are called as Hugging Face's are: ``model.safetensors``; or, where that would be larger than a file may be,
+    The names are Hugging Face's: ``model.safetensors``; or, if that would be too large for one file,
     ``model-00001-of-00003.safetensors`` and so on, and ``model.safetensors.index.json``.
 
     Args:
         directory: exists, and is empty.
-        layouts: for each tensor's name: one of its shape and dtype, on the meta device.
+        layouts: for each tensor's name, a tensor of its shape and dtype on the meta device.
         max_shard_size: bytes of tensors in a file; a larger tensor has one of its own.
 
     Raises:
@@ -69,7 +69,7 @@ class SafetensorsWriter:
             self._files.append(index)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Puts the values of `tensor`, of the shape that was announced, to their place; they are cast to its dtype."""
+        """Writes the values of `tensor` to their place, cast to the dtype of its layout. Its shape must be the same."""
         layout = self._layouts[name]
         if tensor.shape != layout.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)} and was announced with {tuple(layout.shape)}")
@@ -81,10 +81,10 @@ class SafetensorsWriter:
         self._left.discard(name)
 
     def finish(self) -> None:
-        """Makes sure that all is on the disk.
+        """Flushes the files to the disk.
 
         Raises:
-            RuntimeError: a tensor was announced and not written.
+            RuntimeError: a tensor of `layouts` was not written.
         """
         if self._left:
             raise RuntimeError(f"{len(self._left)} tensors were not written, such as {min(self._left)}")

@@ -1,4 +1,4 @@
-"""What a model's tensors are called in files, and how they are stored there; the reverse of reading them."""
+"""The names and forms in which files store a model's tensors. This is the reverse of reading them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from tensorshard.pretrained.stored_weights import is_of_transformers
 
 
 class StoredNames:
-    """How the tensors of `model` are stored: by groups, each of one tensor or of several that a file has as others.
+    """How the tensors of `model` are stored: in groups of one tensor, or of several that a file stores differently.
 
     Args:
-        model: with any tensors; its structure and config are what counts.
-        layouts: a tensor of each name that is to be stored, tied ones once, on the meta device.
+        model: only its structure and config matter, not its values.
+        layouts: a tensor on the meta device for each name that is to be stored, tied ones once.
     """
 
     def __init__(self, model: nn.Module | None, layouts: Mapping[str, torch.Tensor]) -> None:
@@ -28,7 +28,7 @@ class StoredNames:
             self.layouts.update(self._convert({name: layouts[name] for name in group}))
 
     def add(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """What can be stored now that `tensor` is there, by the names that it has in files."""
+        """The tensors that can be stored now that `tensor` is known, by their names in files."""
         group = self._group_of.get(name)
         if group is None:
             return
@@ -42,13 +42,13 @@ class StoredNames:
 
 
 def _groups(model: Any, layouts: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """Names that are stored together: those that one of transformers' rules takes at a time."""
+    """Names that are stored together, since one of transformers' rules takes them together."""
     if model is None or not is_of_transformers(model):
         return [(name,) for name in layouts]
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, apply_converters
-    except ImportError:  # before version 5 nothing is converted
+    except ImportError:  # before version 5, transformers converts nothing
         return [(name,) for name in layouts]
     rules = [r for r in get_model_conversion_mapping(model, add_legacy=False)[::-1] if isinstance(r, WeightConverter)]
     reverse: list[Any] = [rule.reverse_transform() for rule in rules]

@@ -1,4 +1,4 @@
-"""Where the values of a model's tensors are, in files."""
+"""Where the values of a model's tensors are stored in files."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from tensorshard.pretrained.weight_file import WeightFile
 
 @dataclass
 class StoredWeights:
-    """Where the values of a model's tensors are.
+    """Where the values of a model's tensors are stored.
 
     Attributes:
-        files: all of them.
-        made_of: for each name of the model's that the files have: how to read it.
+        files: all files.
+        made_of: for each of the model's names that the files have, a function that reads its tensor.
         unused: names in the files that the model has no place for.
     """
 
@@ -25,7 +25,7 @@ class StoredWeights:
     unused: list[str] = field(default_factory=list)
 
     def describe(self) -> list[tuple[str, int]]:
-        """Names and sizes of the files: the same on ranks that read the same."""
+        """Names and sizes of the files. They are equal on ranks that read the same files."""
         return [(file.path.name, file.path.stat().st_size) for file in self.files]
 
 

@@ -1,8 +1,8 @@
-"""Weights of Hugging Face's models, by the rules of transformers: what files call them, and what models make of them.
+"""Weights of Hugging Face's models, matched by the rules of transformers: names in files, and tensors in models.
 
-Since version 5 a model may hold several tensors of a file as one (the experts of a mixture) or one as several, and its
-library has the rules for both ways. Each rule is applied to the tensors that it concerns, one after the other, so that
-no more than these are in memory.
+Since version 5, a model may hold several tensors of a file as one (the experts of a mixture), or one as several.
+transformers has rules for both ways. Each rule is applied to its own tensors, one rule after the other, so that no
+other tensors are in memory.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from tensorshard.pretrained.weight_file import WeightFile
 
 
 def match(found: StoredWeights, where: Mapping[str, WeightFile], model: Any) -> None:
-    """Fills `found` with what of `where` belongs into `model`, a PreTrainedModel on the meta device."""
+    """Fills `found` with the tensors of `where` that `model`, a PreTrainedModel on the meta device, needs."""
     wanted = model.state_dict(keep_vars=True)
     rules = _Rules(model)
     groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
@@ -50,11 +50,11 @@ def match(found: StoredWeights, where: Mapping[str, WeightFile], model: Any) -> 
 
 @dataclass(frozen=True)
 class _Conversion:
-    """One of transformers' rules, and the tensors of files that it takes.
+    """One of transformers' rules, and the tensors in files that it applies to.
 
     Attributes:
         target: the first of the model's names that it makes.
-        sources: for each tensor of a file, the pattern of the rule that its name fits, and the name.
+        sources: for each tensor of a file, the rule's pattern that its name matches, and the name.
     """
 
     target: str
@@ -64,7 +64,7 @@ class _Conversion:
     model: Any
 
     def run(self, read: Callable[[WeightFile, str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the rule makes of its sources, by the model's names."""
+        """The tensors that the rule makes of its sources, by the model's names."""
         rule = deepcopy(self.converter)
         for pattern, name in self.sources:
             rule.add_tensor(self.target, name, pattern, partial(read, self.where[name], name))
@@ -76,7 +76,8 @@ class _Conversion:
 
 
 class _Rules:
-    """What transformers renames and converts for one model; only the model's own prefix before version 5."""
+    """The names that transformers changes and the tensors that it converts for one model; before version 5, a
+    prefix."""
 
     def __init__(self, model: Any) -> None:
         self._prefix = model.base_model_prefix
@@ -94,7 +95,7 @@ class _Rules:
         self._renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
 
     def rename(self, name: str, wanted: Mapping[str, torch.Tensor]) -> tuple[str, str | None]:
-        """The model's name for what a file calls `name`, and the pattern of the converter that has it, if one has."""
+        """The model's name for the file's `name`, and the pattern of the converter that takes it, if any."""
         return self._rename(name, self._renamings, self._converters, self._prefix, wanted)
 
     def converter(self, pattern: str) -> Any:
@@ -110,7 +111,7 @@ def _rename_by_prefix(
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """So that expert 10 comes after expert 9."""
+    """A sort key by which expert 10 comes after expert 9."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 

@@ -1,4 +1,4 @@
-"""What a file of weights is, whatever its format."""
+"""The interface of a file of weights, for every format."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

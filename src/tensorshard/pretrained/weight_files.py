@@ -1,6 +1,6 @@
 """Files of weights, opened without reading them: safetensors, ``torch.save``'s, and tensorshard's checkpoints.
 
-Tensors are views of memory-mapped files, so that what is read of them is what is used of them.
+Tensors are views of memory-mapped files, so that only what is used is read.
 """
 
 import json
@@ -18,9 +18,9 @@ _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _WITHIN = ("state_dict", "model", "model_state_dict")
-"""Under which of these a training script's file often has the state dict, beside its optimizer's."""
+"""Keys under which a training script's file often has the state dict, beside its optimizer's."""
 _WRAPPERS = ("_orig_mod.", "module.")
-"""What torch.compile and DistributedDataParallel put before every name."""
+"""Prefixes that torch.compile and DistributedDataParallel put before every name."""
 
 
 class _Safetensors(WeightFile):
@@ -44,7 +44,7 @@ class _Safetensors(WeightFile):
         return len(self._names)
 
     def layout(self, name: str) -> torch.Tensor:
-        return self._file.get_tensor(name).to("meta")  # mapped, and so not read
+        return self._file.get_tensor(name).to("meta")  # memory-mapped, so nothing is read
 
 
 class _Pickled(WeightFile):
@@ -82,8 +82,8 @@ def open_weight_files(path: Path) -> list[WeightFile]:
     """The files of weights at `path`.
 
     Args:
-        path: a file, an index of files as Hugging Face writes it, a directory that has either by the names that
-            Hugging Face gives them, or one file of weights of any name, or a checkpoint of tensorshard's.
+        path: a file; an index of files as Hugging Face writes it; a directory that has either, by Hugging Face's names,
+            or a single file of weights of any name; or a checkpoint of tensorshard's.
 
     Raises:
         FileNotFoundError: there is none, or the index names files that are not there.
@@ -153,12 +153,12 @@ def _state_dict_in(loaded: Any, path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_entry(name: Any, value: Any) -> bool:
-    """Whether this may be an entry of a state dict; modules may put numbers beside their tensors."""
+    """Whether `name` and `value` may be an entry of a state dict. Modules may put numbers beside their tensors."""
     return isinstance(name, str) and (isinstance(value, torch.Tensor | int | float) or name.endswith("_extra_state"))
 
 
 def _without_wrappers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    for prefix in (*_WRAPPERS, *_WRAPPERS):  # either may be around the other
+    for prefix in (*_WRAPPERS, *_WRAPPERS):  # they may be nested in either order
         if all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors

@@ -1,1 +1,1 @@
-"""Model to model, for what concerns one rank alone: precision, recomputation, compilation, activations elsewhere."""
+"""Transforms of a model that concern one rank alone: precision, recomputation, compilation, offloaded activations."""

@@ -1,7 +1,7 @@
-"""Compilation of a model's blocks (torch.compile), one by one, and what is left out of it.
+"""Compilation of a model's blocks (torch.compile), one by one, and what is not compiled.
 
-Split layers are: their collectives are no operations that a compiled graph may have. What lies between them is compiled
-in parts.
+Split layers are not compiled, since a compiled graph cannot contain their collectives. The code between them is
+compiled in parts.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 
 _OF_TENSOR_PARALLELISM = frozenset(role for role in Role if Role.SPLIT_LAYER <= role <= Role.SEQUENCE_LENGTH)
 
-# A mode that changes reshapes is around all that runs inside of it, which is not compiled.
+# Code of these roles runs a mode that changes reshapes around all that is further in. That is not compiled.
 _RESHAPING = frozenset([Role.LOCAL_SHAPES, Role.SEQUENCE_SHAPES])
 
 
@@ -28,10 +28,10 @@ def compile_blocks(blocks: list[nn.Module], recompute: str) -> list[str]:
     """Compiles each block's forward. Hooks stay outside of what is compiled, and so does tensor parallelism's code.
 
     Args:
-        recompute: as in :class:`tensorshard.Plan`; it was applied already.
+        recompute: as in :class:`tensorshard.Plan`. It was applied before.
 
     Returns:
-        What runs as it is beside that, and why: a sentence for each kind.
+        What else is not compiled, and why: a sentence for each kind.
     """
     reshaping: Counter[str] = Counter()
     split = 0
@@ -62,9 +62,9 @@ def _compile_further_in(module: nn.Module) -> None:
 
 
 def never_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`function`, which runs as it is under ``torch.compile`` too, between two graphs.
+    """`function`, made to run uncompiled under ``torch.compile`` too, between two graphs.
 
-    As ``torch.compiler.disable``, which imports the compiler at once: here that waits until something is compiled.
+    As ``torch.compiler.disable``, but that imports the compiler at once. This waits until something is compiled.
     """
     disabled: list[Callable[_Arguments, _Result]] = []
 

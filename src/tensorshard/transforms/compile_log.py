@@ -1,4 +1,4 @@
-"""Says that blocks are being compiled, and how long it took, so that a silent minute is explained."""
+"""Logs that blocks are being compiled, and how long it took, to explain a silent minute."""
 
 import logging
 import time
@@ -12,10 +12,10 @@ logger = logging.getLogger("tensorshard")
 
 
 class CompileLog:
-    """Logs a line when torch.compile begins to compile within :meth:`watched`, and one with its seconds at the end.
+    """Logs a line when torch.compile begins to compile inside of :meth:`watched`, and one with the seconds at the end.
 
     Args:
-        clock: seconds of some monotonic clock.
+        clock: returns the seconds of a monotonic clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -26,7 +26,7 @@ class CompileLog:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """May be entered within itself; the outermost one reports."""
+        """May be nested. The outermost one reports."""
         self._depth += 1
         stop = watch_compilation(self._begun, self._ended) if self._depth == 1 else None
         try:

@@ -1,7 +1,7 @@
-"""What selective recomputation keeps: results of the operations that cost the most arithmetic a byte.
+"""What selective recomputation keeps: results of the operations with the most arithmetic for each byte of result.
 
-torch's own ``create_selective_checkpoint_contexts`` refuses a block that changes such a result in place, and does not
-notice where that is done by ``unsafe_chunk``, as recurrent layers do it: gradients are wrong then. Here a result that
+torch's own ``create_selective_checkpoint_contexts`` refuses a block that changes such a result in place. It does not
+notice a change through ``unsafe_chunk``, which recurrent layers use, and then gradients are wrong. Here a result that
 was changed is computed again.
 """
 
@@ -30,7 +30,7 @@ COSTLY = frozenset(
 
 
 class KeptResults:
-    """Results of costly operations of one forward, by the operation and how often it had run before."""
+    """Results of costly operations of one forward. The key is the operation, and how often it had run before."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, int], tuple[Any, list[int]]] = {}  # with the versions of its tensors
@@ -44,19 +44,19 @@ class KeptResults:
         self._by_storage.update((storage_key(leaf), key) for leaf in leaves)
 
     def forget_changed(self, tensors: list[torch.Tensor]) -> None:
-        """Called where `tensors` were written to: what was kept in their memory is of no use."""
+        """Forgets results in the memory of `tensors`, which were written to."""
         for tensor in tensors:
             self._kept.pop(self._by_storage.get(storage_key(tensor), (None, 0)), None)
 
     def take(self, key: tuple[Any, int]) -> Any | None:
-        """What was kept under `key`, which is forgotten; None if nothing was, or if it has changed since."""
+        """Returns what was kept under `key`, and forgets it; None if nothing was, or if it has changed since."""
         held, versions = self._kept.pop(key, (None, []))
         changed = [tensor_version(leaf) for leaf in tensor_leaves(held)] != versions
         return None if changed else held
 
 
 class _CountingMode(TorchDispatchMode):
-    """Knows how often each operation has run in it."""
+    """Counts how often each operation has run in it."""
 
     def __init__(self, results: KeptResults) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class TakesKept(_CountingMode):
 
 
 def _draws_random_numbers(operation: OpOverload, args: Any, kwargs: Any) -> bool:
-    """Whether an attention kernel has dropout: left out, it would leave the random numbers to those after it."""
+    """Whether an attention kernel has dropout. It must run again, or later operations would get its random numbers."""
     found = _dropout_of(operation)
     if found is None:
         return False

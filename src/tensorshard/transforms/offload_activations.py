@@ -1,4 +1,4 @@
-"""What blocks keep for backward goes to another tier."""
+"""Offloads what blocks keep for backward."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -11,7 +11,7 @@ from tensorshard.offload.activations import OffloadedActivations
 
 
 def offload_activations(blocks: Iterable[nn.Module], activations: OffloadedActivations) -> None:
-    """Has `activations` move what each block keeps, or with recomputation the block's inputs.
+    """Makes `activations` move what each block keeps for backward; with recomputation, the block's inputs.
 
     Args:
         blocks: modules whose forward is replaced on the instance; names, parameters and hooks stay as they are.

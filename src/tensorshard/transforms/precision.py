@@ -1,4 +1,4 @@
-"""Mixed precision: which type is computed in, and what stays fp32 whatever it is (Micikevicius et al. 2018)."""
+"""Mixed precision: the type of computation, and what stays in fp32 with any type (Micikevicius et al. 2018)."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +27,7 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def compute_dtype(dtype: torch.dtype, precision: str) -> torch.dtype:
-    """The type that a parameter whose master is of `dtype` is computed in."""
+    """The type in which forward computes with a parameter whose master is of `dtype`."""
     return DTYPES[precision] if dtype == torch.float32 else dtype
 
 
@@ -39,20 +39,20 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 
 def widen_output(output: Any) -> Any:
-    """`output` with its 16-bit tensors as fp32, so that losses are computed in fp32."""
+    """`output` with 16-bit tensors cast to fp32, so that losses are computed in fp32."""
     return tree_map(_widen, output)
 
 
 def keep_norms_fp32(modules: Iterable[nn.Module]) -> None:
-    """Makes norms among `modules`, and what computes a weight from parameters, compute from fp32 parameters.
+    """Makes norms among `modules`, and modules that compute a weight from parameters, compute from fp32 parameters.
 
-    Norms are torch's normalization layers and subclasses of these, whose own forward runs; autocast sees to their
-    inputs. They cost little, their sums lose most in 16 bits, and some kernels refuse weights narrower than the
-    statistics. What computes a weight are parametrizations and spectral norms; their vectors stay fp32, too.
+    Norms are torch's normalization layers and subclasses that run their forwards; autocast casts their inputs. They
+    cost little, their sums lose most in 16 bits, and some kernels refuse weights narrower than the statistics. Weights
+    are computed by parametrizations and spectral norms, whose vectors stay fp32 too.
     """
     for module in modules:
         if runs_forward_of(module, *_PER_SAMPLE):
-            # On another self: nothing is changed meanwhile, so that recomputed blocks are compiled in one piece.
+            # With another self, the module is not changed meanwhile, so a recomputed block is compiled in one piece.
             replace_forward(module, Role.FP32, MethodType(type(module).forward, _WideParameters(module)))
         elif isinstance(module, _NORMS):
             wrap_forward(module, Role.FP32, partial(_from_fp32, [module]))
@@ -64,14 +64,14 @@ def keep_norms_fp32(modules: Iterable[nn.Module]) -> None:
 
 
 def _without_autocast(module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """`forward`, all in fp32, where `module` and those in it have the parameters that it reads."""
+    """Calls `forward` all in fp32. `module` and its children hold the parameters that it reads."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     with torch.autocast(device.type, enabled=False):
         return _from_fp32(list(module.modules()), forward, *args, **kwargs)
 
 
 def _from_fp32(modules: list[nn.Module], forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """`forward`, while the own parameters of `modules` are read as fp32."""
+    """Calls `forward` while the own parameters of `modules` are read as fp32."""
     held = [(module, name, own) for module in modules for name, own in own_parameters(module).items()]
     for module, name, parameter in held:
         set_parameter(module, name, _widen(parameter))
@@ -83,10 +83,10 @@ def _from_fp32(modules: list[nn.Module], forward: Forward, /, *args: Any, **kwar
 
 
 def check_supported(precision: str, device: torch.device) -> None:
-    """Raises where the device cannot compute in `precision`.
+    """Raises if the device cannot compute in `precision`.
 
     Raises:
-        ValueError: tried on a small product, forward and backward.
+        ValueError: a small product, forward and backward, fails on the device.
     """
     if precision == "fp32":
         return
@@ -102,7 +102,7 @@ def check_supported(precision: str, device: torch.device) -> None:
 
 
 class _WideParameters:
-    """Stands for a norm whose parameters are read as fp32."""
+    """Replaces a norm as ``self``, and gives its parameters as fp32."""
 
     def __init__(self, norm: nn.Module) -> None:
         self._norm = norm

@@ -37,7 +37,7 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: str) -> None:
         holders = [module for module in block.modules() if buffer_names(module)]
         selective = mode == "selective"
         contexts = _make_contexts(holders, selective) if holders or selective else None
-        # A module of its own would put its name into every parameter's; checkpoints would then depend on the plan.
+        # A wrapping module would put its name into every parameter's name; checkpoints would then depend on the plan.
         wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, contexts))
 
 
@@ -50,14 +50,14 @@ def _recomputed(contexts: Any, forward: Forward, /, *args: Any, **kwargs: Any) -
 
 
 def _make_contexts(holders: list[nn.Module], selective: bool) -> Callable[[], tuple[Any, Any]]:
-    """A function that makes what surrounds the first forward of a call, and what surrounds its repetition in backward.
+    """Makes the function that returns two contexts: one for the first forward, one for its repetition in backward.
 
-    A plain function: torch.compile takes no other.
+    It is a plain function, since torch.compile accepts no other.
     """
 
     def contexts() -> tuple[Any, Any]:
-        # In a graph nothing changes in place: a policy is all that it takes. A compiled block whose code is cut into
-        # several graphs is computed again outside of them.
+        # Inside a compiled graph nothing is changed in place, so a policy is enough. If a compiled block's code is cut
+        # into several graphs, it is recomputed outside of them.
         if is_making_graph():
             return create_selective_checkpoint_contexts(_keep_costly if selective else _keep_nothing)
         first: AbstractContextManager[Any] = nullcontext()
@@ -72,14 +72,14 @@ def _make_contexts(holders: list[nn.Module], selective: bool) -> Callable[[], tu
 
 
 class _FirstForward:
-    """Surrounds the first forward of a call, and keeps the buffers that it changes as they were before.
+    """Surrounds the first forward of a call, and keeps the old values of the buffers that it changes.
 
-    The repetition sees these, and leaves the block's own alone. So what a forward changes (running statistics,
-    counters, averages, a codebook), in place or by assigning another tensor, is changed once.
+    The repetition sees these old values, and leaves the block's own buffers alone. So what a forward changes (running
+    statistics, counters, averages, a codebook), in place or by assigning another tensor, is changed once.
 
     Args:
         holders: the block's modules that have buffers.
-        inner: what surrounds the forward besides.
+        inner: another context to enter around the forward.
     """
 
     def __init__(self, holders: list[nn.Module], inner: AbstractContextManager[Any]) -> None:
