@@ -191,7 +191,7 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def watch_updates(self, behind: UpdateBehind) -> None:
-        """Makes forwards wait for the updates that they need, which `behind` runs in the background. Called once at most.
+        """Makes forwards wait for the updates that they need and `behind` runs in the background. Called once at most.
 
         See :meth:`follow_behind`.
         """

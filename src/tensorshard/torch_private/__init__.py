@@ -1,8 +1,8 @@
 """Every private name of torch that tensorshard uses, one file a topic; no other file names one.
 
-Each function, class and name says what it is used for, with which versions of torch it was checked, and the public
-way that would replace it. ``tests/test_torch_private.py`` holds the rest of the package to this. Nothing here imports
-anything else of tensorshard, and each topic is imported by itself, so that nobody waits for what he does not use.
+Each function, class and name says what it is used for, with which versions of torch it was checked, and which public
+way would replace it. ``tests/test_torch_private.py`` checks that the rest of the package names none. Nothing here
+imports anything else of tensorshard. Each topic is imported by itself, so that nobody waits for topics he does not use.
 
     autograd           asking whether backward is running, and steering it
     compilation        when torch.compile compiles

@@ -8,9 +8,9 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 
 def is_in_backward() -> bool:
-    """Whether the caller runs inside of a backward pass, as a recomputation does.
+    """Whether the caller runs inside of a backward pass, as recomputation does.
 
-    Why: what is recomputed in backward runs outside of the forward of ``DistributedDataParallel``.
+    Why: code that is recomputed in backward runs outside of the forward of ``DistributedDataParallel``.
 
     Checked: torch 2.11 and 2.13.
 
@@ -22,7 +22,7 @@ def is_in_backward() -> bool:
 def are_saved_tensors_hooked() -> bool:
     """Whether ``torch.autograd.graph.saved_tensors_hooks`` is on.
 
-    Why: it tells a recomputation by ``use_reentrant=False``, which has such hooks, from one by True.
+    Why: such hooks tell recomputation with ``use_reentrant=False``, which sets them, from recomputation with True.
 
     Checked: torch 2.11 and 2.13.
 
@@ -32,13 +32,13 @@ def are_saved_tensors_hooked() -> bool:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Has the backward that is running call `callback` when it is over.
+    """Makes the backward that is running call `callback` when it is over.
 
-    Why: ZeRO 0 to 2 wait for reductions that are still under way, whoever called backward.
+    Why: ZeRO 0 to 2 wait for reductions that are still under way, no matter who called backward.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: a call after ``backward()``, where the loop is one's own.
+    Public way: a call after ``backward()``, if the training loop is one's own.
     """
     Variable._execution_engine.queue_callback(callback)
 
@@ -50,7 +50,7 @@ def accumulate_from(
     *,
     keep_graph: bool,
 ) -> None:
-    """Runs backward from `edges`, and adds to the gradients of `parameters`, leaves, alone.
+    """Runs backward from `edges`, and adds to the gradients of `parameters` only, which are leaves.
 
     Why: pipeline schedules that split a backward compute the parameters' gradients later, from nodes in the middle of
     the graph.

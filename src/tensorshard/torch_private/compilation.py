@@ -1,4 +1,4 @@
-"""When torch.compile compiles, and whether what runs is a compilation."""
+"""When torch.compile compiles, and whether the running code is being compiled."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,14 +9,14 @@ import torch
 
 
 def watch_compilation(begun: Callable[[], None], ended: Callable[[], None]) -> Callable[[], None]:
-    """Calls `begun` and `ended` around each compilation from now on; returns what ends that.
+    """Calls `begun` and `ended` around each compilation from now on. Returns a function that stops this.
 
-    Why: a step that compiles takes a minute in silence; how much of it is compilation shows nowhere else.
+    Why: a step that compiles may take a minute without output; nothing else shows how much of it is compilation.
 
     Checked: torch 2.11 and 2.13. ``torch._dynamo.callback`` calls back around the outermost compilation, also of a
     backward that is compiled when it first runs.
 
-    Public way: none; ``torch.compiler`` tells nothing of what was compiled when.
+    Public way: none; ``torch.compiler`` does not say what was compiled when.
     """
     from torch._dynamo.callback import callback_handler
 
@@ -40,11 +40,11 @@ def watch_compilation(begun: Callable[[], None], ended: Callable[[], None]) -> C
 
 
 def is_making_graph() -> bool:
-    """Whether what runs now is recorded into a graph by torch.compile, rather than computed.
+    """Whether torch.compile is recording the running code into a graph, rather than running it.
 
-    Why: recomputation keeps other things in a graph than where a compiled block's code falls into several graphs.
+    Why: recomputation keeps other results in a graph than in a compiled block whose code falls into several graphs.
 
-    Checked: torch 2.11 and 2.13. ``torch._guards.TracingContext`` is there while one is made.
+    Checked: torch 2.11 and 2.13. ``torch._guards.TracingContext`` exists while a graph is recorded.
 
     Public way: none; ``torch.compiler.is_compiling()`` is false then in torch 2.11, ``is_dynamo_compiling()`` in both.
     """
@@ -53,9 +53,9 @@ def is_making_graph() -> bool:
 
 @contextmanager
 def explained_compilation() -> Iterator[None]:
-    """Inside, an error of torch.compile itself says what can be done about it.
+    """Inside, an error of torch.compile itself is raised with advice.
 
-    Why: a compiler that fails on a user's block ends in a traceback of its own code, as InductorError does for some
+    Why: if the compiler fails on a user's block, the traceback is of its own code, as for InductorError with some
     convolutions whose sizes differ from block to block.
 
     Checked: torch 2.11 and 2.13, for errors of Dynamo and of its backends.
@@ -63,12 +63,12 @@ def explained_compilation() -> Iterator[None]:
     Public way: none; the classes are in ``torch._dynamo.exc``.
 
     Raises:
-        RuntimeError: in place of the compiler's.
+        RuntimeError: in place of the compiler's error.
     """
     try:
         yield
     except Exception as error:
-        # Asked for here: importing the compiler takes seconds, and what fails otherwise has no need of it.
+        # Looked up here, since importing the compiler takes seconds, and other errors do not need it.
         dynamo = sys.modules.get("torch._dynamo.exc")
         if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
             raise

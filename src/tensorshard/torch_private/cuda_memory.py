@@ -11,7 +11,7 @@ _MOST_EVENTS = 200_000
 
 @contextmanager
 def recorded_cuda_memory(device: torch.device, path: Path) -> Iterator[None]:
-    """Inside, allocations on a CUDA `device` are recorded, and then written to `path`. On others nothing is done.
+    """Inside, allocations on a CUDA `device` are recorded, and written to `path` at the end. Others do nothing.
 
     Why: a snapshot shows every segment and block, and the stack that allocated it, on https://pytorch.org/memory_viz.
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 def active_ddp_module() -> Any:
     """The ``DistributedDataParallel`` whose forward is running, or None.
 
-    Why: a gather or scatter in there has to make up for the averaging of the gradients.
+    Why: a gather or scatter in that forward has to make up for the averaging of the gradients.
 
     Checked: torch 2.11 and 2.13.
 
@@ -19,9 +19,9 @@ def active_ddp_module() -> Any:
 
 
 def ddp_ignored(module: nn.Module) -> list[str]:
-    """Names of what ``DistributedDataParallel`` will leave alone in `module`, whoever said so.
+    """Names of the parameters and buffers of `module` that ``DistributedDataParallel`` will ignore, whoever set them.
 
-    Why: the list is set as a whole, so that others' names must be kept.
+    Why: the list is set as a whole, so names that others have set must be kept.
 
     Checked: torch 2.11 and 2.13.
 
@@ -31,7 +31,7 @@ def ddp_ignored(module: nn.Module) -> list[str]:
 
 
 def set_ddp_ignored(module: nn.Module, names: list[str]) -> None:
-    """Has ``DistributedDataParallel`` leave the parameters and buffers of `names` in `module` alone.
+    """Makes ``DistributedDataParallel`` ignore the parameters and buffers of `names` in `module`.
 
     Why: each rank holds another shard of a split parameter, which must not be averaged or broadcast.
 

@@ -1,8 +1,8 @@
 """Modes and tensor classes that see every operation.
 
-`TorchDispatchMode`: what a mode derives from that sees each operator call, after autograd.
+`TorchDispatchMode`: the base class of modes that see each operator call, after autograd.
 
-Why: constructors are recorded and values are followed through a model operator by operator.
+Why: constructors are recorded, and values are followed through a model, operator by operator.
 
 Checked: torch 2.11 and 2.13.
 
@@ -26,9 +26,9 @@ __all__ = [
 
 
 def has_dispatch_mode() -> bool:
-    """Whether a dispatch mode watches or fakes what is computed.
+    """Whether a dispatch mode watches or fakes the operations.
 
-    Why: work that is spread over streams or written by hand is then done in plain operations, one after the other.
+    Why: work that otherwise uses several streams, or is written by hand, is then done in plain operations, in order.
 
     Checked: torch 2.11 and 2.13.
 
@@ -38,9 +38,9 @@ def has_dispatch_mode() -> bool:
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Leaves all dispatch modes, to compute something real that none of them is to see.
+    """Leaves all dispatch modes, to compute something real that none of them should see.
 
-    Why: the tracer samples inputs, and runs for real what has no fake kernel, in the middle of a traced run.
+    Why: the tracer samples inputs, and runs operators without a fake kernel for real, in the middle of a traced run.
 
     Checked: torch 2.11 and 2.13.
 
@@ -56,7 +56,7 @@ def without_torch_functions_of_tensors() -> AbstractContextManager[Any]:
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: ``super().__torch_function__``, which makes a tensor of the class of everything that comes back.
+    Public way: ``super().__torch_function__``, which turns every result into a tensor of the class.
     """
     return torch._C.DisableTorchFunctionSubclass()
 

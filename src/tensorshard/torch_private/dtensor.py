@@ -1,8 +1,8 @@
-"""Where a DTensor's shard lies, and DTensors of shards that are elsewhere.
+"""Where a DTensor's shard lies in the full tensor, and DTensors whose shards are on another device.
 
-`compute_local_shape_and_global_offset`: the shape and the place in the full tensor of this rank's shard.
+`compute_local_shape_and_global_offset`: the shape of this rank's shard, and its place in the full tensor.
 
-Why: checkpoints write shards with their places, those of strided placements included.
+Why: checkpoints write shards with their places, including those of strided placements.
 
 Checked: torch 2.11 and 2.13.
 
@@ -24,9 +24,9 @@ __all__ = ["compute_local_shape_and_global_offset", "dtensor_of", "shard_of"]
 def dtensor_of(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
-    """The DTensor of `shape` whose shard on this rank is `local`, on whatever device that is.
+    """The DTensor of `shape` whose shard on this rank is `local`, on any device.
 
-    Why: offloaded masters are in the host's memory, and their mesh is one of GPUs. FSDP2 makes such ones, too.
+    Why: offloaded masters are in host memory, while their mesh is one of GPUs. FSDP2 makes such DTensors, too.
 
     Checked: torch 2.11 and 2.13.
 
@@ -37,9 +37,9 @@ def dtensor_of(
 
 
 def shard_of(tensor: DTensor) -> torch.Tensor:
-    """This rank's shard itself, and no view of it.
+    """This rank's shard itself, not a view of it.
 
-    Why: it is asked for after every operator that an estimate runs, and a view is an operator, too.
+    Why: the shard is read after every operator that an estimate runs, and a view would be one more operator.
 
     Checked: torch 2.11 and 2.13.
 

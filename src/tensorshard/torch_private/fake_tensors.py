@@ -8,7 +8,7 @@ shapes too, but has no device, and no error where a value is asked for.
 - `active_fake_mode`, `detect_fake_mode`: whether such a mode is on, or some of the given tensors are fake. Code that
   would read a value asks this first.
 - `DataDependentOutputException`, `DynamicOutputShapeException`, `UnsupportedFakeTensorException`,
-  `UnsupportedOperatorException`: what code raises that needs values, or an operator without a fake kernel.
+  `UnsupportedOperatorException`: raised by code that needs values, or an operator without a fake kernel.
 
 Checked: torch 2.11 and 2.13, for all of these and for the functions below.
 
@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""What fake tensors raise where their values are asked for."""
+"""Errors of fake tensors when code asks for their values."""
 
 DEVICE = torch.ops.prim.device.default
 """The operator that asks a tensor for its device."""
@@ -58,13 +58,13 @@ __all__ = [
 
 
 def fake_device(tensor: Any) -> torch.device | None:
-    """The device that a fake tensor stands on; None for other tensors, and within a fake kernel.
+    """The device that a fake tensor simulates; None for other tensors, and within a fake kernel.
 
-    Why: autograd asks each tensor for its device again and again, and a mode that watches is asked each time.
+    Why: autograd asks each tensor for its device again and again. Each time, a mode that watches would be called.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: ``tensor.device``, which asks the mode.
+    Public way: ``tensor.device``, which calls the mode.
     """
     if type(tensor) is not FakeTensor or tensor.fake_mode.in_kernel_invocation:
         return None
@@ -73,9 +73,9 @@ def fake_device(tensor: Any) -> torch.device | None:
 
 @contextmanager
 def without_fake_kernel_reports() -> Iterator[None]:
-    """Inside, torch does not log that a kernel has no fake one.
+    """Inside, torch does not log that an operator has no fake kernel.
 
-    Why: the tracer then runs the unit for real, so the report would name an error that is none.
+    Why: the tracer then runs the unit for real, so there is no error to report.
 
     Checked: torch 2.11 and 2.13, by the name of the logger.
 
@@ -94,7 +94,7 @@ def without_fake_kernel_reports() -> Iterator[None]:
 def grouped_products_of_any_dtype() -> Iterator[None]:
     """Inside, fake tensors of any dtype take ``_grouped_mm``, the product of each expert's tokens with its weights.
 
-    Why: the real kernel for CPUs takes fp32, and the fake one asks for bf16: a mixture of experts in fp32 could not be
+    Why: the real kernel for CPUs takes fp32, but the fake one wants bf16. So a mixture of experts in fp32 could not be
     tried on fake tensors.
 
     Checked: torch 2.11 and 2.13.
@@ -115,7 +115,7 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
         shape = [*a.shape[:-1], b.size(-1)]
         if b.dim() == 2:
             shape = [a.size(-2), b.size(-1)]
-            if a.dim() == 2 and offs is not None:  # groups of inner elements: a matrix for each
+            if a.dim() == 2 and offs is not None:  # groups along the inner dimension: one matrix for each
                 shape.insert(0, offs.size(0))
         aligned = 16 // a.element_size()  # rows begin at multiples of 16 bytes
         row = (shape[-1] + aligned - 1) // aligned * aligned

@@ -1,7 +1,7 @@
 """FSDP2's collectives, and its state.
 
-`AllGather`, `ReduceScatter`: what the arguments of ``FSDPModule.set_custom_all_gather`` and
-``set_custom_reduce_scatter``, which are public, derive from.
+`AllGather`, `ReduceScatter`: the base classes of the arguments of ``FSDPModule.set_custom_all_gather`` and
+``set_custom_reduce_scatter``, which are public.
 
 Why: on Gloo, all-gathers and reduce-scatters built from sends and receives are several times as fast.
 
@@ -41,9 +41,9 @@ __all__ = [
 
 
 FSDP_STATE = "__composable_api_"
-"""What the names of the attributes begin with in which ``fully_shard`` keeps its state on a module.
+"""The prefix of the attributes in which ``fully_shard`` keeps its state on a module.
 
-Why: blocks that are alike differ in it, and what it holds is about them and not in them.
+Why: blocks that are alike differ in these attributes, which are not part of what the blocks compute.
 
 Checked: torch 2.13.
 
@@ -52,9 +52,9 @@ Public way: none.
 
 
 def parameter_groups(model: nn.Module) -> list[Any]:
-    """FSDP2's groups of parameters that travel together, of all modules in `model`.
+    """FSDP2's groups of parameters that are gathered together, for all modules in `model`.
 
-    Why: a group reduces the gradients that this rank has, where all ranks have to reduce the same.
+    Why: a group only reduces the gradients that this rank has, but all ranks have to reduce the same.
 
     Checked: torch 2.11 and 2.13; a module may have several groups from 2.13 on.
 
@@ -68,7 +68,7 @@ def parameter_groups(model: nn.Module) -> list[Any]:
 
 
 def unsharded_parameter(fsdp_param: Any) -> torch.Tensor | None:
-    """The full parameter that autograd sees, of one of the ``fsdp_params`` of a group; None if never gathered yet.
+    """The full parameter that autograd sees, for one of a group's ``fsdp_params``; None if it was never gathered.
 
     Why: its gradient is filled with zeros where a rank has none.
 
@@ -82,7 +82,7 @@ def unsharded_parameter(fsdp_param: Any) -> torch.Tensor | None:
 def padded_shards(group: Any) -> dict[nn.Parameter, torch.Tensor]:
     """This rank's shards of a group's parameters, flat and padded to the size that all ranks have.
 
-    Why: they are what FSDP2 gathers, and what is to be kept elsewhere.
+    Why: FSDP2 gathers these tensors, so offloading has to keep them elsewhere.
 
     Checked: torch 2.11 and 2.13.
 
@@ -92,13 +92,13 @@ def padded_shards(group: Any) -> dict[nn.Parameter, torch.Tensor]:
 
 
 def replace_shards(group: Any, shards: Sequence[torch.Tensor]) -> None:
-    """Puts `shards`, as :func:`padded_shards` gives them, in the place of a group's own, which are freed.
+    """Replaces a group's shards by `shards`, as :func:`padded_shards` gives them. The old ones are freed.
 
-    Why: a parameter whose shard is on disk shows memory that is mapped to it.
+    Why: a parameter whose shard is on disk uses memory that is mapped to the file.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: ``CPUOffloadPolicy``, which knows host memory alone.
+    Public way: ``CPUOffloadPolicy``, which only supports host memory.
     """
     for fsdp_param, flat in zip(group.fsdp_params, shards, strict=True):
         local = fsdp_param.sharded_param._local_tensor
@@ -107,16 +107,16 @@ def replace_shards(group: Any, shards: Sequence[torch.Tensor]) -> None:
 
 
 def gather_from(group: Any, shards: Callable[[bool], AbstractContextManager[Sequence[torch.Tensor]]]) -> None:
-    """Has every gather of `group` take its shards from a context, which ends when they were copied.
+    """Makes every gather of `group` take its shards from a context, which ends when they have been copied.
 
     Why: shards that are not in memory are read for the gather, and dropped after it.
 
-    Checked: torch 2.11 and 2.13. Where there is one rank, ``wait_for_unshard`` copies the shards; else ``unshard``.
+    Checked: torch 2.11 and 2.13. With one rank, ``wait_for_unshard`` copies the shards; else ``unshard`` does.
 
-    Public way: ``fsdp_pre_all_gather`` of a tensor subclass, which every parameter would have to become.
+    Public way: ``fsdp_pre_all_gather`` of a tensor subclass, which every parameter would have to be.
 
     Args:
-        shards: called with whether the gather is for backward; gives what :func:`padded_shards` does.
+        shards: called with whether the gather is for backward. It gives tensors as :func:`padded_shards` does.
     """
     alone = group._all_gather_process_group.size() == 1
     name = "wait_for_unshard" if alone else "unshard"
@@ -141,7 +141,7 @@ def gather_from(group: Any, shards: Callable[[bool], AbstractContextManager[Sequ
 
 
 def reset_iteration(root: nn.Module) -> None:
-    """Makes a model ready for the next forward after an exception in a forward or a backward; gradients are dropped.
+    """Prepares a model for the next forward after an error in a forward or a backward. Gradients are dropped.
 
     Why: FSDP2 would think that the backward was still going on, and never reduce another gradient.
 
@@ -184,9 +184,9 @@ def reset_iteration(root: nn.Module) -> None:
 
 
 def is_pre_backward_hook(hook: Any) -> bool:
-    """Whether `hook`, which is put on an output, is FSDP's own, by which it learns that backward begins.
+    """Whether `hook`, set on an output, is the one by which FSDP learns that backward begins.
 
-    Why: an output that is not computed yet, and may never be, has to tell it so by way of what it follows from.
+    Why: an output that may never be computed has to call this hook when backward reaches what it would be made from.
 
     Checked: torch 2.11 and 2.13.
 
@@ -196,9 +196,9 @@ def is_pre_backward_hook(hook: Any) -> bool:
 
 
 def forget_fully_shard(module: nn.Module) -> None:
-    """Undoes what ``fully_shard`` keeps of `module` elsewhere; its class and attributes are the former ones again.
+    """Undoes the state that ``fully_shard`` keeps of `module` elsewhere. Class and attributes were restored before.
 
-    Why: a module whose plan is refused is the user's again, and can be sharded another time.
+    Why: if a plan is refused, the module is the user's again, and can be sharded another time.
 
     Checked: torch 2.11 and 2.13.
 
@@ -216,10 +216,10 @@ def _groups_of(state: Any) -> list[Any]:
 
 @contextmanager
 def one_chunk_at_a_time() -> Iterator[None]:
-    """Inside, ``fully_shard`` makes a view of the shard that it keeps alone, and not of those of all ranks.
+    """Inside, ``fully_shard`` only makes a view of the shard that it keeps, and none of the other ranks' shards.
 
-    Why: for 1,024 ranks it makes as many views of each parameter, twice, of which it uses two. On fake tensors that
-    takes most of the time that a plan for many ranks is tried in.
+    Why: for 1,024 ranks it makes that many views of each parameter, twice, and uses two of them. On fake tensors, that
+    is most of the time of trying a plan for many ranks.
 
     Checked: torch 2.11 and 2.13 (run on 2.13; for 2.11, by the lines that are the same in versions before and after
     it). Where a version has no function by this name, nothing is changed.
@@ -238,7 +238,7 @@ def one_chunk_at_a_time() -> Iterator[None]:
 
 
 class _Chunks:
-    """What ``torch.chunk`` returns, and empty tensors after that, each made when it is asked for."""
+    """What ``torch.chunk`` returns, followed by empty tensors. Each is made when it is asked for."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, num_chunks, dim

@@ -1,8 +1,9 @@
-"""What torch says that a user of tensorshard cannot act on: silenced one by one, and only while tensorshard causes it.
+"""Messages of torch that a user of tensorshard can do nothing about. They are silenced only while tensorshard runs.
 
-Each is named by its exact words. Nothing else is silenced, of torch's or of anybody's. What can be avoided at its
-source is not here: a deprecated class of torch's own (``pytree.spec_as_tuples``), and a limit of recompilations that
-layers met which are not compiled (``transforms.compile``).
+Each is matched by its exact words. No other message is silenced. Messages that can be avoided at their source are not
+here: a deprecated class of torch's own (``pytree.spec_as_tuples``), and a limit of recompilations that uncompiled
+layers
+reached (``transforms.compile``).
 """
 
 import logging
@@ -21,9 +22,9 @@ _ABOVE_USDT = "6"
 
 @contextmanager
 def reading_in_one_process() -> Iterator[None]:
-    """Within it ``torch.distributed.checkpoint.load`` does not warn that it reads in a single process.
+    """Inside, ``torch.distributed.checkpoint.load`` does not warn that it reads in a single process.
 
-    Why: that is what was asked for, by ``no_dist=True``; the warning comes for every tensor.
+    Why: ``no_dist=True`` asks for exactly that. The warning comes for every tensor.
 
     Checked: torch 2.11 and 2.13.
 
@@ -36,9 +37,9 @@ def reading_in_one_process() -> Iterator[None]:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within it torch does not warn that there is a CUDA toolkit and no GPU.
+    """Inside, torch does not warn that there is a CUDA toolkit and no GPU.
 
-    Why: compilation for CPUs asks where the toolkit is and does without it; training on CPUs is what was asked for.
+    Why: compilation for CPUs looks for the toolkit and works without it. The user has chosen to train on CPUs.
 
     Checked: torch 2.11 and 2.13, of which builds for CUDA say so.
 
@@ -59,8 +60,8 @@ def compiling() -> Iterator[None]:
 def silence_profiler_marks() -> None:
     """Keeps "USDT: ... profiler_start" and "profiler_stop", which torch's profiler writes to stderr, off the terminal.
 
-    Why: they are marks for tracing tools, and tear the progress bar. The variable is read once, by the first profiler
-    of a process; what the user has set stays. Only for profiles of CPUs: errors of a GPU's profiler have a lower level.
+    Why: they are marks for tracing tools, and break the progress bar. The first profiler of a process reads the
+    variable, once. A user's setting stays. Only for profiles of CPUs: errors of a GPU's profiler have a lower level.
 
     Checked: torch 2.11 and 2.13; 2.13 writes them.
 

@@ -1,14 +1,15 @@
 """A module's own tensors, hooks and conversions; base classes of its layers.
 
-`BatchNormBase`, `NormBase`, `DropoutBase`: what batch normalizations, those and instance normalizations, and dropouts
-of all dimensions derive from. `SpectralNormVectors`: what :func:`torch.nn.utils.parametrizations.spectral_norm`
-registers, which takes a step of a power iteration in each training forward.
+`BatchNormBase`, `NormBase`, `DropoutBase`: the base classes of batch normalizations, of batch and instance
+normalizations, and of dropouts, in all dimensions. `SpectralNormVectors`: the class that
+:func:`torch.nn.utils.parametrizations.spectral_norm` registers. It takes a step of a power iteration in each training
+forward.
 
-Why: layers of one's own derive from them, and so does what later versions of torch add.
+Why: users' layers derive from them, and so do layers that later versions of torch add.
 
 Checked: torch 2.11 and 2.13.
 
-Public way: a tuple of all public classes, which leaves such layers out.
+Public way: a tuple of all public classes, which misses such layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,8 +50,8 @@ __all__ = [
     "truncated_normal_replaced",
 ]
 
-# The code of a module's call, around its forward.
-# Why: a frame of it in a traceback stands for the file of the module's class.
+# The code that runs a module's call, around its forward.
+# Why: in a traceback, a frame of this code stands for the file of the module's class.
 # Checked: torch 2.11 and 2.13. Public way: none.
 MODULE_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 
@@ -59,13 +60,13 @@ TABLES = ("_parameters", "_buffers", "_modules")
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-"""What is split as convolutions are, of 1, 2 and 3 dimensions."""
+"""They are split as convolutions are, in 1, 2 and 3 dimensions."""
 
 
 def overrides_convolution(module: nn.Module) -> bool:
-    """Whether the class of `module` computes a convolution in a way of its own, within the forward of torch's class.
+    """Whether the class of `module` computes the convolution in its own way, inside of the forward of torch's class.
 
-    Why: such a class (one that standardizes its weights, say) has torch's forward, which calls what it overrides.
+    Why: such a class (one that standardizes its weights, say) inherits torch's forward, which calls its own method.
 
     Checked: torch 2.11 and 2.13.
 
@@ -78,7 +79,7 @@ def overrides_convolution(module: nn.Module) -> bool:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are registered on `module` itself, by the names they have there.
 
-    Why: ties are found by both of their names, and a class may override ``named_parameters``.
+    Why: ties have to be found under both names, and a class may override ``named_parameters``.
 
     Checked: torch 2.11 and 2.13.
 
@@ -100,7 +101,7 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def set_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
-    """Has ``module.name``, a parameter, be `value`, which may be a tensor that is computed from it, or None.
+    """Sets ``module.name``, a parameter, to `value`, which may be a tensor computed from it, or None.
 
     Why: a forward runs on parameters whose gradients are summed over ranks, or of which this rank holds a part.
 
@@ -113,32 +114,32 @@ def set_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> N
 
 
 def refresh_recurrent_weights(module: nn.Module) -> None:
-    """Has a recurrent layer (``nn.LSTM`` and the like) compute with the parameters that it has now.
+    """Makes a recurrent layer (``nn.LSTM`` and the like) compute with its present parameters.
 
-    Why: it keeps a list of them, which :func:`set_parameter` does not change.
+    Why: the layer keeps a list of them, which :func:`set_parameter` does not change.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: ``setattr``, which takes an ``nn.Parameter`` alone.
+    Public way: ``setattr``, which only takes an ``nn.Parameter``.
     """
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
 
 
 def buffer_names(module: nn.Module) -> list[str]:
-    """The names under which `module` itself registers buffers, those of None among them.
+    """The names under which `module` itself registers buffers, including those whose buffer is None.
 
     Why: a forward may put a tensor where there was none, and a repeated forward must find none again.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: none; ``named_buffers`` leaves out those of None.
+    Public way: none; ``named_buffers`` leaves out buffers that are None.
     """
     return list(module._buffers)
 
 
 def buffer_at(module: nn.Module, name: str) -> torch.Tensor | None:
-    """What `module` has registered as its buffer `name`; None for nothing.
+    """The buffer that `module` has registered as `name`; None if there is none.
 
     Why: as for :func:`buffer_names`.
 
@@ -150,7 +151,7 @@ def buffer_at(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def set_buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
-    """Has ``module.name``, a buffer, be `value`; whether it is persistent stays as it was.
+    """Sets ``module.name``, a buffer, to `value`. Whether it is persistent does not change.
 
     Why: a meta model gets its real buffers.
 
@@ -162,7 +163,7 @@ def set_buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None
 
 
 def clear_forward_hooks(module: nn.Module) -> None:
-    """Takes the hooks away that are called after the forward of `module`.
+    """Removes the hooks that are called after the forward of `module`.
 
     Why: a pipeline stage that is not the last does not return the output that they are for.
 
@@ -174,9 +175,9 @@ def clear_forward_hooks(module: nn.Module) -> None:
 
 
 def clear_hooks(module: nn.Module) -> None:
-    """Takes the hooks away that are called before and after forward and backward of `module`.
+    """Removes the hooks that are called before and after forward and backward of `module`.
 
-    Why: what stands in a stage for a module of another stage gets other values than the hooks are for.
+    Why: the stand-in for a module of another stage gets other values than the hooks are for.
 
     Checked: torch 2.11 and 2.13.
 
@@ -207,7 +208,7 @@ def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether `module` has hooks that are called before or after its backward.
 
-    Why: they make one node of its outputs, or of its inputs, which a pipeline cannot cut.
+    Why: the hooks join its outputs, or its inputs, in one node of the graph, which a pipeline cannot cut.
 
     Checked: torch 2.11 and 2.13.
 
@@ -217,21 +218,21 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def check_batch_norm_input(module: BatchNormBase, input: torch.Tensor) -> None:
-    """Raises ValueError if `input` has a number of dimensions that `module` does not take, as its forward would.
+    """Raises ValueError, as the forward of `module` would, if it does not take `input`'s number of dimensions.
 
     Why: batch normalization over ranks replaces that forward.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: the forward itself, which computes as well.
+    Public way: the forward itself, but it also computes.
     """
     module._check_input_dim(input)
 
 
 def reset_method(module: nn.Module) -> Callable[[], object] | None:
-    """What gives the own parameters of `module` their initial values; None where there is no such method.
+    """The method that gives the own parameters of `module` their initial values; None if there is no such method.
 
-    Why: that is the convention for models on the meta device; ``nn.MultiheadAttention`` names its own with an
+    Why: this is the convention for models on the meta device. The method of ``nn.MultiheadAttention`` begins with an
     underscore.
 
     Checked: torch 2.11 and 2.13.
@@ -243,13 +244,13 @@ def reset_method(module: nn.Module) -> Callable[[], object] | None:
 
 @contextmanager
 def truncated_normal_replaced(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, ``nn.init.trunc_normal_`` draws by ``make(torch's own function)``.
+    """Inside, ``nn.init.trunc_normal_`` uses ``make(torch's own function)``.
 
     Why: from torch 2.12 on it reads what it has drawn, which a recorded constructor cannot do.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: replacing ``nn.init.trunc_normal_``, which misses those who imported it by name.
+    Public way: replacing ``nn.init.trunc_normal_``, which misses code that imported it by name.
     """
     original = nn.init._no_grad_trunc_normal_
     nn.init._no_grad_trunc_normal_ = make(original)
@@ -260,21 +261,20 @@ def truncated_normal_replaced(make: Callable[[Callable[..., Any]], Callable[...,
 
 
 class ConvertibleModule(nn.Module):
-    """A module that is told when its tensors are about to be converted (``to``, ``cuda``, ``half``, ...) and when they
-    were.
+    """A module that is told before and after its tensors are converted (by ``to``, ``cuda``, ``half``, ...).
 
-    Why: parameters of a class of one's own must be plain ones while torch replaces them.
+    Why: parameters of a special class must be plain ones while torch replaces them.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: none. ``to`` and the like can be overridden, but not those of the model around it, which call this.
+    Public way: none. ``to`` and the like can be overridden, but not those of the model around it, which call this one.
     """
 
     def before_conversion(self) -> None:
-        """Called first."""
+        """Called before the conversion."""
 
     def after_conversion(self) -> None:
-        """Called last."""
+        """Called after the conversion."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.before_conversion()

@@ -1,8 +1,8 @@
-"""Operators without a public name, and what an operator says of itself.
+"""Operators without a public name, and the schemas of operators.
 
-`OpOverload`: the class of the operators that a dispatch mode sees, by which others (higher-order ones) are told apart.
+`OpOverload`: the class of the operators that a dispatch mode sees. It tells them from others (higher-order ones).
 
-Why: a recorder can replay plain operators alone.
+Why: a recorder can only replay plain operators.
 
 Checked: torch 2.11 and 2.13.
 
@@ -30,7 +30,7 @@ __all__ = [
 
 _aten = torch.ops.aten
 
-# What F.scaled_dot_product_attention calls, one for each kind of kernel.
+# The operators that F.scaled_dot_product_attention calls, one for each kind of kernel.
 # Why: selective recomputation keeps their results, which cost the most to compute again.
 # Checked: torch 2.11 and 2.13. Public way: none.
 ATTENTION_KERNELS = frozenset(
@@ -43,8 +43,8 @@ ATTENTION_KERNELS = frozenset(
     }
 )
 
-# What fused optimizers call on lists of weights, gradients and states. Each element is updated by itself.
-# Why: shards are updated as tensors of their own, where DTensor compares the placements of all of them first.
+# The operators that fused optimizers call on lists of weights, gradients and states. They update elements one by one.
+# Why: shards are updated as plain tensors, since DTensor would first compare the placements of all of them.
 # Checked: torch 2.11 and 2.13. Public way: none.
 FUSED_UPDATES = frozenset(
     overload
@@ -52,8 +52,8 @@ FUSED_UPDATES = frozenset(
     for overload in (getattr(packet, name) for name in packet.overloads())
 )
 
-# What torch.amp.GradScaler calls on the gradients of one device and type.
-# Why: DTensor has a rule of its own for it, which mixtures of DTensors and plain tensors need to extend.
+# The operator that torch.amp.GradScaler calls on the gradients of one device and type.
+# Why: DTensor has its own rule for it, which has to be extended for mixtures of DTensors and plain tensors.
 # Checked: torch 2.11 and 2.13. Public way: none.
 UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -61,7 +61,7 @@ UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 def schema(operator: Any) -> Any:
     """The schema of `operator`: its name, its arguments, and which of them it writes to (``alias_info``).
 
-    Why: a tracer has to know what an operation changes in place.
+    Why: a tracer has to know what an operator changes in place.
 
     Checked: torch 2.11 and 2.13.
 
@@ -71,7 +71,7 @@ def schema(operator: Any) -> Any:
 
 
 def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[torch.Tensor]:
-    """The norm of each of `tensors`, in few kernels; summed in `dtype`, or in the tensors' own.
+    """The norm of each of `tensors`, in few kernels, summed in `dtype` if given, else in the tensors' own type.
 
     Why: the norm of a model's gradient is taken every step.
 
@@ -97,7 +97,7 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> N
 def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Multiplies each gradient by `inverse_scale`, in place, and sets `found_inf` to 1 where one is not finite.
 
-    Why: a ``GradScaler`` whose gradients are sharded unscales this rank's shards.
+    Why: if a ``GradScaler``'s gradients are sharded, each rank unscales its own shards.
 
     Checked: torch 2.11 and 2.13.
 
@@ -107,7 +107,7 @@ def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_sca
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:
-    """Stops the process later on if `condition` is false; on a GPU nobody waits for it.
+    """Stops the process later on if `condition` is false. On a GPU, nothing waits for the result.
 
     Why: indices are checked before each lookup, as torch's own kernels check them.
 
@@ -126,9 +126,9 @@ def fused_adam_(
     Args:
         states: averages of gradients, of their squares and, with amsgrad, the largest of these.
         step: the count of steps, this one included.
-        options: of the parameter's group.
+        options: of the parameter's optimizer group.
 
-    Why: what the optimizers' functions do around it takes as long as the update of a tile.
+    Why: the optimizers' functions around it take as long as the update of a tile.
 
     Checked: torch 2.11 and 2.13.
 

@@ -12,8 +12,8 @@ from torch.nn.utils import clip_grad
 # Checked: torch 2.11 and 2.13. Public way: replacing clip_grad_norm_ itself, which does not reach those.
 TOTAL_NORM = "_get_total_norm"
 
-# The method of GradScaler that unscales an optimizer's gradients and returns where it found an overflow, by device.
-# Why: ranks that hold different shards agree whether there was one.
+# The method of GradScaler that unscales an optimizer's gradients. It returns, by device, whether there was an overflow.
+# Why: ranks that hold different shards have to agree whether there was one.
 # Checked: torch 2.11 and 2.13. Public way: a subclass of GradScaler, where the scaler is not the user's own object.
 UNSCALE_GRADIENTS = "_unscale_grads_"
 
@@ -21,13 +21,13 @@ __all__ = ["TOTAL_NORM", "UNSCALE_GRADIENTS", "clip_grad", "set_last_rates", "se
 
 
 def set_unscaling(scaler: Any, unscale: Callable[..., dict[torch.device, torch.Tensor]]) -> None:
-    """Has `scaler`, a ``torch.amp.GradScaler``, unscale gradients by `unscale`.
+    """Makes `scaler`, a ``torch.amp.GradScaler``, unscale gradients by `unscale`.
 
     Args:
-        unscale: called with the scaler, the optimizer, the inverse of the scale, a tensor that is to be 1 where a
-            gradient is not finite, and whether fp16 gradients are allowed; returns that tensor by device.
+        unscale: called with the scaler, the optimizer, the inverse of the scale, a tensor to set to 1 if a
+            gradient is not finite, and whether fp16 gradients are allowed. It returns that tensor by device.
 
-    Why: shards are unscaled on their own, and ranks agree whether a gradient was not finite.
+    Why: each rank unscales its own shards, and ranks agree whether a gradient was not finite.
 
     Checked: torch 2.11 and 2.13.
 
@@ -37,9 +37,9 @@ def set_unscaling(scaler: Any, unscale: Callable[..., dict[torch.device, torch.T
 
 
 def set_last_rates(schedule: torch.optim.lr_scheduler.LRScheduler, rates: list[float | torch.Tensor]) -> None:
-    """Has ``schedule.get_last_lr()`` return `rates`.
+    """Makes ``schedule.get_last_lr()`` return `rates`.
 
-    Why: a run that is resumed under other peak rates sets those of the step that it stands at.
+    Why: a run that is resumed with other peak rates sets the rates of its present step.
 
     Checked: torch 2.11 and 2.13.
 
@@ -49,10 +49,10 @@ def set_last_rates(schedule: torch.optim.lr_scheduler.LRScheduler, rates: list[f
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """The update of `optimizer`'s class, without what hooks around a step do.
+    """Runs the update of `optimizer`'s class, without the hooks around a step.
 
-    Why: an offloaded optimizer takes one step in several calls, and hooks (gathering parameters among them) belong
-    around all of them. torch wraps each class's ``step`` when the first optimizer of it is made.
+    Why: an offloaded optimizer takes one step in several calls. Hooks (such as gathering parameters) belong around all
+    of them. torch wraps each class's ``step`` when the first optimizer of it is made.
 
     Checked: torch 2.11 and 2.13.
 

@@ -1,4 +1,4 @@
-"""What torch's pipeline schedules ask of a stage.
+"""What torch's pipeline schedules need of a stage.
 
 Schedules call a stage's public methods, and four private ones to prepare for a step.
 """
@@ -10,10 +10,10 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 
 class ScheduleStage(_PipelineStageBase):
-    """What a stage of one's own derives from: schedules take no other. Nothing is exchanged before a step.
+    """The base class of custom stages, since schedules take no other. Nothing is exchanged before a step.
 
-    Why: ``PipelineStage`` runs a module on tensors of one shape, and asks its neighbours for theirs; ours take any
-    inputs, and know the shapes.
+    Why: ``PipelineStage`` runs a module on tensors of one shape, and asks its neighbours for theirs. tensorshard's
+    stages take any inputs, and know the shapes.
 
     Checked: torch 2.11 and 2.13.
 
@@ -22,7 +22,7 @@ class ScheduleStage(_PipelineStageBase):
 
     def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
         self.chunks = num_microbatches
-        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())  # read by a check of torch 2.13's
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())  # a check in torch 2.13 reads this
         return ()
 
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
@@ -33,4 +33,4 @@ class ScheduleStage(_PipelineStageBase):
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []  # whoever runs the schedule opens the group's connections
+        return []  # the code that runs the schedule opens the group's connections

@@ -1,4 +1,4 @@
-"""Process groups of one's own, and what a group is made of."""
+"""Custom process groups, and the settings of a group."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -18,17 +18,17 @@ from torch.distributed.distributed_c10d import (
 )
 
 _STANDS_FOR: ContextVar[str] = ContextVar("_STANDS_FOR", default="fake")
-"""The backend whose collectives are those of a fake world: see :func:`fake_world`."""
+"""The backend that a fake world stands for: see :func:`fake_world`."""
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What moves tensors on `device` in `group`: "gloo", "nccl", ...
+    """The name of the backend that sends tensors on `device` in `group`: "gloo", "nccl", ...
 
-    Why: a group may have one backend a device, and collectives are built from sends and receives on Gloo alone.
+    Why: a group may have one backend per device. Collectives are built from sends and receives on Gloo only.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: ``dist.get_backend_config(group)``, for groups that torch has made itself.
+    Public way: ``dist.get_backend_config(group)``, for groups that torch has made.
     """
     name = group._get_backend(device).name()
     return _STANDS_FOR.get() if name == "fake" else name
@@ -37,7 +37,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long ranks wait for each other in collectives of tensors on `device`.
 
-    Why: Gloo's sends and receives wait as long as was said when the group was made, unless told at each wait.
+    Why: Gloo's sends and receives use the timeout that was set when the group was made, unless each wait has its own.
 
     Checked: torch 2.11 and 2.13.
 
@@ -54,29 +54,29 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: ``dist.new_group(timeout=...)``, for groups that one makes by oneself.
+    Public way: ``dist.new_group(timeout=...)``, for groups that one makes.
     """
     if dist.get_backend(group) != "fake":  # where nobody waits
         _set_pg_timeout(timeout, group)
 
 
 def merged_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
-    """The group of all ranks of `mesh`, whose axes become one of this name.
+    """The group of all ranks of `mesh`, with its axes merged into one called `name`.
 
     Why: losses are averaged over two axes of a mesh at once.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: ``dist.new_group`` for every such set of ranks, which the mesh then does not know of.
+    Public way: ``dist.new_group`` for every such set of ranks, but the mesh would not know these groups.
     """
     return mesh._flatten(name).get_group()
 
 
 class Comm(Protocol):
-    """Collectives of ranks that are no processes. Each is over when it returns, and writes where torch's would.
+    """Collectives of ranks that are not processes. Each is complete when it returns, and writes to torch's outputs.
 
     Attributes:
-        name: what it calls itself.
+        name: the name of this kind of collectives.
     """
 
     name: str
@@ -93,19 +93,20 @@ class Comm(Protocol):
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
     ) -> None:
-        """Sends part i of `input` to rank i, and concatenates what comes in into `output`; sizes along dimension 0."""
+        """Sends part i of `input` to rank i, and concatenates the received parts in `output`; sizes are of dimension
+        0."""
 
 
 class LocalGroup(dist.ProcessGroup):
     """A process group inside of one process, which hands its collectives to `comm`.
 
-    Why: layers and transforms call ``torch.distributed`` with a group; that they compute right is checked on ranks that
-    are threads, and shapes are found on ranks that do not exist.
+    Why: layers and transforms call ``torch.distributed`` with a group. Their results are checked on ranks that are
+    threads, and shapes are found on ranks that do not exist.
 
     Checked: torch 2.11 and 2.13, which calls three of the methods by new names.
 
-    Public way: none. A backend that ``dist.Backend.register_backend`` adds serves the groups of one process, one rank
-    each.
+    Public way: none. A backend added by ``dist.Backend.register_backend`` serves groups with one rank in each
+    process.
     """
 
     def __init__(self, comm: Comm, rank: int, size: int) -> None:
@@ -145,7 +146,7 @@ class LocalGroup(dist.ProcessGroup):
         self._comm.all_to_all(output, input, output_splits, input_splits)
         return _Done()
 
-    # What torch 2.13 calls them.
+    # The names that torch 2.13 calls.
 
     def all_gather_single(self, *args: Any) -> dist.Work:
         return self._allgather_base(*args)
@@ -161,7 +162,7 @@ class _Done(dist.distributed_c10d.Work):
     """A collective that is over.
 
     Args:
-        keep: lives as long.
+        keep: kept alive as long as this object.
     """
 
     def __init__(self, keep: Any = None) -> None:
@@ -185,11 +186,11 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
     """Inside, this process is `rank` of a world of `size`, whose other ranks do not exist.
 
     Args:
-        backend: what its groups are told to be: with "gloo", collectives that are built from sends and receives are so
-            here, and hold what they would receive.
+        backend: the backend that its groups simulate. With "gloo", collectives that are built from sends and receives
+            are built so here too, and hold the memory that they would receive into.
 
-    Why: a plan for many ranks is tried by one process. Collectives return at once, and move nothing. A send or receive
-    keeps its tensor as those of Gloo and NCCL do: for as long as somebody has what it returned, waited for or not.
+    Why: one process tries a plan for many ranks. Collectives return at once, and move nothing. A send or receive keeps
+    its tensor as those of Gloo and NCCL do: as long as the object that it returned exists, waited for or not.
 
     Checked: torch 2.11 and 2.13.
 
@@ -202,7 +203,7 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
         raise RuntimeError("this process is in a process group already, and cannot be a rank of a fake one")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    report = sys.excepthook  # the world's would write "[rank0]:" before each line, and stays when the world goes
+    report = sys.excepthook  # a world sets one that writes "[rank0]:" before each line, and never resets it
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     sys.excepthook = report
     stands_for = _STANDS_FOR.set(backend)
@@ -216,7 +217,7 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
 
 @contextmanager
 def _kept_while_sent() -> Iterator[None]:
-    # As the class has them: what it hands out is bound to nothing, and would not become a method again.
+    # Taken from the class's dict: what getattr returns could not be set as a method again.
     before = {name: vars(dist.ProcessGroup)[name] for name in ("send", "recv")}
 
     def keeping(transfer: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,10 +237,10 @@ def _kept_while_sent() -> Iterator[None]:
 
 
 def forget_world() -> list[Any]:
-    """Makes this process, a fork of one in a world of ranks, one that is in none.
+    """Takes this process, a fork of one in a world of ranks, out of that world.
 
-    Why: a fork has copies of its parent's groups without their threads, so that it can neither use them nor destroy
-    them; to try plans it must be in a world of its own.
+    Why: a fork has copies of its parent's groups without their threads, so it can neither use nor destroy them. To try
+    plans, it must be in its own world.
 
     Checked: torch 2.11 and 2.13.
 
@@ -260,10 +261,10 @@ def forget_world() -> list[Any]:
 
 
 def group_of_argument(argument: Any) -> dist.ProcessGroup | None:
-    """The process group that an operator was given as `argument`; None if it is something else.
+    """The process group that an operator got as `argument`; None if it is something else.
 
-    Why: what is sent along which axis is counted where operators are called, which are given a group's C++ object or,
-    functional ones, its name.
+    Why: the bytes sent along each axis are counted where operators are called. These get a group's C++ object or, if
+    they are functional, its name.
 
     Checked: torch 2.11 and 2.13.
 

@@ -1,7 +1,7 @@
-"""Nested structures of tensors: taking them apart, mapping over them, and putting them together again.
+"""Nested structures of tensors: taking them apart, mapping over them, and building them again.
 
-Why: batches, arguments and outputs of models are tuples, lists and dicts of tensors, also of the classes that
-``transformers`` registers with torch's own registry, which another library would not know.
+Why: batches, arguments and outputs of models are tuples, lists and dicts of tensors, or of classes that
+``transformers`` registers in torch's own registry, which another library would not know.
 
 Checked: torch 2.11 and 2.13, for `TreeSpec`, `tree_flatten`, `tree_leaves`, `tree_map`, `tree_map_only` and
 `tree_unflatten`.
@@ -20,8 +20,8 @@ __all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only
 def spec_as_tuples(spec: TreeSpec) -> Any:
     """`spec` in plain tuples: None for a leaf, else its type, its context and its children.
 
-    Why: torch 2.13 warns about a deprecated class of its own whenever a spec is unpickled, and users can do nothing
-    about what tensorshard sends.
+    Why: torch 2.13 warns about a deprecated class of its own whenever a spec is unpickled. Users can do nothing about
+    it, since tensorshard sends the specs.
 
     Checked: torch 2.11 and 2.13.
 
@@ -33,11 +33,11 @@ def spec_as_tuples(spec: TreeSpec) -> Any:
 def spec_from_tuples(tuples: Any) -> TreeSpec:
     """The inverse of :func:`spec_as_tuples`.
 
-    Why: as there.
+    Why: as for that function.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: as there.
+    Public way: as for that function.
     """
     if tuples is None:
         return tree_flatten(0)[1]

@@ -1,4 +1,4 @@
-"""Storages as they come and go."""
+"""Storages: when they are resized, and whether backward makes them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
 
     Why: ZeRO 3 frees gathered parameters by making their storages empty, which no dispatch mode sees.
 
-    Checked: torch 2.11 and 2.13, in which ``torch.distributed.fsdp`` does so.
+    Checked: torch 2.11 and 2.13, in which ``torch.distributed.fsdp`` resizes storages so.
 
     Public way: none.
     """
@@ -34,7 +34,7 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
 def runs_backward() -> bool:
     """Whether autograd is running a backward in this thread.
 
-    Why: what an operation makes is an activation in forward, and a gradient or a temporary in backward.
+    Why: a new tensor is an activation in forward, and a gradient or a temporary in backward.
 
     Checked: torch 2.11 and 2.13.
 

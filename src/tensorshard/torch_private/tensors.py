@@ -3,13 +3,13 @@
 import torch
 
 PARAMETER_FLAG = "_is_param"
-"""In a tensor's ``__dict__``, says that it counts as an ``nn.Parameter``, as :func:`mark_as_parameter` does."""
+"""A key in a tensor's ``__dict__`` that makes it count as an ``nn.Parameter``, see :func:`mark_as_parameter`."""
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """The same number for all tensors on one storage, as long as it lives; also for fake and meta tensors.
+    """The same number for all tensors on one storage, as long as it exists; also for fake and meta tensors.
 
-    Why: which tensors share memory is asked of fake tensors too, whose ``data_ptr()`` is 0 or an error.
+    Why: tensorshard also has to know which fake tensors share memory, whose ``data_ptr()`` is 0 or an error.
 
     Checked: torch 2.11 and 2.13.
 
@@ -21,7 +21,7 @@ def storage_address(storage: torch.UntypedStorage) -> int:
 def detached_alike(tensor: torch.Tensor) -> torch.Tensor:
     """A detached alias of `tensor` that shares its version, made below autograd, in a dispatch mode.
 
-    Why: there ``detach`` gives an alias with a version of its own, so that changes in place do not show.
+    Why: in a dispatch mode, ``detach`` gives an alias with its own version, which does not show changes in place.
 
     Checked: torch 2.11 and 2.13.
 
@@ -34,7 +34,7 @@ def detached_alike(tensor: torch.Tensor) -> torch.Tensor:
 def tensor_version(tensor: torch.Tensor) -> int:
     """How often the memory of `tensor` was changed in place, as autograd counts.
 
-    Why: what was computed from a tensor can be used again only if the tensor is as it was.
+    Why: results computed from a tensor can be used again only if the tensor has not changed.
 
     Checked: torch 2.11 and 2.13.
 
@@ -46,11 +46,11 @@ def tensor_version(tensor: torch.Tensor) -> int:
 def mark_as_parameter(tensor: torch.Tensor) -> None:
     """Makes ``isinstance(tensor, nn.Parameter)`` true.
 
-    Why: ``nn.Parameter(...)`` would make another tensor of it, and takes no subclass of DTensor.
+    Why: ``nn.Parameter(...)`` would make another tensor, and takes no subclass of DTensor.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: ``nn.Parameter``, for plain tensors that may become another object.
+    Public way: ``nn.Parameter``, for plain tensors that may be replaced by another object.
     """
     tensor._is_param = True  # type: ignore[attr-defined]
 
@@ -58,7 +58,7 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
 def count_gradient_hooks(tensor: torch.Tensor) -> int:
     """How often ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on `tensor`.
 
-    Why: a plan lays parameters out anew, and their hooks would be lost without a word.
+    Why: a plan replaces parameters, and their hooks would be lost silently.
 
     Checked: torch 2.11 and 2.13.
 
@@ -68,9 +68,9 @@ def count_gradient_hooks(tensor: torch.Tensor) -> int:
 
 
 def tensor_base_getter() -> object:
-    """What ``__torch_function__`` is called with where somebody asks a tensor which other one it is a view of.
+    """The function that ``__torch_function__`` gets when code asks a tensor which other tensor it is a view of.
 
-    Why: FSDP asks it of every output, and a tensor that only looks whole can answer without being computed.
+    Why: FSDP asks this of every output. A tensor whose values are not computed yet can answer without computing them.
 
     Checked: torch 2.11 and 2.13.
 
