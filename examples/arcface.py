@@ -1,12 +1,12 @@
-"""Learning to tell faces apart with a margin: ArcFace or CosFace, the people split over all ranks.
+"""Learning to tell faces apart with a margin: ArcFace or CosFace, with the people split over all ranks.
 
 python examples/arcface.py
 python examples/arcface.py --margin cosface --people 2000
 torchrun --nproc-per-node 2 examples/arcface.py --people 10000 --sample-rate 0.1
 
-Faces are generated: smooth patterns, one a person, each picture with its own light and noise. The people of the test
-are none of those trained on: pairs of pictures are told apart by the angle between their embeddings, as in face
-verification, with the best threshold of the other half of the pairs.
+Faces are generated: each person is a smooth pattern, and each picture has its own light and noise. The people of the
+test are not those of the training. As in face verification, pairs of pictures are told apart by the angle between their
+embeddings. The threshold for one half of the pairs is the best one for the other half.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 import tensorshard as ts
 
 MARGINS = {"arcface": ts.nn.ArcFace(0.5), "cosface": ts.nn.CosFace(0.35), "none": None}
-SIDE, WAVES = 16, 5  # pixels of a side; a pattern has WAVES^2 parts
+SIDE, WAVES = 16, 5  # pixels on each side; a pattern has WAVES^2 parts
 
 
 class Faces:
-    """Pictures [n, SIDE * SIDE] of people who are made up from their number."""
+    """Makes pictures [n, SIDE * SIDE] of people, each from the person's number."""
 
     def __init__(self, seed: int) -> None:
         grid = torch.linspace(0, torch.pi, SIDE)
@@ -34,7 +34,7 @@ class Faces:
         self.seed = seed
 
     def pictures(self, people: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """One of each of `people`, a list with repetitions."""
+        """One picture of each of `people`, who may occur several times."""
         makers = [torch.Generator().manual_seed(self.seed * 1_000_003 + person) for person in people.tolist()]
         patterns = torch.stack([torch.randn(len(self.basis), generator=maker) for maker in makers]) @ self.basis
         light = 1 + 0.3 * torch.randn(len(people), 1, generator=generator)
@@ -43,7 +43,7 @@ class Faces:
 
 def main() -> None:
     args = parse_arguments()
-    ts.distributed.init_process_group()  # joins the world that torchrun made, or makes one of one; one group of all
+    ts.distributed.init_process_group()  # under torchrun all ranks are one group; else there is one rank
     device = (
         torch.device("cuda", int(os.environ["LOCAL_RANK"])) if dist.get_backend() == "nccl" else torch.device("cpu")
     )
@@ -86,7 +86,7 @@ def main() -> None:
 
 @torch.no_grad()
 def verification_accuracy(args: argparse.Namespace, backbone: nn.Module, faces: Faces, device: torch.device) -> float:
-    """The share of pairs of pictures of people never seen that a threshold on their cosine classifies rightly."""
+    """The share of pairs that a threshold on their cosine classifies correctly. The people are new to the model."""
     generator = torch.Generator().manual_seed(args.seed + 77)
     first = args.people + torch.randint(10_000, (args.pairs,), generator=generator)
     same = torch.arange(args.pairs) % 2 == 0

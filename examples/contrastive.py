@@ -3,8 +3,8 @@
 python examples/contrastive.py
 torchrun --nproc-per-node 4 examples/contrastive.py --zero 3
 
-Each image is compared with all texts of the global batch, and each text with all images. A data rank has a part of the
-batch, so the towers' features are gathered, and their gradients go back to the rank that they belong to. Data is
+Each image is compared with all texts of the global batch, and each text with all images. A data rank has only a part of
+the batch. So the towers' features are gathered, and their gradients go back to the ranks that computed them. Data is
 generated: an image and its text are two noisy views of one point.
 """
 
@@ -33,7 +33,7 @@ class TwoTowers(nn.Module):
 
 
 class ContrastiveLoss:
-    """Mean over this rank's pairs, each of which is told from all others of the global batch.
+    """Mean over this rank's pairs. Each pair is compared with all others of the global batch.
 
     Attributes:
         group: the data ranks, ``engine.mesh.dp_group``; None for a rank that has the whole batch.
@@ -55,7 +55,7 @@ class ContrastiveLoss:
 
 
 def pairs(step: int, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images [size, PIXELS] and texts [size, WORDS] of as many concepts."""
+    """Images [size, PIXELS] and texts [size, WORDS] of `size` concepts."""
     world = torch.Generator().manual_seed(seed)
     views = [torch.randn(CONCEPTS, width, generator=world) for width in (PIXELS, WORDS)]
     generator = torch.Generator().manual_seed(seed + 1 + step)
@@ -79,7 +79,7 @@ def main() -> None:
     loss_fn.group = mesh.dp_group if mesh.dp_size > 1 else None
     for step in range(1, args.steps + 1):
         images, texts = (part.chunk(mesh.dp_size)[mesh.dp_rank] for part in pairs(step, args.batch_size))
-        loss = engine.step((images, texts), texts)  # the loss has no targets but who belongs to whom
+        loss = engine.step((images, texts), texts)  # the loss needs no targets: the pairs are known
         if mesh.rank == 0 and (step == 1 or step % 20 == 0):
             print(f"step {step:3d}  loss {loss.item():.6f}")
     dist.destroy_process_group()

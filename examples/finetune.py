@@ -4,9 +4,9 @@ python examples/finetune.py causal
 torchrun --nproc-per-node 2 examples/finetune.py classifier --zero 3
 torchrun --nproc-per-node 4 examples/finetune.py causal --model path/to/llama --tp 2 --pp 2
 
-Without --model a small untrained one is written first, so that the script runs anywhere; it reads bytes. A causal model
-learns Python's standard library, measured by its perplexity; a classifier learns whether a line begins with a vowel,
-measured by its accuracy.
+Without --model, a small untrained model is written first, so that the script runs anywhere. It reads bytes. A causal
+model learns Python's standard library, measured by its perplexity. A classifier learns whether a line begins with a
+vowel, measured by its accuracy.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def class_loss(output: Any, classes: torch.Tensor) -> torch.Tensor:
 
 
 class Batches:
-    """Batches of this data rank: samples are the same whatever the plan."""
+    """Batches of this data rank. The samples are the same under any plan."""
 
     def __init__(self, task: str, mesh: ts.Mesh, size: int, seed: int) -> None:
         self.task, self.mesh, self.size, self.seed = task, mesh, size, seed
@@ -98,7 +98,7 @@ def main() -> None:
     plan = ts.Plan(zero=args.zero, tp=args.tp, pp=args.pp, micro_batches=2 * args.pp if args.pp > 1 else 1)
     directory = args.model or args.output.with_name(f"{args.output.name}-start")
     joined_before = dist.is_initialized()
-    if not joined_before and "RANK" in os.environ:  # under torchrun; parallelize makes a world of one otherwise
+    if not joined_before and "RANK" in os.environ:  # under torchrun; otherwise parallelize makes a world of one
         dist.init_process_group()
     rank = dist.get_rank() if dist.is_initialized() else 0
     if args.model is None:

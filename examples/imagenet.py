@@ -1,4 +1,4 @@
-"""The TorchShard article's ImageNet script: data parallel up to a last layer that is split over all ranks.
+"""The TorchShard article's ImageNet script: data parallel up to the last layer, which is split over all ranks.
 
 pip install "tensorshard[hf]"
 python examples/imagenet.py --arch tiny --image-size 32 --classes 10
@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 examples/imagenet.py --classes 1000000 --model-paral
 torchrun --nproc-per-node 4 examples/imagenet.py --classes 1000000 --model-parallel-dim 1 --amp --zero --resume run.pt
 
 Without a folder it trains on generated images. A folder has train/CLASS/IMAGE and val/CLASS/IMAGE, and needs Pillow.
-What a run has saved, any number of processes resumes, with ZeRO or without, whatever is split.
+Any number of processes can resume what a run has saved, with or without ZeRO, whatever is split.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ARCHITECTURES = {  # kind of block, features and blocks of each stage
 
 
 class ResNet(nn.Module):
-    """A ResNet whose last layer sees the samples of all ranks, since each holds but a part of it."""
+    """A ResNet whose last layer sees the samples of all ranks, since each rank holds only a part of that layer."""
 
     def __init__(self, arch: str, classes: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ResNet(nn.Module):
 
 
 class ImageFolder(Dataset):
-    """Images in one folder a class: the middle of each, as [3, size, size] normalized as ResNets are used to."""
+    """Images in one folder per class. Each is cropped to its middle, as [3, size, size], normalized as for ResNets."""
 
     def __init__(self, folder: Path, size: int) -> None:
         classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
@@ -77,7 +77,7 @@ class ImageFolder(Dataset):
 
 def main() -> None:
     args = parse_arguments()
-    ts.init_process_group()  # joins the world that torchrun made, or makes one of one; all ranks are one group
+    ts.init_process_group()  # under torchrun all ranks are one group; else there is one rank
     world_size = dist.get_world_size()
     if args.batch_size % world_size:
         raise SystemExit(
@@ -143,7 +143,7 @@ def evaluate(val_set, model, device, args) -> None:
     model.eval()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch_size = max(1, args.batch_size // world_size)
-    # The sampler repeats images at the end where the ranks do not divide them: these do not count.
+    # The sampler repeats images at the end if the number of images is not divisible by the ranks. These do not count.
     loader = DataLoader(val_set, batch_size, sampler=DistributedSampler(val_set, shuffle=False))
     correct = torch.zeros(2, dtype=torch.int64, device=device)
     for step, (images, labels) in enumerate(loader):
@@ -161,7 +161,7 @@ def evaluate(val_set, model, device, args) -> None:
 
 
 def save(path, epoch, model, optimizer, scaler) -> None:
-    """Writes whole tensors, as a model that is not parallel has them. Every rank helps; the first one writes."""
+    """Writes full tensors, as a model that is not parallel has them. Every rank takes part; the first one writes."""
     model_state = ts.collect_state_dict(model.module, rank0_only=True, device="cpu")
     optimizer_state = ts.collect_state_dict(optimizer, rank0_only=True, device="cpu")
     state = {"epoch": epoch, "model": model_state, "optimizer": optimizer_state, "scaler": scaler.state_dict()}

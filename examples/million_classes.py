@@ -1,12 +1,12 @@
-"""A classifier of a million classes: every class in every softmax, neither logits nor gradients of the head in memory.
+"""A classifier of a million classes. Every softmax has every class, and no logits or head gradients are in memory.
 
 python examples/million_classes.py --backbone mlp --classes 100000
 torchrun --nproc-per-node 2 examples/million_classes.py --backbone mlp --classes 1000000 --states bf16
 torchrun --nproc-per-node 8 examples/million_classes.py --classes 9000000 --states bf16        # ResNet-50, needs [hf]
 
-Data parallel up to the head, whose classes all ranks hold parts of. The head updates its weight in backward, so that no
-gradient of it exists; the backbone has an optimizer of its own. Data is generated: each class is a point, a sample is
-near it, and only some classes have any.
+It is data parallel up to the head, whose classes are split over all ranks. The head updates its weight in backward, so
+its gradient never exists. The backbone has its own optimizer. Data is generated: each class is a point, and a sample is
+near its point. Only some classes have samples.
 """
 
 import argparse
@@ -26,13 +26,13 @@ STATES = {  # type of the weight, and of its momentum
     "int8": (torch.bfloat16, "int8"),
 }
 CARDS = (("8 x 12 GB", 96), ("16 x 12 GB", 192), ("8 x 32 GB", 256), ("8 x 80 GB", 640))
-HEAD_SHARE = 0.9  # of a card's memory, the rest being for the backbone and a tile of logits
+HEAD_SHARE = 0.9  # of a GPU's memory; the rest is for the backbone and a tile of logits
 MOMENTUM = 0.9
 
 
 def main() -> None:
     args = parse_arguments()
-    ts.distributed.init_process_group()  # joins the world that torchrun made, or makes one of one; one group of all
+    ts.distributed.init_process_group()  # under torchrun all ranks are one group; else there is one rank
     device = (
         torch.device("cuda", int(os.environ["LOCAL_RANK"])) if dist.get_backend() == "nccl" else torch.device("cpu")
     )
@@ -43,8 +43,8 @@ def main() -> None:
     head = ts.nn.ParallelLinearCrossEntropy(
         features,
         args.classes,
-        gather_inputs=True,  # each rank has samples of its own, and all ranks' are compared with all classes
-        grad_scale=world_size,  # undoes the average of DistributedDataParallel, of a loss that is the mean already
+        gather_inputs=True,  # each rank has its own samples; those of all ranks are compared with all classes
+        grad_scale=world_size,  # undoes DistributedDataParallel's average, since the loss is a mean already
         update=dict(lr=args.lr, momentum=MOMENTUM, momentum_dtype=momentum_dtype),
         device=device,
         dtype=dtype,
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def make_backbone(args: argparse.Namespace) -> tuple[nn.Module, int]:
-    """What makes features of inputs, and how many."""
+    """The model that makes features of inputs, and the number of features."""
     if args.backbone == "mlp":
         layers = [nn.Linear(args.inputs, args.features), nn.ReLU(), nn.Linear(args.features, args.features)]
         return nn.Sequential(*layers), args.features
@@ -103,7 +103,7 @@ class Pooled(nn.Module):
 
 
 def sample(args: argparse.Namespace, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of this rank, of classes at random."""
+    """A batch of this rank, with random classes."""
     seen = torch.randint(args.classes, (args.seen,), generator=torch.Generator().manual_seed(args.seed))
     targets = seen[torch.randint(args.seen, (args.batch_size,), generator=generator)]
     shape = (args.inputs,) if args.backbone == "mlp" else (3, args.image_size, args.image_size)
@@ -112,7 +112,7 @@ def sample(args: argparse.Namespace, generator: torch.Generator) -> tuple[torch.
 
 
 def report(head: ts.nn.ParallelLinearCrossEntropy) -> None:
-    """Prints what a class takes, as measured here, and how many would fit on some well-known machines."""
+    """Prints the memory of a class, as measured here, and how many classes would fit on some well-known machines."""
     local = head.weight.detach()
     held = local.numel() * local.element_size() + head.optimizer.state_bytes()
     per_class = held / len(local)

@@ -1,10 +1,10 @@
-"""How large a GPT trains where its layers are split over N ranks, as TorchShard's minGPT project asks.
+"""How large a GPT can be trained if its layers are split over N ranks; TorchShard's minGPT project asks this.
 
 torchrun --nproc-per-node 2 examples/mingpt_scaling.py --layers 2 4 --widths 128 256
 torchrun --nproc-per-node 8 examples/mingpt_scaling.py --layers 12 24 64 --widths 256 1024 --model-parallel 8 --amp
 
-Ranks of a model-parallel group read the same tokens; the groups are data parallel. Whatever --model-parallel is, the
-losses are the same: those of one device.
+Ranks of a model-parallel group read the same tokens. The groups are data parallel. The losses are those of one device,
+whatever --model-parallel is.
 """
 
 import argparse
@@ -26,7 +26,7 @@ VOCABULARY = 256  # bytes
 
 
 class Attention(nn.Module):
-    """Causal attention, its heads split over the group: the columns of `kqv`, then the rows of `project`."""
+    """Causal attention, with heads split over the group: by the columns of `kqv`, then by the rows of `project`."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
-        # Each head has its k, q and v side by side, so that a part of the columns is a part of the heads.
+        # The k, q and v of each head are side by side, so a part of the columns is a part of the heads.
         kqv = self.kqv(x).view(batch, length, -1, 3 * self.head_width).transpose(1, 2)
         k, q, v = ts.slice(kqv, 3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, -1)
@@ -95,11 +95,11 @@ def main() -> None:
 
 
 def measure(layers: int, width: int, args: argparse.Namespace) -> list[str]:
-    """Trains one model for a few steps; the columns of its line."""
+    """Trains one model for a few steps. Returns the columns of its line."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    torch.manual_seed(args.seed)  # the same on every rank: parallel layers keep their part of what it gives
+    torch.manual_seed(args.seed)  # the same on every rank: parallel layers keep their parts of the same weights
     model = MinGPT(layers, width, args.heads, args.context).to(device)
     split = ts.register_ddp_parameters_to_ignore(model)
     ddp = DistributedDataParallel(model)
@@ -125,7 +125,7 @@ def measure(layers: int, width: int, args: argparse.Namespace) -> list[str]:
         scaler.update()
         optimizer.zero_grad()
         mean = ts.distributed.reduce(loss.detach(), ts.distributed.get_data_parallel_group())
-        value = mean.item() / ts.distributed.get_data_parallel_size()  # and waits for the device
+        value = mean.item() / ts.distributed.get_data_parallel_size()  # this also waits for the device
         seconds.append(time.perf_counter() - start)
 
     own = sum(p.numel() for p in model.parameters())
@@ -133,7 +133,7 @@ def measure(layers: int, width: int, args: argparse.Namespace) -> list[str]:
     whole = own - own_split + ts.distributed.reduce(torch.tensor(own_split, device=device)).item()
     return [
         f"{layers:>6} {width:>6} {whole:>14,} {own:>14,}",
-        # Parameters, gradients and Adam's two averages; on a GPU the most that was ever allocated.
+        # Parameters, gradients and Adam's two averages; on a GPU, the peak of allocated memory.
         f"{16 * own if device.type == 'cpu' else torch.cuda.max_memory_allocated():>14,}",
         f"{statistics.median(seconds[1:] or seconds):>8.3f} {value:>8.4f}",
     ]

@@ -1,11 +1,11 @@
-"""Trains a GPT whose masters, optimizer states and gradients are on disk, and says what went there and back.
+"""Trains a GPT with masters, optimizer states and gradients on disk, and prints how many bytes were moved.
 
     python examples/offload.py --path /scratch                                      # GPT-2 small
     torchrun --nproc-per-node 2 examples/offload.py --path /scratch --size xl       # GPT-2 XL, 1.5 billion parameters
     systemd-run --scope -p MemoryMax=8G python examples/offload.py --path /scratch --size xl   # within 8 GB
 
-The weights after each step are the same, to the last bit, as with --tier device, which keeps all in memory. What blocks
-keep for backward goes to disk, too, with --activations disk.
+The weights after each step are the same, to the last bit, as with --tier device, which keeps all in memory. With
+--activations disk, what blocks keep for backward goes to disk, too.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def disk_bytes() -> tuple[int, int]:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process held, without the page cache of its files, which the system takes back."""
+    """The most memory that this process held, without the page cache of its files, which the system can take back."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
 

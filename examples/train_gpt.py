@@ -1,4 +1,4 @@
-"""The ten lines of the README, whole: a small GPT, its states sharded over however many processes there are.
+"""The ten lines of the README as a whole script: a small GPT, with its states sharded over any number of processes.
 
 python examples/train_gpt.py                                  # one process
 torchrun --nproc-per-node 2 examples/train_gpt.py             # two, ZeRO 3

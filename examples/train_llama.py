@@ -1,4 +1,4 @@
-"""A Hugging Face Llama, built from a config, under any layout: the same code, and the same losses.
+"""A Hugging Face Llama, built from a config, under any plan: the code and the losses are the same.
 
 pip install "tensorshard[hf]"
 torchrun --nproc-per-node 2 examples/train_llama.py

@@ -1,1 +1,1 @@
-"""What every benchmark needs: ranks, clocks, memory, statistics, results files and their tables."""
+"""Shared by all benchmarks: ranks, clocks, memory, statistics, results files and their tables."""

@@ -12,8 +12,8 @@ class Contender:
     Args:
         builder: its module in :mod:`benchmarks.peers`.
         requires: a module that has to be installed.
-        options: of the module's ``build``.
-        environment: variables of its ranks, where they run nothing else.
+        options: arguments of the module's ``build``.
+        environment: environment variables of its ranks, if nothing else runs in them.
     """
 
     name: str
@@ -30,5 +30,5 @@ class Contender:
     def installed(self) -> bool:
         try:
             return find_spec(self.requires) is not None
-        except ModuleNotFoundError:  # the package that the module is in
+        except ModuleNotFoundError:  # the package around the module is not installed
             return False

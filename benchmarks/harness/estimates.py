@@ -1,4 +1,4 @@
-"""Cells of the benchmark of estimates, a model under a plan each, and what was estimated and measured of one."""
+"""Cells of the benchmark of estimates. Each is a model under a plan, with what was estimated and measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ MODELS = {
     "U-Net": "plain/U-Net",
     "mixture of experts": "transformers/Mixtral",
 }
-"""Small models, by what they are."""
+"""Small models, by kind."""
 
 _PLANS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, dict(zero=0)),
@@ -40,7 +40,7 @@ _PLANS: tuple[tuple[int, dict[str, Any]], ...] = (
     (4, dict(zero=3, recompute="full")),
     (4, dict(dp_replicate=2, dp_shard=2, zero=1)),
 )
-_NOT_RESNET = ("ResNet", "U-Net")  # of convolutions, whose two-way splits are another benchmark's subject
+_NOT_RESNET = ("ResNet", "U-Net")  # convolutions; another benchmark covers their two-way splits
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As the table has it."""
+        """Its name in the table."""
         words = [f"{name}={value}" for name, value in self.fields.items()]
         return f"{self.model}, {self.world_size} rank{'s' * (self.world_size > 1)}, {' '.join(words)}"
 
@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass
 class Measured:
-    """What a real run's ledger says of a rank. CPU time of the second step is the rank's own."""
+    """What the ledger of a real run shows for a rank. The CPU time is the rank's own, of the second step."""
 
     rank: int
     stage: int
@@ -75,12 +75,12 @@ class Measured:
 
 @dataclass
 class Outcome:
-    """What was found of a cell; sizes in bytes, of the ranks that are the first of their stages.
+    """The results of a cell. Sizes are in bytes, of the ranks that are the first of their stages.
 
     Args:
-        estimated, measured: by the number of the rank.
-        others: what other estimators say of the rank with the most, by their names.
-        failure: why there is nothing to compare: which of the two runs failed, and with what.
+        estimated, measured: by rank.
+        others: estimates of other tools for the rank with the most memory, by the tools' names.
+        failure: why there is nothing to compare: which of the two runs failed, and its error.
     """
 
     name: str
@@ -92,12 +92,12 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """Of the rank that is furthest off: (estimated - measured) / measured."""
+        """The relative error of the rank with the largest one: (estimated - measured) / measured."""
         return max((self.estimated[r] / m - 1 for r, m in self.measured.items()), key=abs)
 
 
 def all_cells() -> list[Cell]:
-    """Every cell, in the order of worlds."""
+    """Every cell, in the order of world sizes."""
     cells = [
         Cell(model, world, fields)
         for model in MODELS
@@ -141,6 +141,6 @@ def estimate_cell(cell: Cell) -> ts.Estimate:
 
 
 def summary_of(errors: Sequence[float]) -> Mapping[str, float]:
-    """Median and worst distance, and the most that an estimate is below what was measured."""
+    """The median and the largest error, and how far an estimate is below the measured value at most."""
     distances = [abs(error) for error in errors]
     return {"median": median(distances), "worst": max(distances), "under": max(0.0, -min(errors))}

@@ -24,7 +24,7 @@ OTHERS = ("MemTracker", "DeepSpeed", "Accelerate")
 
 @dataclass(frozen=True)
 class EstimateResults:
-    """What runs of the benchmark found, each part when it last ran."""
+    """The results of the benchmark's parts, each from its last run."""
 
     date: str
     versions: dict[str, str]
@@ -34,7 +34,7 @@ class EstimateResults:
 
     @classmethod
     def load(cls, path: Path) -> "EstimateResults":
-        """What the file has; nothing if it is not there."""
+        """The results in the file; empty if there is no file."""
         if not path.exists():
             return cls("", {}, [], [], [])
         found = json.loads(path.read_text())
@@ -48,7 +48,7 @@ def _outcome(fields: dict[str, Any]) -> Outcome:
 
 
 def print_outcomes(console: Console, title: str, outcomes: Sequence[Outcome]) -> None:
-    """A row for each cell, and the median and the worst below them."""
+    """Prints a row for each cell, and the median and the worst below them."""
     if not outcomes:
         return
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
@@ -68,7 +68,7 @@ def print_outcomes(console: Console, title: str, outcomes: Sequence[Outcome]) ->
 
 
 def print_times(console: Console, timed: Sequence[Timed]) -> None:
-    """A row for each plan, and the rank correlation below them."""
+    """Prints a row for each plan, and the rank correlation below them."""
     if not timed:
         return
     table = Table(title="busy seconds of a step, all ranks together", title_justify="left", box=box.SIMPLE_HEAD)
@@ -82,7 +82,7 @@ def print_times(console: Console, timed: Sequence[Timed]) -> None:
 
 
 def write_estimates(console: Console, outcomes: list[Outcome], resident: list[Outcome], timed: list[Timed]) -> None:
-    """Writes the parts that were run to the results, and the block of the page."""
+    """Writes the parts that were run to the results file, and the block of the page."""
     folder = RESULTS / "estimate"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{hardware_name('cpu')}.json"
@@ -100,7 +100,7 @@ def write_estimates(console: Console, outcomes: list[Outcome], resident: list[Ou
 
 
 def markdown(results: EstimateResults) -> str:
-    """The summary of both tables, and what other estimators say of the same runs."""
+    """The summary of both tables, and other tools' estimates for the same runs."""
     lines = ["| | cells | median error | worst | most below |", "| --- | ---: | ---: | ---: | ---: |"]
     for title, outcomes in (("live tensors", results.outcomes), ("resident memory", results.resident)):
         errors = [outcome.error for outcome in outcomes if not outcome.failure]

@@ -1,4 +1,4 @@
-"""What other estimators say: torch's MemTracker by running one process, DeepSpeed and Accelerate by their formulas."""
+"""Other tools' estimates: torch's MemTracker runs one process; DeepSpeed and Accelerate have formulas."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
 
 def others_say(cell: Cell) -> dict[str, int]:
-    """Bytes of one rank, by the name of who says so; without those that have nothing to say of such a plan."""
+    """Bytes of one rank, by the tool's name. Tools that cannot estimate such a plan are left out."""
     model = build(case_of(cell))
     found: dict[str, int] = {"Accelerate": accelerate_says(model)}
     if "tp" not in cell.fields and "pp" not in cell.fields:
@@ -20,7 +20,7 @@ def others_say(cell: Cell) -> dict[str, int]:
             found["DeepSpeed"] = deepspeed
     try:
         found["MemTracker"] = mem_tracker_says(cell)
-    except Exception as error:  # it is a prototype, and has limits of its own
+    except Exception as error:  # it is a prototype, and does not run every model
         print(f"MemTracker of {cell.name}: {type(error).__name__}: {error}")
     return found
 
@@ -43,11 +43,11 @@ def deepspeed_says(model: nn.Module, level: int, ranks: int) -> int | None:
 
 
 def mem_tracker_says(cell: Cell) -> int:
-    """The peak of two steps of plain PyTorch in one process on fake tensors, whatever the plan is."""
+    """The peak of two steps of plain PyTorch in one process on fake tensors, for any plan."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     case = case_of(cell)
-    real = build(case)  # constructors ask for values, which fake tensors do not have
+    real = build(case)  # constructors read values, which fake tensors do not have
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = make_fake_copy(real, fake, torch.device("cpu"))
         optimizer = OPTIMIZER(model.parameters())

@@ -1,4 +1,4 @@
-"""Real runs of cells under the ledger: the side of one rank, which takes one cell after the other."""
+"""Real runs of cells under the ledger: one rank, which takes one cell after the other."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Ten plans of one model at one global batch: the time that is predicted of each against the time that it takes."""
+"""Ten plans of one model at one global batch: predicted against measured times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,11 +31,11 @@ _TIMEOUT = 600.0
 
 @dataclass(frozen=True)
 class TimeJob:
-    """A world's ranks measure a plan, or, without one, how fast the machine is.
+    """What a world's ranks measure: a plan or, without one, how fast the machine is.
 
     Args:
-        fields: of the plan; None for none.
-        steps: that are timed, of which the fastest counts.
+        fields: of the plan; None for no plan.
+        steps: how many steps are timed. The fastest counts.
     """
 
     model: Workload
@@ -45,7 +45,7 @@ class TimeJob:
 
 @dataclass
 class Timed:
-    """A plan, and seconds of a step: busy ones, of all ranks together."""
+    """A plan, and its busy seconds of a step, of all ranks together."""
 
     name: str
     predicted: float
@@ -53,7 +53,7 @@ class Timed:
 
 
 def measure_plans(steps: int = 5) -> list[Timed]:
-    """All of :data:`PLANS`, with the rates that two ranks measure right before."""
+    """Measures all of :data:`PLANS`, with the machine's rates that two ranks measure right before."""
     hardware = measured_hardware()
     return [_measure(world, fields, hardware, steps) for world, fields in PLANS]
 
@@ -97,7 +97,7 @@ def _run(job: TimeJob, world: int) -> list[dict[str, Any]]:
 
 
 def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Spearman's, of what was predicted and what was measured; times that are equal share the mean of their places."""
+    """Spearman's rank correlation of predicted and measured times. Equal times share the mean of their ranks."""
 
     def places(times: Sequence[float]) -> torch.Tensor:
         values = torch.tensor(times, dtype=torch.float64)

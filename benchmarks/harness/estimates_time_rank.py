@@ -17,7 +17,7 @@ from tensorshard.trainer.machine_check import measure_rates, memory_of, process_
 
 
 def cpu_seconds(job: TimeJob) -> float:
-    """Seconds that this rank computes for in a step: of the fastest after two."""
+    """Computing seconds of this rank in a step: the fastest step after the first two."""
     engine = ts.parallelize(
         job.model.model,
         ts.Plan(**(job.fields or {})),
@@ -42,7 +42,7 @@ def main() -> None:
     job = load_job(job_file, TimeJob)
     if job.fields is None:
         device = torch.device("cpu")
-        cpu_seconds(replace(job, fields={"zero": 3}, steps=1))  # what libraries hold is there then
+        cpu_seconds(replace(job, fields={"zero": 3}, steps=1))  # this loads what libraries hold
         context = process_bytes(device)
         rates, _ = measure_rates(device, dist.get_world_size())
         found = {"rates": asdict(rates), "context": context, "memory": memory_of(device)}

@@ -1,4 +1,4 @@
-"""Names for what a benchmark ran on: enough to compare by, nothing that identifies the machine."""
+"""Names for the hardware of a benchmark: enough to compare by, but nothing that identifies the machine."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What this project's sources are known for, as plans of ours on the same hardware."""
+"""Known claims of other projects, as plans of tensorshard on the same hardware."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from tensorshard.models import GPT, Bert, next_token_loss
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 _MIXED = {"precision": "bf16", "zero": 3}
-_HALF = {"precision": "fp16", "zero": 3}  # of devices without bf16
+_HALF = {"precision": "fp16", "zero": 3}  # for devices without bf16
 _UNSAID = ("tp_plan", "tp_check")
-_STEPS = 8  # estimates on the way to the largest model
-_LARGEST = 16  # times the headline's size, at most
+_STEPS = 8  # the number of estimates to find the largest model
+_LARGEST = 16  # the largest model is at most this many times the headline's
 
 
 @dataclass(frozen=True)
 class Headline:
-    """A claim, and what of ours does the same.
+    """A claim, and tensorshard's counterpart.
 
     Args:
-        name: the claim. source: who is known for it.
+        name: the claim. source: who made it.
         ranks, device: the hardware.
         fields: of the Plan.
-        size, unit: what grows with the model, such as 808 layers, and what it is called.
-        build: the model of a size.
+        size, unit: the size that grows with the model, such as 808 layers, and its unit.
+        build: makes the model of a size.
         batch: one data rank's inputs and targets.
     """
 
@@ -51,12 +51,12 @@ class Headline:
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of a headline; bytes on the device.
+    """The results for a headline, in bytes on the device.
 
     Args:
-        size, parameters, needed: of the headline's model.
-        largest, largest_parameters, needed_largest: of the largest model of its shape that fits; 0 where none does.
-        host_bytes, disk_bytes: what a rank of the headline's model has there.
+        size, parameters, needed: for the headline's model.
+        largest, largest_parameters, needed_largest: for the largest model of its shape that fits; 0 if none does.
+        host_bytes, disk_bytes: what a rank of the headline's model has in host memory and on disk.
     """
 
     name: str
@@ -119,15 +119,15 @@ def find(headline: Headline) -> Finding:
 def largest_that_fits(needed: Callable[[int], int], size: int, memory: int) -> int:
     """The largest size that needs no more than `memory`, to within a thousandth of `size`; 0 if there is none.
 
-    Memory grows almost linearly: `size` and its half give a line, along which each next guess goes. One more than the
-    largest does not fit by an estimate, or by the line.
+    Memory grows almost linearly. `size` and its half define a line, and each next guess is on it. That the next larger
+    size does not fit follows from an estimate, or from the line.
 
     Args:
         needed: bytes by size.
     """
     half = max(1, size // 2)
     slope = max(1.0, (needed(size) - needed(half)) / max(1, size - half))
-    low, high = 0, _LARGEST * size  # what is known to fit, and what is not, or is not asked for
+    low, high = 0, _LARGEST * size  # low is known to fit; high is known not to, or is the limit
     guess = size
     for _ in range(_STEPS):
         fits = needed(guess) <= memory
@@ -171,7 +171,7 @@ def _gpt(width: int, heads: int, context: int, vocab_size: int = 50304) -> Calla
 
 
 class Classifier(nn.Module):
-    """ResNet-50 up to its features, and a head of any number of classes that is its loss."""
+    """ResNet-50 without its last layer, and a head of any number of classes that computes the loss."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()

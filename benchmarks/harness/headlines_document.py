@@ -23,7 +23,7 @@ MB = 1_000_000
 
 @dataclass
 class HeadlineResults:
-    """What runs of the benchmark found, each part when it last ran.
+    """The results of the benchmark's parts, each from its last run.
 
     Args:
         zero: the ZeRO paper's table. bert: bytes of BERT-Large by the number of ranks. models: the headlines.
@@ -35,7 +35,7 @@ class HeadlineResults:
 
     @classmethod
     def load(cls, path: Path = FILE) -> "HeadlineResults":
-        """What the file has; nothing if it is not there."""
+        """The results in the file; empty if there is no file."""
         if not path.exists():
             return cls([], {}, [])
         found = json.loads(path.read_text())
@@ -48,10 +48,10 @@ class HeadlineResults:
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table in words.
+    """A table of text.
 
     Args:
-        below: a sentence under it.
+        below: a sentence below it.
     """
 
     title: str
@@ -60,7 +60,7 @@ class TextTable:
     below: str = ""
 
     def print(self, console: Console) -> None:
-        """On the terminal."""
+        """Prints the table on the terminal."""
         table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
         for head in self.heads:
             table.add_column(head, overflow="fold")
@@ -71,7 +71,7 @@ class TextTable:
             console.print(self.below)
 
     def markdown(self) -> list[str]:
-        """As lines of a page."""
+        """The table as lines of a page."""
         lines = [f"{self.title}:", "", _row(self.heads), _row(["---"] * len(self.heads)), *map(_row, self.rows)]
         return [*lines, "", self.below] if self.below else lines
 
@@ -103,7 +103,7 @@ def models_table(findings: Sequence[Finding]) -> TextTable:
 
 
 def bert_table(measured: Mapping[int, int]) -> TextTable:
-    """BERT-Large over more and more ranks, beside what was reported of it."""
+    """BERT-Large over more and more ranks, beside the reported numbers."""
     rows = [
         [
             str(count),
@@ -120,7 +120,7 @@ def bert_table(measured: Mapping[int, int]) -> TextTable:
 
 
 def states_table(cells: Sequence[StatesCell]) -> TextTable:
-    """The ZeRO paper's table: GB of model states by devices, model and level, the paper's in brackets."""
+    """The ZeRO paper's table: GB of model states by devices, model and level, with the paper's in brackets."""
     rows = []
     for devices in sorted({cell.devices for cell in cells}):
         row = [str(devices)]
@@ -155,7 +155,7 @@ def write_headlines(results: HeadlineResults) -> None:
 
 
 def markdown(results: HeadlineResults) -> str:
-    """All tables that there is something of."""
+    """All tables that have results."""
     made = [
         models_table(results.models) if results.models else None,
         bert_table(results.bert) if results.bert else None,

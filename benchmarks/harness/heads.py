@@ -1,7 +1,7 @@
 """Measures contenders' steps of a head: the side that starts the ranks and reads the outcome.
 
-Each contender has processes of its own, since the states of several heads of a million classes do not fit side by
-side, and they take turns by starting anew.
+Each contender has its own processes, since the states of several heads of a million classes do not fit in memory
+together. They take turns by starting again.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from benchmarks.harness.jobs import run_job
 from benchmarks.heads import HeadWork
 
 _RANK_MODULE = "benchmarks.harness.heads_rank"
-OUT_OF_MEMORY = "out of memory"  # what a rank hands in, where a GPU's is used up
+OUT_OF_MEMORY = "out of memory"  # what a rank reports if a GPU has no more memory
 
-# Large tensors come from the system and go back to it at once, so that the peak is that of what is held.
+# Large tensors are allocated by the system and returned to it at once, so the peak only counts what is in use.
 _EXACT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
 
@@ -26,14 +26,14 @@ class OutOfMemoryError(RuntimeError):
 
 @dataclass(frozen=True)
 class HeadJob:
-    """What each rank is to run.
+    """What each rank runs.
 
     Args:
-        builder: a module in :mod:`benchmarks.peers`, and its `options`.
-        threads: of each rank.
+        builder: a module in :mod:`benchmarks.peers`, with its `options`.
+        threads: number of threads of each rank.
         exact: whether the first step is compared with fp64, which takes longer than the step.
-        warmup_steps: before anything is measured; at least one, which makes the states.
-        measured_steps: after those.
+        warmup_steps: steps before anything is measured; at least one, which makes the states.
+        measured_steps: steps after those.
     """
 
     work: HeadWork
@@ -47,16 +47,16 @@ class HeadJob:
 
 @dataclass(frozen=True)
 class HeadMeasurement:
-    """What was measured of one contender in one turn.
+    """The measurements of one contender in one turn.
 
     Args:
-        step_seconds: median over the steps; of the slowest rank.
+        step_seconds: median over the steps of the slowest rank's time.
         cpu_seconds: processor time per step, of all ranks together.
-        peak_bytes: most memory during the steps, above what was held before them: the states. Resident memory of a
-            process, or of tensors on a GPU. Of the rank that has the most.
-        bytes_per_class: of the states, of all ranks, per class.
-        error: the largest of: relative error of the loss; largest error of the features' gradient, and of the weight's
-            update, relative to the largest element of each. Against fp64. 0 if it was not asked for.
+        peak_bytes: most memory during the steps, beyond the states held before them: resident memory of a process, or
+            memory of tensors on a GPU. Of the rank that has the most.
+        bytes_per_class: bytes of the states of all ranks, per class.
+        error: the largest of three errors against fp64: the relative error of the loss, and the largest errors of the
+            features' gradient and of the weight's update, relative to the largest element of each. 0 if not measured.
     """
 
     step_seconds: float

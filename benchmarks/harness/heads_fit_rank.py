@@ -1,7 +1,7 @@
 """Finds how many classes a head can have on a group of GPUs: the side of the one rank that is trained.
 
-The other ranks are not there: a process group of torch's, called fake, takes their part in every exchange and leaves
-what is received as it is. What is computed is therefore wrong, and takes as much memory as it would among all.
+The other ranks do not exist: torch's process group "fake" takes their part in every exchange, and does not change what
+is received. So the results are wrong, but the memory is the same as with all ranks.
 """
 
 import gc
@@ -23,7 +23,7 @@ _TRAINED_STEPS = 2  # the first makes the momentum
 
 
 def measure(job: FitJob) -> Fit:
-    """Searches the most classes for each budget."""
+    """Finds the most classes for each budget."""
     bytes_per_class = _train(job, job.work) * job.ranks / job.work.classes
     found = [
         most_that_fit(lambda classes, budget=budget: _fits(job, classes, budget), int(limit))
@@ -36,7 +36,7 @@ def _fits(job: FitJob, classes: int, budget: int) -> bool:
     """Whether a head of so many classes can be trained in `budget` bytes of this rank's memory."""
     work = replace(job.work, classes=classes)
     gc.collect()
-    if work.device == "cpu":  # whose memory cannot be limited to part of it
+    if work.device == "cpu":  # a CPU's memory cannot be limited
         meter = make_meter(work.device)
         meter.start()
         _train(job, work)

@@ -1,4 +1,4 @@
-"""Measures contenders for a head in turn, and puts what was measured together."""
+"""Measures contenders for a head in turn, and joins the measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -36,11 +36,11 @@ def measure_in_turn(
 
     Args:
         quantities: of :class:`HeadMeasurement`.
-        obstacles: why a contender cannot be measured, for those that cannot. One that runs out of a GPU's memory joins
-            them, and so does a peer that fails, whose error is printed: hours of others' turns are not lost for it.
-        packages: whose versions are stated.
-        threads: of each rank.
-        environment: of the ranks.
+        obstacles: why some contenders cannot be measured. A contender that runs out of a GPU's memory is added, and so
+            is a peer that fails. Its error is printed, and the others go on, since their turns may take hours.
+        packages: packages whose versions are reported.
+        threads: number of threads of each rank.
+        environment: environment variables of the ranks.
         timeout: of a turn, in seconds.
 
     Raises:

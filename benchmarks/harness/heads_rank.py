@@ -57,10 +57,10 @@ def first_step_error(
     rank: int,
     world_size: int,
 ) -> float:
-    """How far a first step is from the same in fp64, as :class:`HeadMeasurement` says it.
+    """How far a first step is from the same step in fp64, see :class:`HeadMeasurement`.
 
     Args:
-        before: the rows as they were, on the CPU.
+        before: the weight's rows before the step, on the CPU.
     """
     x, start = features.detach().double(), work.first_class(rank, world_size)
     local = (targets - start).clamp(0, len(before) - 1)

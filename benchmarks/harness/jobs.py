@@ -1,4 +1,4 @@
-"""Hands a job to fresh ranks by way of a file, and takes back what each of them measured."""
+"""Passes a job to new ranks through a file, and reads what each of them measured."""
 
 import json
 import os
@@ -16,10 +16,10 @@ _Job = TypeVar("_Job")
 def run_job(
     module: str, job: Any, world_size: int, *, environment: Mapping[str, str], timeout: float
 ) -> list[dict[str, Any]]:
-    """Runs `module` on the ranks, its argument a file that has `job` (a dataclass) as JSON.
+    """Runs `module` on the ranks. Its argument is a file that has `job` (a dataclass) as JSON.
 
     Returns:
-        What each rank handed in, in their order.
+        What each rank wrote, in their order.
 
     Raises:
         RankError: a rank failed or took more than `timeout` seconds.
@@ -32,7 +32,7 @@ def run_job(
 
 
 def load_job(job_file: Path, kind: type[_Job]) -> _Job:
-    """Reads the job, of the class `kind`, that :func:`run_job` wrote; dataclasses in it, such as its work, included."""
+    """Reads the job, of class `kind`, that :func:`run_job` wrote, with the dataclasses in it, such as its work."""
     types = get_type_hints(kind)
     content = json.loads(job_file.read_text())
     return kind(
@@ -45,9 +45,9 @@ def hand_in(job_file: Path, rank: int, outcome: Mapping[str, Any]) -> NoReturn:
     from torch import distributed as dist
 
     _measurement_file(job_file, rank).write_text(json.dumps(outcome))
-    dist.barrier()  # the others may still read what this rank sent
-    # Without destructors: a contender's threads may abort the process while the interpreter shuts down (seen
-    # with DeepSpeed 3), and there is nothing left to lose.
+    dist.barrier()  # other ranks may still be reading what this rank sent
+    # Destructors are skipped: a contender's threads may abort the process while the interpreter shuts down (seen
+    # with DeepSpeed 3), and the results are on disk already.
     os._exit(0)
 
 

@@ -1,7 +1,7 @@
 """Measures contenders' forward and backward through one layer: the side that starts the ranks and reads the outcome.
 
-For times, all contenders live in the same ranks and take turns, so that noise hits all alike. For memory each has
-ranks of its own: what one has freed, the next could use without being seen.
+For times, all contenders share the same ranks and take turns, so that noise affects all alike. For memory, each has
+its own ranks: otherwise one could reuse what another has freed, and that would not be counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +15,19 @@ from benchmarks.layers import LayerWork
 
 _RANK_MODULE = "benchmarks.harness.layers_rank"
 
-# Every tensor of any size comes from the system and goes back to it at once, so that the peak is that of what is held.
+# Tensors are allocated by the system and returned to it at once, so the peak only counts what is in use.
 _EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
 
 @dataclass(frozen=True)
 class LayerJob:
-    """What each rank is to run.
+    """What each rank runs.
 
     Args:
-        builders: of the contenders by their names: a module in :mod:`benchmarks.peers`, and its options.
+        builders: of the contenders, by name: a module in :mod:`benchmarks.peers`, and its options.
         rounds: how often each contender has its turn.
-        warmup_steps: of each contender, before anything is measured.
-        measured_steps: in a turn.
+        warmup_steps: steps of each contender before anything is measured.
+        measured_steps: steps in a turn.
     """
 
     work: LayerWork
@@ -42,9 +42,9 @@ class RankLayerMeasurement:
     """What one rank measured of one contender.
 
     Args:
-        step_seconds: of each step of each round.
-        cpu_seconds: of each round, processor time per step of all threads.
-        peak_bytes: most resident memory during the steps, above what was held before them: parameters alone.
+        step_seconds: seconds of each step of each round.
+        cpu_seconds: for each round, processor time per step of all threads.
+        peak_bytes: most resident memory during the steps, beyond what was held before them, which is only parameters.
     """
 
     step_seconds: list[list[float]]
@@ -59,7 +59,7 @@ class LayerMeasurement:
     Args:
         step_seconds: median over the round's steps of the slowest rank's time.
         cpu_seconds: processor time per step, of all ranks together.
-        peak_bytes: as the rank says that has the most; one a launch.
+        peak_bytes: of the rank that has the most; one per launch.
     """
 
     step_seconds: list[float]
@@ -79,14 +79,14 @@ def measure_layers(
     environment: Mapping[str, str],
     timeout: float,
 ) -> dict[str, LayerMeasurement]:
-    """Measures every contender, having checked that it computes what the plain layer does.
+    """Measures every contender, after checking that it computes what the plain layer does.
 
     Args:
         rounds: turns in which times are measured.
         memory_rounds: launches of each contender in which memory is measured.
 
     Raises:
-        RankError: a rank failed, as it does where a contender computes something else, or took too long.
+        RankError: a rank failed or took too long. It also fails if a contender computes something else.
     """
     builders = {c.name: (c.builder, c.options) for c in contenders}
     timed = _launch(LayerJob(work, builders, rounds, warmup_steps, measured_steps), world_size, environment, timeout)

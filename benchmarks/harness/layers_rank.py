@@ -22,7 +22,7 @@ TOLERANCE = 2e-5  # relative to the largest element; fp32 sums in other orders m
 
 
 class LayerMismatchError(AssertionError):
-    """A contender does not compute what the plain layer does, so that its time says nothing."""
+    """A contender does not compute what the plain layer does, so its time cannot be compared."""
 
 
 def measure(job: LayerJob, rank: int, world_size: int) -> dict[str, RankLayerMeasurement]:
@@ -66,7 +66,7 @@ def check_same(name: str, outcome: tuple[Tensor, Tensor], expected: tuple[Tensor
         if value.shape != wanted.shape:
             raise LayerMismatchError(f"the {what} of {name} is {list(value.shape)}, not {list(wanted.shape)}")
         apart = ((value - wanted).abs().max() / wanted.abs().max()).item()
-        if not apart <= TOLERANCE:  # nor NaN
+        if not apart <= TOLERANCE:  # written so that NaN fails
             raise LayerMismatchError(
                 f"the {what} of {name} is {apart:.2g} from the plain layer's, relative to the largest element; "
                 f"at most {TOLERANCE:g} is rounding"

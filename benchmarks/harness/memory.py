@@ -8,28 +8,28 @@ _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 
 
 def resident_bytes() -> int:
-    """What the process holds now."""
+    """Resident memory of the process now."""
     return _read("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """The most that the process held since it started, or since :func:`reset_peak`."""
+    """The most resident memory since the process started, or since :func:`reset_peak`."""
     return _read("VmHWM")
 
 
 def reset_peak() -> None:
-    """Makes the peak what is held now."""
+    """Sets the peak to the resident memory of now."""
     _CLEAR_REFS.write_text(_RESET_PEAK)
 
 
 def page_cache_bytes() -> int:
-    """What all of the machine's files take of its memory now."""
+    """Memory of the machine that its page cache uses now."""
     line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Cached:"))
     return int(line.split()[1]) * 1024
 
 
 def available_bytes() -> int:
-    """What programs may still take of the machine's memory."""
+    """Memory of the machine that programs can still use."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
 

@@ -1,7 +1,7 @@
 """A limit on the memory of some processes together, page cache included: a memory cgroup of Linux.
 
-It takes rights that a user seldom has (root, or a delegated group). Where none can be made, processes run without a
-limit, and what they hold is sampled: their own memory, and by how much the machine's page cache grew.
+It needs rights that a user seldom has (root, or a delegated group). Without them, processes run without a limit, and
+their use is sampled: their own memory, and by how much the machine's page cache grew.
 """
 
 import os
@@ -23,12 +23,12 @@ _POLL_SECONDS = 0.02
 
 @dataclass
 class MemoryUse:
-    """What the processes of a group held.
+    """The memory use of a group's processes.
 
     Args:
         limited: whether there was a limit.
-        peak_bytes: the most at a time, page cache included; known when the group ends.
-        killed: whether the system ended a process because of the limit.
+        peak_bytes: the most at any time, page cache included; known when the group ends.
+        killed: whether the system killed a process because of the limit.
     """
 
     limited: bool
@@ -38,10 +38,10 @@ class MemoryUse:
 
 @contextmanager
 def limited_memory(limit_bytes: int) -> Iterator[tuple[dict[str, str], MemoryUse]]:
-    """Within this, ranks that are given the variables and call :func:`join` share `limit_bytes` of memory.
+    """Inside, ranks that get the variables and call :func:`join` share `limit_bytes` of memory.
 
     Yields:
-        Variables for the ranks, and what becomes known of their memory.
+        Environment variables for the ranks, and their memory use, which is filled in as it becomes known.
     """
     group = _make_group(limit_bytes)
     if group is None:
@@ -67,7 +67,7 @@ def can_limit() -> bool:
 
 
 def join() -> None:
-    """Has this process's memory count from now on in the group that the caller named, if any."""
+    """From now on, counts this process's memory in the group that the caller named, if any."""
     if JOIN in os.environ:
         Path(os.environ[JOIN], "cgroup.procs").write_text(str(os.getpid()))
 
@@ -110,7 +110,7 @@ def _remove(group: Path) -> None:
     for _ in range(500):
         try:
             group.rmdir()
-        except OSError:  # processes that were killed are not gone at once
+        except OSError:  # killed processes take a while to end
             time.sleep(_POLL_SECONDS)
         else:
             return

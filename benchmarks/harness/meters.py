@@ -1,4 +1,4 @@
-"""How much memory a region takes, and when it is over, on a processor and on a GPU."""
+"""The peak memory of a region of code, and waiting for its end, on a CPU and on a GPU."""
 
 import ctypes
 import gc
@@ -10,20 +10,20 @@ from benchmarks.harness import memory
 
 
 class Meter(Protocol):
-    """One region at a time."""
+    """Measures one region at a time."""
 
     def start(self) -> None:
-        """Begins a region: what is held now is not counted."""
+        """Begins a region. Memory that is held now does not count."""
 
     def peak_bytes(self) -> int:
-        """The most held since then, above what was held at the start."""
+        """The most memory since the start, beyond what was held at the start."""
 
     def synchronize(self) -> None:
-        """Waits until all that was asked for is computed."""
+        """Waits until all computation is done."""
 
 
 class ResidentMemory:
-    """Of this process, as Linux counts it."""
+    """Resident memory of this process, as Linux counts it."""
 
     def start(self) -> None:
         gc.collect()
@@ -39,7 +39,7 @@ class ResidentMemory:
 
 
 class AllocatedMemory:
-    """Of tensors on the current GPU, as PyTorch's allocator counts it."""
+    """Memory of tensors on the current GPU, as PyTorch's allocator counts it."""
 
     def start(self) -> None:
         gc.collect()
@@ -55,5 +55,5 @@ class AllocatedMemory:
 
 
 def make_meter(device: str) -> Meter:
-    """Of "cpu" or "cuda"."""
+    """The meter for "cpu" or "cuda"."""
     return ResidentMemory() if device == "cpu" else AllocatedMemory()
