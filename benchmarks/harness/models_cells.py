@@ -1,4 +1,4 @@
-"""Runs cells, that is cases under plans, each on processes of its own, and judges what came of them."""
+"""Runs cells, each a case under a plan, on their own processes, and judges the results."""
 
 import multiprocessing as mp
 import os
@@ -25,7 +25,7 @@ from benchmarks.models.case import Case
 from benchmarks.models.plans import PlanCase
 from benchmarks.models.registry import is_installed
 
-# One process imports these, and all others are forked from it. None of them starts a thread, which a fork would lose.
+# One process imports these modules, and all others are forked from it. No module starts a thread, which a fork loses.
 _PRELOADED = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
@@ -38,17 +38,17 @@ _PRELOADED = [
     "benchmarks.harness.models_rank",
     "benchmarks.models.imports",
 ]
-RESTING = 1e-4  # what a weight moves by in fp32, at a learning rate of 3e-3
+RESTING = 1e-4  # weights that move less than this in fp32, at a learning rate of 3e-3, count as unchanged
 _SAVE = {"weights_only": False}  # this run's own files
 
 
 class BrokenCaseError(RuntimeError):
-    """A case cannot be trained by one plain process either, so that nothing can be compared with it."""
+    """One plain process cannot train the case either, so there is nothing to compare with."""
 
 
 @dataclass
 class Cell:
-    """What one case did under one plan.
+    """The result of one case under one plan.
 
     Args:
         status: "exact", "refused" with one of tensorshard's sentences, "crashed" with any other exception, "wrong"
@@ -56,11 +56,11 @@ class Cell:
         detail: the error's first sentence, or what differs.
         stage: what was going on: "parallelize", "step 1" and so on.
         where: the line that raised the error.
-        split_share: of the weights, by tp.
-        kept_share: of them, what is split in memory and computed with on every rank.
-        cpu_seconds, wall_seconds: that ``parallelize`` took on the first rank.
-        compared: "fp32", "fp64" where fp32 left doubt, or "bf16"; with ", compiled" where one process was compiled too.
-        with_samples: the same with ``sample_inputs``, where the default call was not exact or split nothing.
+        split_share: share of the weights that tp splits.
+        kept_share: share of the weights that tp splits only in memory. Every rank computes with all of them.
+        cpu_seconds, wall_seconds: of ``parallelize`` on the first rank.
+        compared: "fp32", "fp64" if fp32 left doubt, or "bf16"; with ", compiled" if one process was compiled too.
+        with_samples: the result with ``sample_inputs``, if the default call was not exact or split nothing.
     """
 
     status: str
@@ -92,13 +92,13 @@ class CellRunner:
     def __post_init__(self) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ["TENSORSHARD_CACHE"] = "off"  # the seconds are those of a search
+        os.environ["TENSORSHARD_CACHE"] = "off"  # the seconds include the search
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
 
     def run(self, case: Case, plan: PlanCase) -> Cell:
-        """The case under the plan by the default call, and with ``sample_inputs`` where that may help."""
+        """Runs the case under the plan by the default call, and with ``sample_inputs`` where that may help."""
         cell = self._run(case, plan, with_samples=False)
         unsplit = cell.split_share is not None and cell.split_share < 0.5
         if plan.takes_samples and (cell.status != "exact" or unsplit):
@@ -120,7 +120,7 @@ class CellRunner:
         finer = self._difference_in_fp64(case, plan, with_samples)
         cell.compared = "fp32" if finer is None else "fp64"
         if plan.fields.get("compile") and not is_exact(apart, finer):
-            # What torch compiles computes some functions, such as exp, in other ways than torch itself does.
+            # Code that torch compiles computes some functions, such as exp, in another way than torch itself.
             compiled = self._reference(case, plan.micro_batches, "float32", compiled=True)
             if not isinstance(compiled, Failure):
                 cell.compared += ", compiled"
@@ -168,7 +168,7 @@ class CellRunner:
                 max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(trained.losses, plain.losses, strict=True))
                 for trained in (found, alone, *others)
             )
-            # Batch norms over few samples go far in bf16 by themselves, how far depends on the order of the samples.
+            # Batch norms over few samples drift far in bf16. How far depends on the order of the samples.
             if not away <= max(0.05, 1.2 * max(alone_away)):
                 cell.status, cell.detail = "wrong", f"losses are {away:.1%} from those of fp32"
         return cell
@@ -208,7 +208,7 @@ class CellRunner:
     def _processes(
         self, target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]
     ) -> list[dict[str, Any]] | str:
-        """What each process handed in; "hung" if they took too long, or the end of the log of one that died."""
+        """What each process reported; "hung" if they took too long, or the end of the log of one that died."""
         started: list[tuple[Any, Connection, Path]] = []
         try:
             for given in arguments:
@@ -254,7 +254,7 @@ def _collect(started: Sequence[tuple[Any, Connection, Path]], limit: float) -> l
 
 
 def _failed_cell(outcome: list[dict[str, Any]] | str) -> Cell | None:
-    """The cell of processes that did not all succeed; None where they did."""
+    """The cell for processes that did not all succeed; None if they did."""
     if isinstance(outcome, str):
         return Cell("hung" if outcome == "hung" else "crashed", detail=outcome)
     failures = [one["failure"] for one in outcome if "failure" in one]
@@ -267,5 +267,5 @@ def _failed_cell(outcome: list[dict[str, Any]] | str) -> Cell | None:
 
 
 def installed(cases: Sequence[Case]) -> list[Case]:
-    """Those whose libraries are there."""
+    """The cases whose libraries are installed."""
     return [case for case in cases if is_installed(case.family)]

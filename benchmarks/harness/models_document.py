@@ -22,7 +22,7 @@ Cells = list[tuple[Case, str, Cell]]
 
 
 def write_document() -> Path:
-    """Writes every marked block of the document anew; returns its path."""
+    """Writes every marked block of the document again; returns its path."""
     results = {family: load_family(family) for family in FAMILIES}
     cells = _known(results)
     writers: dict[str, Callable[[], str]] = {
@@ -41,7 +41,7 @@ def write_document() -> Path:
 
 
 def _known(results: dict[str, FamilyResults]) -> Cells:
-    """What there are results of, in the order of the cases and plans."""
+    """The cells that have results, in the order of the cases and plans."""
     found: Cells = []
     for case in find_cases().values():
         plans = results[case.family].cells.get(case.name, {})
@@ -50,7 +50,7 @@ def _known(results: dict[str, FamilyResults]) -> Cells:
 
 
 def _counts(cells: Cells) -> str:
-    """A row a plan: how many models end how."""
+    """A row for each plan: how many models have each status."""
     lines = [_line(["plan", "models", *STATUSES, "exact with `sample_inputs`, too", "seconds to parallelize"])]
     lines.append(_line(["---", *["---:"] * (len(STATUSES) + 3)]))
     for plan, plan_case in PLANS.items():
@@ -87,7 +87,7 @@ def _is_exact_somehow(cell: Cell) -> bool:
 
 
 def _family(cells: Cells) -> str:
-    """A row a model, a column a plan."""
+    """A row for each model, a column for each plan."""
     by_model: dict[str, dict[str, Cell]] = defaultdict(dict)
     groups: dict[str, str] = {}
     for case, plan, cell in cells:
@@ -123,7 +123,7 @@ def _one(cell: Cell) -> str:
 
 
 def _reasons(cells: Cells) -> str:
-    """What is not exact, by reason, the most frequent first."""
+    """The reasons why cells are not exact, the most frequent first."""
     found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     examples: dict[tuple[str, str], str] = {}
     for case, plan, cell in cells:
@@ -142,7 +142,7 @@ def _reasons(cells: Cells) -> str:
 
 
 def generalized(detail: str) -> str:
-    """A sentence without what differs between models: names, numbers, classes."""
+    """A sentence without the parts that differ between models: names, numbers, classes."""
     text = re.sub(r"'[^']*'|\[[^\]]*\]|\d[\d.e+-]*", "*", detail)
     return re.sub(r"\b[A-Z][A-Za-z0-9]*[a-z][A-Z]\w*|\bSequential\b", "*", text)
 

@@ -1,4 +1,4 @@
-"""Whether two trainings are the same one, and whose fault an exception is."""
+"""Whether two trainings are the same, and whose fault an exception is."""
 
 import linecache
 import math
@@ -12,12 +12,12 @@ import tensorshard
 from benchmarks.harness.models_training import Trained
 
 _PACKAGE = Path(tensorshard.__file__).parent
-_RELAYS = ("decisions.py",)  # raise on other ranks what the first one met
+_RELAYS = ("decisions.py",)  # they raise the first rank's error on other ranks
 
 FP32_TOLERANCE = 1e-5
 FP64_TOLERANCE = 1e-7
-# Where a model computes parts of itself in fp32 whatever its weights are: a fault stays as large in fp64, rounding does
-# not.
+# For models that compute parts of themselves in fp32 whatever their weights are: in fp64 a real fault stays as large,
+# rounding does not.
 _FP64_SHRINKS = 0.1
 
 
@@ -48,7 +48,7 @@ class Difference:
 
 
 def difference(found: Trained, expected: Trained) -> Difference:
-    """How `found` differs from `expected`; infinitely where a number is not finite."""
+    """How `found` differs from `expected`. The difference is infinite if a number is not finite."""
     losses = max(
         _relative(torch.tensor(a), torch.tensor(b)) for a, b in zip(found.losses, expected.losses, strict=True)
     )
@@ -66,10 +66,10 @@ def difference(found: Trained, expected: Trained) -> Difference:
 
 
 def is_exact(fp32: Difference, fp64: Difference | None = None) -> bool:
-    """Whether a difference is one of rounding alone.
+    """Whether a difference is only rounding.
 
     Args:
-        fp64: that of the same trainings in fp64, if `fp32` left doubt and they could run.
+        fp64: the difference of the same trainings in fp64, if `fp32` left doubt and they could run.
     """
     if fp32.largest <= FP32_TOLERANCE:
         return True
@@ -77,12 +77,13 @@ def is_exact(fp32: Difference, fp64: Difference | None = None) -> bool:
 
 
 def bf16_allowance(alone: Trained, others: list[Trained], resting: Collection[str] = ()) -> tuple[float, float]:
-    """How far bf16 trainings on several ranks may be from one process's: three times what another order of the samples,
-    or their division into two micro-batches, makes of it, and an eighth of the last bit of the loss and a twentieth of
-    a step of the weights.
+    """How far bf16 trainings on several ranks may be from one process's.
+
+    That is three times the effect of another order of the samples, or of two micro-batches; plus an eighth of the last
+    bit for the loss, and a twentieth of a step for the weights.
 
     Args:
-        alone: one process's.
+        alone: the training of one process.
         others: the same with the samples of each batch in other orders, and in micro-batches.
         resting: as for :func:`bf16_distance`.
 
@@ -95,11 +96,11 @@ def bf16_allowance(alone: Trained, others: list[Trained], resting: Collection[st
 
 
 def bf16_distance(a: Trained, b: Trained, resting: Collection[str] = ()) -> tuple[float, float]:
-    """The largest distance of losses, and the root mean square of that of weights.
+    """The largest distance of losses, and the root mean square of the distances of weights.
 
     Args:
-        resting: weights to leave out: those that fp32 does not move. Their gradients are zero but for rounding, such as
-            those of a bias before a norm, and bf16's rounding is large enough for AdamW to take whole steps of it.
+        resting: weights to leave out, since fp32 does not move them. Their gradients are zero but for rounding (those
+            of a bias before a norm, say), and bf16's rounding is large enough for AdamW to take whole steps with it.
     """
     losses = max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
     names = [n for n, value in a.state.items() if value.is_floating_point() and n in b.state and n not in resting]
@@ -122,8 +123,8 @@ class Failure:
     """An exception on a rank.
 
     Args:
-        is_sentence: whether it is one of tensorshard's own.
-        is_relayed: whether it repeats another rank's.
+        is_sentence: whether it is one of tensorshard's own messages.
+        is_relayed: whether it repeats another rank's error.
         where: the file and line that raised it.
     """
 
@@ -150,8 +151,8 @@ class Failure:
 def failure_of(error: BaseException, stage: str, time: float) -> Failure:
     """What is known of `error`, which was raised on this rank.
 
-    It is one of tensorshard's sentences if a statement ``raise`` of tensorshard raised it; what another library raised
-    is none, wherever it passed through.
+    It counts as one of tensorshard's messages if a ``raise`` statement of tensorshard raised it. Errors of other
+    libraries do not, wherever they passed through.
     """
     trace = error.__traceback__
     frames = []

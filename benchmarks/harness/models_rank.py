@@ -20,7 +20,7 @@ from benchmarks.models.registry import find_cases
 def run_alone(
     connection: Connection, log: str, key: str, micro_batches: int, dtype: str, compiled: bool, path: str
 ) -> None:
-    """A plain process trains the case and saves what came of it to `path`."""
+    """A plain process trains the case and saves the result to `path`."""
     _prepare(log)
     try:
         trained = train_alone(find_cases()[key], micro_batches, getattr(torch, dtype), compiled=compiled)
@@ -33,8 +33,8 @@ def run_alone(
 
 
 def run_bf16_alone(connection: Connection, log: str, key: str, store: str, path: str) -> None:
-    """One process trains the case in bf16: with the samples of a batch in three orders, and in two micro-batches, whose
-    gradients are rounded apart, as those of two data ranks are."""
+    """One process trains the case in bf16: with the samples of a batch in three orders, and in two micro-batches. Their
+    gradients are rounded separately, as those of two data ranks are."""
     _prepare(log)
     plan = PlanCase("bf16-alone", "", 1, dict(zero=0, precision="bf16"))
     in_two = PlanCase("bf16-in-two", "", 1, dict(zero=0, precision="bf16", micro_batches=2))
@@ -61,7 +61,7 @@ def run_rank(
     path: str,
     options: dict[str, Any],
 ) -> None:
-    """One rank trains the case under a plan; the first one saves what came of it to `path`."""
+    """One rank trains the case under a plan; the first rank saves the result to `path`."""
     _prepare(log)
     chosen = PLANS[plan]
     progress: dict[str, Any] = {"stage": "join"}
@@ -84,7 +84,7 @@ def run_rank(
 
 
 def _prepare(log: str) -> None:
-    """Output goes to a file, which is read if the process dies."""
+    """Sends output to a file, which is read if the process dies."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -104,5 +104,5 @@ def _join(store: str, rank: int, ranks: int, limit: float) -> None:
 def _hand_in(connection: Connection, outcome: dict[str, Any]) -> None:
     connection.send(outcome)
     sys.stdout.flush()
-    connection.recv()  # until all have handed in: a process that leaves takes with it what others have yet to receive
+    connection.recv()  # waits for all: if a process leaves, others may lose what they have not received yet
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Results files of the models: one a family, a line a cell."""
+"""Results files of the models: one file per family, one line per cell."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ FOLDER = RESULTS / "models"
 
 @dataclass
 class FamilyResults:
-    """What is known of a family.
+    """The results of a family.
 
     Args:
-        versions: of Python and libraries, at the last run.
+        versions: of Python and libraries, in the last run.
         date: of the last run, ISO 8601.
-        cells: by case and plan, each with the revision of the sources that it was made with.
+        cells: by case and plan, each with the revision of the sources that it was run with.
     """
 
     family: str
@@ -29,15 +29,15 @@ class FamilyResults:
     cells: dict[str, dict[str, tuple[str, Cell]]] = field(default_factory=dict)
 
     def is_done(self, case: str, plan: str, revision: str) -> bool:
-        """Whether the cell was made with these sources."""
+        """Whether the cell was run with these sources."""
         return self.cells.get(case, {}).get(plan, ("",))[0] == revision
 
     def add(self, case: str, plan: str, revision: str, cell: Cell) -> None:
-        """Puts a cell in the place of an older one."""
+        """Adds a cell, or replaces an older one."""
         self.cells.setdefault(case, {})[plan] = (revision, cell)
 
     def save(self) -> Path:
-        """Writes the file, whole or not at all; returns its path."""
+        """Writes the file in one atomic step; returns its path."""
         path = _path(self.family)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = []
@@ -56,7 +56,7 @@ class FamilyResults:
 
 
 def load_family(family: str) -> FamilyResults:
-    """What is known of a family; empty if nothing is."""
+    """The results of a family; empty if there are none."""
     path = _path(family)
     if not path.exists():
         return FamilyResults(family)

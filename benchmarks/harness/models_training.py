@@ -15,21 +15,21 @@ from benchmarks.models.plans import PlanCase
 
 STEPS = 3
 SAMPLES = 8  # of the global batch
-# Gradients that are zero but for rounding (of the biases of keys in attention) would be divided by themselves: an
-# epsilon far above the rounding keeps those weights at rest.
+# Some gradients are zero but for rounding (of the biases of keys in attention). AdamW would divide them by themselves.
+# An epsilon far above the rounding keeps those weights unchanged.
 OPTIMIZER = partial(torch.optim.AdamW, lr=3e-3, eps=1e-4)
 
 
 @dataclass
 class Trained:
-    """What came of it.
+    """The result of a training.
 
     Args:
-        losses: one a step.
+        losses: one per step.
         state: the state dict afterwards; empty on ranks other than the first.
-        wall_seconds, cpu_seconds: that ``parallelize`` took.
-        split_share: of the weights, by tp.
-        kept_share: of them, what is split in memory and computed with on every rank.
+        wall_seconds, cpu_seconds: of ``parallelize``.
+        split_share: share of the weights that tp splits.
+        kept_share: share of the weights that tp splits only in memory. Every rank computes with all of them.
     """
 
     losses: list[float]
@@ -57,7 +57,7 @@ def batch(case: Case, step: int, dtype: torch.dtype = torch.float32) -> Batch:
 def train_alone(
     case: Case, micro_batches: int, dtype: torch.dtype = torch.float32, *, compiled: bool = False
 ) -> Trained:
-    """What plain PyTorch makes of it in one process, whose micro-batches are those of the plan."""
+    """Trains the case with plain PyTorch in one process, with the plan's number of micro-batches."""
     model = build(case, dtype)
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if compiled:
@@ -88,12 +88,12 @@ def train_under(
     order: str = "as drawn",
     progress: dict[str, Any] | None = None,
 ) -> Trained:
-    """What this rank of the plan's makes of it.
+    """Trains the case on this rank of the plan.
 
     Args:
         with_samples: whether ``parallelize`` is given the inputs of a first batch.
         order: of the batch's samples: "as drawn", "flipped" or "rolled".
-        progress: "stage" in it is kept at what is going on: "parallelize", "step 1", ... "state".
+        progress: its "stage" always says what is going on: "parallelize", "step 1", ... "state".
     """
     progress = {} if progress is None else progress
     progress["stage"] = "parallelize"

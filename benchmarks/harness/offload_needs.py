@@ -1,4 +1,4 @@
-"""What training with a limit on memory takes of the machine: said, and checked, before it starts."""
+"""What training with a limit on memory needs of the machine. It is printed and checked before the training starts."""
 
 from pathlib import Path
 
@@ -9,24 +9,24 @@ from tensorshard.offload.folders import free_bytes
 
 # Bytes for each parameter.
 _IN_MEMORY = 18  # bf16 weights, fp32 masters, two states and gradients
-_ON_DISK = 16  # all of these but the weights
-_MOVED = 32  # of these, read and written once in a step
+_ON_DISK = 16  # all of these except the weights
+_MOVED = 32  # bytes on disk, read and written once in a step
 _MARGIN = 1 << 28  # files grow in steps, and tensors take whole blocks
 
 
 def disk_needed(work: OffloadWork, world_size: int) -> int:
-    """The most bytes that a contender has on disk at a time, of all ranks."""
+    """The most bytes that a contender has on disk at any time, on all ranks together."""
     inputs_of_blocks = 2 * work.layers * work.tokens * work.width * world_size  # bf16, one sequence a rank
     return max(_ON_DISK * work.parameters + inputs_of_blocks, 2 * work.raw_bytes) + _MARGIN
 
 
 def memory_needed(work: OffloadWork, world_size: int) -> int:
-    """What a contender without offload takes, of all ranks: each has the full weights and a gradient of them."""
+    """Bytes that a contender without offload needs on all ranks: each has the full weights and their gradients."""
     return (_IN_MEMORY + 4 * (world_size - 1)) * work.parameters
 
 
 def describe_needs(work: OffloadWork, world_size: int, folder: str) -> str:
-    """What `work` will take, and what there is, in sentences.
+    """Says in sentences what `work` needs, and what the machine has.
 
     Raises:
         ValueError: there is too little memory, or too little space in `folder`.
@@ -53,7 +53,7 @@ def describe_needs(work: OffloadWork, world_size: int, folder: str) -> str:
 
 
 def reason_to_leave_out(work: OffloadWork, world_size: int, *, offloads: bool) -> str | None:
-    """Why a contender would take more memory than the machine has, with no limit that ends it; None if it would not."""
+    """Why a contender would need more memory than the machine has, without a limit to end it; None if it would not."""
     needed, available = memory_needed(work, world_size), memory.available_bytes()
     if offloads or can_limit() or needed <= available:
         return None

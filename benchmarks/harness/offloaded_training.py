@@ -1,4 +1,4 @@
-"""Training with a limit on memory: the side that asks, and what is measured."""
+"""Training with a limit on memory: the side that starts the ranks, and the measurements."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ _RANK_MODULE = "benchmarks.harness.offloaded_training_rank"
 
 @dataclass(frozen=True)
 class OffloadJob:
-    """What each rank is to run.
+    """What each rank runs.
 
     Args:
-        builder: a module in :mod:`benchmarks.peers`, and its `options`.
-        folder: of scratch files.
-        steps: that are measured, after one that is not.
+        builder: a module in :mod:`benchmarks.peers`, with its `options`.
+        folder: for scratch files.
+        steps: number of steps that are measured, after one that is not.
     """
 
     work: OffloadWork
@@ -32,14 +32,14 @@ class OffloadJob:
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What one rank measured of itself, for each step the numbers of one.
+    """The measurements of one rank, with a number for each step.
 
     Args:
-        compute_seconds: processor time over the number of threads: of all that is computed or copied, of the
-            kernel's work for the disk as well.
+        compute_seconds: processor time divided by the number of threads. It covers all computing and copying, also the
+            kernel's work for the disk.
         read_bytes, written_bytes: from and to disks, as the system counts them.
-        on_disk: bytes of each kind that are kept there.
-        raw_bytes_per_second: what the disk gave this rank for reading and writing at once, before.
+        on_disk: bytes of each kind that are kept on disk.
+        raw_bytes_per_second: speed of the disk for this rank, reading and writing at once, before the training.
     """
 
     step_seconds: list[float]
@@ -54,14 +54,14 @@ class RankMeasurement:
 
 @dataclass(frozen=True)
 class OffloadMeasurement:
-    """What all ranks of one run measured together.
+    """The measurements of all ranks of one run together.
 
     Args:
         peak_bytes: of the memory of all ranks, page cache included.
         limited: whether the limit was enforced.
-        bound_ratio: the time of a step over that of computing or of reading and writing alone, whichever is longer.
-        on_disk: bytes of each kind, of all ranks.
-        raw_share: what the run read and wrote in a second over what the disk can.
+        bound_ratio: the time of a step over the longer of two times: computing alone, and reading and writing alone.
+        on_disk: bytes of each kind, on all ranks.
+        raw_share: the bytes that the run moved in a second, over those that the disk can move.
     """
 
     step_seconds: float
@@ -76,7 +76,7 @@ class OffloadMeasurement:
 
 
 class KilledError(RuntimeError):
-    """A rank was ended because memory did not suffice."""
+    """A rank was killed because there was not enough memory."""
 
 
 def measure_offloaded(
@@ -85,7 +85,7 @@ def measure_offloaded(
     """Runs `job` on `world_size` fresh ranks, within the work's memory.
 
     Raises:
-        KilledError: the memory did not suffice.
+        KilledError: there was not enough memory.
         RankError: a rank failed or took more than `timeout` seconds.
     """
     try:
@@ -104,7 +104,7 @@ def summarize(ranks: list[RankMeasurement], parameters: int, *, peak_bytes: int,
     """One measurement of a run from those of its ranks."""
     seconds = median(max(step) for step in zip(*(rank.step_seconds for rank in ranks), strict=True))
     moved = sum(rank.read_bytes + rank.written_bytes for rank in ranks)
-    raw = sum(rank.raw_bytes_per_second for rank in ranks)  # measured by all at once
+    raw = sum(rank.raw_bytes_per_second for rank in ranks)  # all ranks measured at once
     bound = max(moved / raw, *(rank.compute_seconds for rank in ranks), 1e-9)
     return OffloadMeasurement(
         step_seconds=seconds,

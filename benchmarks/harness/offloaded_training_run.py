@@ -15,7 +15,7 @@ from benchmarks.harness.raw_disk import raw_bytes_per_second
 
 
 def run(job: OffloadJob, rank: int, world_size: int) -> dict[str, Any]:
-    """One step that is not measured, in which states begin, and those that are."""
+    """Runs one step that is not measured, which makes the states; then the measured steps."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     dist.barrier()  # ranks share the disk as they will in training
@@ -30,7 +30,7 @@ def run(job: OffloadJob, rank: int, world_size: int) -> dict[str, Any]:
         losses.append(step(*job.work.batch(number, rank)))
         seconds.append(time.perf_counter() - began)
     began = time.perf_counter()
-    step.finish()  # what the last step left to be done counts as its
+    step.finish()  # work that the last step left counts as part of it
     seconds[-1] += time.perf_counter() - began
     read, written = (now - then for now, then in zip(memory.disk_bytes(), moved, strict=True))
     return asdict(

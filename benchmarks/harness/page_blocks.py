@@ -1,17 +1,17 @@
-"""Blocks of pages that benchmarks write: what stands between two marks, each on a line of its own."""
+"""Blocks of pages that benchmarks write. Each is between two markers on their own lines."""
 
 import re
 
 
 class MarkerError(ValueError):
-    """A page's markers ask for what cannot be written."""
+    """A page does not have the markers that are needed."""
 
 
 def replace_block(text: str, name: str, content: str) -> str:
     """`text` with `content` between the lines ``<!-- name -->`` and ``<!-- /name -->``.
 
     Raises:
-        MarkerError: it has no such lines.
+        MarkerError: the text has no such lines.
     """
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     block = re.compile(rf"^{re.escape(begin)}\n.*?^{re.escape(end)}$", re.MULTILINE | re.DOTALL)

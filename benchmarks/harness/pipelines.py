@@ -1,6 +1,6 @@
 """Measures pipelined contenders' steps: the side that starts the ranks and reads the outcome.
 
-All contenders live in the same ranks and take turns, so that noise hits all alike.
+All contenders share the same ranks and take turns, so that noise affects all alike.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ _LOSS_TOLERANCE = 2e-5  # relative; fp32 sums in other orders make about 1e-6
 
 @dataclass(frozen=True)
 class PipelineJob:
-    """What each rank is to run.
+    """What each rank runs.
 
     Args:
-        builders: of the contenders by their names: a module in :mod:`benchmarks.peers`, and its options.
+        builders: of the contenders, by name: a module in :mod:`benchmarks.peers`, and its options.
         rounds: how often each contender has its turn.
-        warmup_steps: of each contender, before anything is measured.
-        measured_steps: in a turn.
+        warmup_steps: steps of each contender before anything is measured.
+        measured_steps: steps in a turn.
     """
 
     work: PipelineWork
@@ -40,9 +40,9 @@ class RankPipelineMeasurement:
     """What one rank measured of one contender.
 
     Args:
-        step_seconds: of each step of each round.
-        cpu_seconds: of each round, processor time per step of all threads.
-        losses: of the warm-up steps, where the rank knows them.
+        step_seconds: seconds of each step of each round.
+        cpu_seconds: for each round, processor time per step of all threads.
+        losses: of the warm-up steps, if the rank knows them.
     """
 
     step_seconds: list[list[float]]
@@ -74,11 +74,11 @@ def measure_pipelines(
     environment: Mapping[str, str],
     timeout: float,
 ) -> dict[str, PipelineMeasurement]:
-    """Measures every contender, having checked that all train alike.
+    """Measures every contender, after checking that all have the same losses.
 
     Raises:
         RankError: a rank failed, or took too long.
-        LossMismatchError: a contender did not train as the others did.
+        LossMismatchError: a contender's losses differ from the others'.
     """
     builders = {c.name: (c.builder, c.options) for c in contenders}
     job = PipelineJob(work, builders, rounds, warmup_steps, measured_steps)

@@ -1,4 +1,4 @@
-"""What the planner's benchmark found: on the terminal, in a results file, and in docs/planning.md."""
+"""The results of the planner's benchmark: on the terminal, in a results file, and in docs/planning.md."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ FILE = RESULTS / "planner" / f"{hardware_name('cpu')}.json"
 
 @dataclass
 class PlannerResults:
-    """What runs of the benchmark found, each model when it last ran; by its name."""
+    """The results of the benchmark by model, each from its last run."""
 
     models: dict[str, ModelRuns]
     scales: dict[str, ScaleFinding]
@@ -33,7 +33,7 @@ class PlannerResults:
 
     @classmethod
     def load(cls, path: Path = FILE) -> "PlannerResults":
-        """What the file has; nothing if it is not there."""
+        """The results in the file; empty if there is no file."""
         if not path.exists():
             return cls({}, {}, {})
         content = json.loads(path.read_text())
@@ -64,7 +64,7 @@ def write_planner(console: Console, results: PlannerResults) -> None:
 
 
 def print_runs(console: Console, found: ModelRuns) -> None:
-    """A row for each plan, the fastest first, and how good the choice is."""
+    """Prints a row for each plan, the fastest first, and how good the choice is."""
     table = Table(title=f"{found.model}, {WORLD} ranks", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("plan", overflow="fold")
     for head in ("busy", "predicted", "wall", "predicted", "memory"):
@@ -89,7 +89,7 @@ def _rounds_words(found: ModelRuns) -> str:
 
 
 def print_findings(console: Console, findings: Sequence[ScaleFinding]) -> None:
-    """A block of lines for each."""
+    """Prints a few lines for each finding."""
     for found in findings:
         console.print(f"[bold]{found.name}[/], {found.machines}: {found.plan}", highlight=False)
         console.print(f"  {_times(found.seconds, found.memory)}; {_search_words(found)}", highlight=False)
@@ -99,7 +99,7 @@ def print_findings(console: Console, findings: Sequence[ScaleFinding]) -> None:
 
 
 def markdown_runs(results: PlannerResults) -> str:
-    """A row for each model, and the median and the worst below."""
+    """A row for each model, and the median and the worst below them."""
     lines = [
         "| model | plans run | rank correlation | of a round | the choice | regret, CPU time | wall time | search |",
         "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
@@ -120,7 +120,7 @@ def markdown_runs(results: PlannerResults) -> str:
 
 
 def print_memory(console: Console, runs: Sequence[MemoryRun]) -> None:
-    """A line for each."""
+    """Prints a line for each run."""
     for run in runs:
         console.print(f"{run.given >> 20} MiB a rank: {_memory_words(run)}", highlight=False)
 

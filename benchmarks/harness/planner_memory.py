@@ -1,4 +1,4 @@
-"""Plans that were found for so much memory, run in a memory cgroup of that size: none may be ended by it."""
+"""Runs plans that were found for some amount of memory in a memory cgroup of that size. It must not kill any."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from tensorshard.planner.wording import plan_words
 WORLD = 2
 MODEL = Workload("57M", num_layers=8, num_heads=12, width=768, vocab_size=512, context_length=128, batch_size=8)
 SIZES = (3000, 2000, 1500, 1200, 1000, 800)
-"""MiB of a rank."""
+"""MiB per rank."""
 
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 _TIMEOUT = 900.0
@@ -23,7 +23,7 @@ _TIMEOUT = 900.0
 
 @dataclass(frozen=True)
 class MemoryJob:
-    """Steps of a model under a plan, whose fields are given; `samples` are a data rank's."""
+    """Steps of a model under a plan with these fields. `samples` are those of one data rank."""
 
     work: Workload
     fields: dict[str, Any]
@@ -33,13 +33,16 @@ class MemoryJob:
 
 @dataclass(frozen=True)
 class MemoryRun:
-    """What came of one size.
+    """The result for one size.
 
     Args:
-        given: bytes of a rank. plan: that was chosen, in words; "" where nothing fits.
-        estimated: bytes of the fullest rank. peak: of all ranks together, page cache included.
-        killed: whether the cgroup's limit ended a rank. limited: whether there was one.
-        failure: of the search or of a rank, in a line.
+        given: bytes of a rank.
+        plan: the chosen one, in words; "" if none fits.
+        estimated: bytes of the rank with the most.
+        peak: bytes of all ranks together, page cache included.
+        killed: whether the cgroup's limit killed a rank.
+        limited: whether there was a limit.
+        failure: the error of the search or of a rank, in a line.
     """
 
     given: int
@@ -52,7 +55,7 @@ class MemoryRun:
 
 
 def run_size(mebibytes: int, hardware: Hardware) -> MemoryRun:
-    """Finds the best plan for so much memory a rank, and runs it in a cgroup of that size for each rank."""
+    """Finds the best plan for `mebibytes` of memory per rank, and runs it in a cgroup of that size for each rank."""
     given = mebibytes << 20
     inputs, targets = MODEL.batch(0, 0)
     try:

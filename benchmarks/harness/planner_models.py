@@ -1,4 +1,4 @@
-"""Eight models of different kinds, small, but large enough that plans differ by more than their overhead."""
+"""Eight small models of different kinds. They are large enough that plans differ by more than their overhead."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from benchmarks.models.transformers_ import builder
 from tensorshard.models import GPT, Bert, ViT
 
 SAMPLES = 16
-"""Of a step of all ranks together."""
+"""Samples of a step, on all ranks together."""
 
 _VOCABULARY = 2048
 _SIZES = {"vocab_size": _VOCABULARY, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -24,7 +24,7 @@ _RESNET = {"embedding_size": 32, "hidden_sizes": [32, 64, 128, 256], "depths": [
 
 
 def _tokens(length: int, name: str | None = None, **others: int) -> Callable[[int, torch.Generator], Batch]:
-    """Random tokens, and as targets as many again. `others`: further arguments that are tokens, with their lengths."""
+    """Random tokens, and as many random targets. `others`: further arguments that are tokens, with their lengths."""
 
     def batch(samples: int, generator: torch.Generator) -> Batch:
         def drawn(size: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def _tokens(length: int, name: str | None = None, **others: int) -> Callable[[in
 
 
 def _images(size: int, classes: int) -> Callable[[int, torch.Generator], Batch]:
-    """Random images and their classes; numbers where there are no `classes`."""
+    """Random images and their classes; random numbers as targets if `classes` is 0."""
 
     def batch(samples: int, generator: torch.Generator) -> Batch:
         images = torch.randn(samples, 3, size, size, generator=generator)

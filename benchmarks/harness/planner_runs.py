@@ -1,4 +1,4 @@
-"""Every plan of a grid on four CPU ranks, really run: what it takes, what was predicted, and what the search chose."""
+"""Runs every plan of a grid on four CPU ranks: what it takes, what was predicted, and what the search chose."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ GRID: tuple[dict[str, Any], ...] = (
     dict(pp=4, micro_batches=8, zero=0),
     dict(tp=2, pp=2, micro_batches=4, zero=0),
 )
-"""The plans that are run of every model; those that a model refuses are left out of it."""
+"""The plans that are run for every model. Plans that a model refuses are left out for it."""
 
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 _TIMEOUT = 1800.0
@@ -48,8 +48,8 @@ class RunsJob:
 
     Args:
         model: a key of :data:`MODELS`.
-        plans: fields of each.
-        rounds: in each of which every plan takes a step, after two that do not count.
+        plans: fields of each plan.
+        rounds: number of rounds. In each, every plan takes a step. Two steps before that do not count.
     """
 
     model: str
@@ -59,14 +59,16 @@ class RunsJob:
 
 @dataclass
 class PlanRun:
-    """A plan; seconds of a step, and bytes of the rank with the most.
+    """A plan, with seconds of a step, and bytes of the rank with the most.
 
     Args:
         name: in a user's words.
-        predicted: of a step. predicted_busy: of all ranks together. memory: by the estimate.
-        wall, busy: the same as they were measured; medians over rounds.
-        refused: why the model does not take it.
-        chosen: whether it is the search's choice.
+        predicted: predicted seconds of a step.
+        predicted_busy: predicted computing seconds of all ranks together.
+        memory: estimated bytes.
+        wall, busy: the measured values for the two predictions; medians over rounds.
+        refused: why the model does not take the plan.
+        chosen: whether the search chose it.
         rounds: busy seconds of each round.
     """
 
@@ -86,7 +88,8 @@ class ModelRuns:
     """All plans of a model.
 
     Args:
-        search_seconds: that the search took. estimated: plans that it estimated.
+        search_seconds: duration of the search.
+        estimated: number of plans that it estimated.
     """
 
     model: str
@@ -96,7 +99,7 @@ class ModelRuns:
 
     @property
     def valid(self) -> list[PlanRun]:
-        """Those that were run."""
+        """The plans that were run."""
         return [run for run in self.runs if not run.refused]
 
     @property
@@ -119,8 +122,8 @@ class ModelRuns:
     def repeatability(self) -> float | None:
         """The mean rank correlation of a round with the medians of the others; None if rounds were not kept.
 
-        Plans that differ by less than their rounds do have no order of their own, and so no prediction ranks them
-        better than a round does.
+        If plans differ by less than their rounds do, they have no clear order. So no prediction can rank them better
+        than a single round does.
         """
         rounds = [run.rounds for run in self.valid]
         count = min(map(len, rounds), default=0)
@@ -134,7 +137,7 @@ class ModelRuns:
 
 
 def run_model(name: str, hardware: Hardware, rounds: int, grid: Sequence[Mapping[str, Any]] = GRID) -> ModelRuns:
-    """Searches, runs the grid and the choice, and estimates each of them."""
+    """Searches, runs the grid and the chosen plan, and estimates each of them."""
     case = MODELS[name]
     inputs, targets = batch(case, SAMPLES // WORLD)
     begin = time.perf_counter()
@@ -169,7 +172,7 @@ def run_model(name: str, hardware: Hardware, rounds: int, grid: Sequence[Mapping
         if run.refused:
             continue
         _predict(run, case, plan, hardware)
-        # Of each round: the ranks' computing together, and the time of the slowest.
+        # For each round: computing time of all ranks together, and the time of the slowest rank.
         busy = [sum(rank["busy"][number][i] for rank in ranks) for i in range(rounds)]
         wall = [max(rank["wall"][number][i] for rank in ranks) for i in range(rounds)]
         run.rounds = busy

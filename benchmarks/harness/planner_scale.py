@@ -1,4 +1,4 @@
-"""Large models on many devices, on fake tensors: what the search chooses, and how published plans rank beside it."""
+"""Large models on many devices, on fake tensors: what the search chooses, and how published plans compare with it."""
 
 import json
 import os
@@ -22,15 +22,18 @@ _TIMEOUT = 3600.0
 
 @dataclass(frozen=True)
 class Scale:
-    """A model, and the machines at hand.
+    """A model, and the machines for it.
 
     Args:
-        name: of the model. devices, device: how many, and which.
+        name: of the model.
+        devices, device: how many devices, and which.
         global_batch: samples of a step.
-        build: makes the model. batch: of one sample.
-        memory: in place of the device's.
+        build: makes the model.
+        batch: makes a batch of one sample.
+        memory: used in place of the device's memory, if given.
         fixed: fields of the Plan that are given.
-        published: fields of a plan that others trained it with. source: who.
+        published: fields of a plan that others trained the model with.
+        source: who they are.
     """
 
     name: str
@@ -49,13 +52,14 @@ class Scale:
 
 @dataclass(frozen=True)
 class ScaleFinding:
-    """What came of it; seconds of a step, and bytes of the fullest rank.
+    """The result: seconds of a step, and bytes of the rank with the most.
 
     Args:
-        plan: chosen, in words; or why none was.
-        took: seconds of the search. resident: the most bytes that its process held.
+        plan: the chosen one, in words; or why there is none.
+        took: seconds of the search.
+        resident: the most bytes that the search's process held.
         published: the published plan's seconds and memory; None without one.
-        why: what speaks against the published plan by its estimate.
+        why: why the published plan would not work, by its estimate.
     """
 
     name: str
@@ -128,10 +132,10 @@ SCALES = {
 
 
 def find(scale: Scale) -> ScaleFinding:
-    """Searches in a process of its own.
+    """Searches in a separate process.
 
     Raises:
-        RuntimeError: it failed; carries the end of what it said.
+        RuntimeError: the search failed. The message has the end of its output.
     """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TENSORSHARD_CACHE": "off"}
     done = subprocess.run(
@@ -151,7 +155,7 @@ def find(scale: Scale) -> ScaleFinding:
 
 
 def _search(scale: Scale) -> ScaleFinding:
-    """Searches here."""
+    """Searches in this process."""
     import time
 
     import tensorshard as ts
@@ -200,7 +204,7 @@ def _search(scale: Scale) -> ScaleFinding:
 
 
 def _more(batch: Callable[[], tuple[Any, Any]], samples: int) -> tuple[Any, Any]:
-    """A batch of so many samples, as those of `batch`."""
+    """A batch of `samples` samples like those of `batch`."""
     from tensorshard.modules.tensors import map_tensors_once
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Runs a module on fresh rank processes, with the environment that torchrun would give them."""
+"""Runs a module on new rank processes, with the environment that torchrun would give them."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _POLL_SECONDS = 0.05
-_LOG_LINES = 30  # of a failed rank's log, in the error
+_LOG_LINES = 30  # lines of a failed rank's log that the error has
 
 
 class RankError(RuntimeError):
@@ -29,7 +29,7 @@ def run_ranks(
         timeout: seconds after which the ranks are killed.
 
     Raises:
-        RankError: a rank failed; carries the end of the log of the first that did. Or the time was up.
+        RankError: a rank failed (the message has the end of the first such rank's log), or the time was up.
     """
     common = {
         **os.environ,

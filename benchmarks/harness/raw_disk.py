@@ -1,4 +1,4 @@
-"""How fast the disk itself is: direct I/O of large blocks, several at a time, reading and writing at once."""
+"""Measures the disk's own speed: direct I/O of large blocks, several at a time, reading and writing at once."""
 
 import mmap
 import os
@@ -13,7 +13,7 @@ _REQUESTS = 8
 
 
 def raw_bytes_per_second(folder: Path, nbytes: int) -> float:
-    """Bytes a second, of reading `nbytes` of an unnamed file in `folder` while as many of another are written."""
+    """Bytes per second while reading `nbytes` of an unnamed file in `folder` and writing as many to another."""
     blocks = max(1, nbytes // _BLOCK)
     files = [open_unnamed(folder) for _ in range(2)]
     buffers = [mmap.mmap(-1, _BLOCK) for _ in range(_REQUESTS)]
@@ -26,7 +26,7 @@ def raw_bytes_per_second(folder: Path, nbytes: int) -> float:
             def read(file: int, block: int) -> None:
                 os.preadv(file, [buffers[block % _REQUESTS]], block * _BLOCK)
 
-            for file in files:  # space that was never written is slower, and reads as zeros without the disk
+            for file in files:  # unwritten space is slower to write, and is read as zeros without the disk
                 list(pool.map(lambda block, file=file: write(file, block), range(blocks)))
             began = time.perf_counter()
             under_way = [

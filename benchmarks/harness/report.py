@@ -12,7 +12,7 @@ from benchmarks.harness.results import Group, Quantity, Results, Row, save_resul
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal, or wide enough for the tables where there is none."""
+    """A console as wide as the terminal, or wide enough for the tables if there is no terminal."""
     return Console(width=None if sys.stdout.isatty() else 110)
 
 
@@ -38,7 +38,7 @@ def print_group(console: Console, group: Group, quantities: Sequence[Quantity]) 
 def write_results(
     console: Console, name: str, quantities: Sequence[Quantity], groups: Sequence[Group], device: str = "cpu"
 ) -> None:
-    """Adds what was measured on this machine to the results of that name, and says where they are.
+    """Adds measurements on this machine to the results called `name`, and prints where they are.
 
     Args:
         device: "cpu", or "cuda" for what was measured on its GPUs.

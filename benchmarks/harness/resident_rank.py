@@ -1,4 +1,4 @@
-"""Resident memory of a real run: the side of one rank, in a process of its own. Run by the benchmark of estimates."""
+"""Resident memory of a real run: one rank, in its own process. The benchmark of estimates runs it."""
 
 import os
 import sys
@@ -37,7 +37,8 @@ def main() -> None:
     job = load_job(job_file, ResidentJob)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    # A tiny model first, under the same plan: what libraries load and groups allocate once is no memory of the model.
+    # A tiny model runs first, under the same plan, since memory that libraries and groups allocate once is not the
+    # model's.
     warm = make_engine(_WARM, job.fields)
     for step in range(2):
         warm.step(*_WARM.batch(step, warm.mesh.dp_rank))
@@ -46,7 +47,7 @@ def main() -> None:
     before = memory.resident_bytes()
     engine = make_engine(job.workload, job.fields)
     dist.barrier()
-    memory.reset_peak()  # what initial weights took for a moment is not a step's
+    memory.reset_peak()  # memory that only the initialisation took does not count
     for batch in batches:
         engine.step(*batch)
     peak = memory.peak_resident_bytes()

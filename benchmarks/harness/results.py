@@ -1,4 +1,4 @@
-"""Results files: what was measured, on what hardware, with which versions."""
+"""Results files: the measurements, on which hardware, with which versions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that is measured, of which less is better.
+    """Something that is measured. Less is better.
 
     Args:
         key: its name in a results file.
@@ -30,13 +30,13 @@ class Quantity:
 
     @property
     def is_compared(self) -> bool:
-        """Whether a ratio says anything: of errors and of counts it does not."""
+        """Whether a ratio makes sense. For errors and counts it does not."""
         return self.unit in ("s", "bytes", "B")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one contender did.
+    """The results of one contender.
 
     Args:
         ours: whether it is tensorshard.
@@ -54,10 +54,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Contenders that did the same work in turn, so that they can be compared.
+    """Contenders that did the same work in turn, so they can be compared.
 
     Args:
-        title: what the work was; a group replaces the one of the same title in a results file.
+        title: what the work was. A group replaces the one with the same title in a results file.
         date: ISO 8601.
         versions: of Python and of the contenders' libraries.
         settings: sizes and numbers of steps.
@@ -136,7 +136,7 @@ def load_results(path: Path) -> Results:
 
 
 def save_results(results: Results) -> Path:
-    """Writes `results` to their file, keeping groups of it that were not measured anew; returns its path."""
+    """Writes `results` to their file, and keeps the file's groups that were not measured again; returns its path."""
     path = results_path(results.benchmark, results.hardware)
     if path.exists():
         kept = load_results(path)

@@ -11,12 +11,12 @@ class Comparison:
     """One contender's measurements of one quantity of which less is better.
 
     Args:
-        rounds: what was measured in each round, in its unit.
+        rounds: the measurement of each round, in the quantity's unit.
         median: of the rounds.
-        ratio: the median over the best peer's median; None where no peer was measured, or that one measured nothing
-            (such as bytes read of a file that is all in the page cache).
-        lowest_ratio, highest_ratio: of the same round's ratios to that peer. Contenders of one round run one
-            after the other under the same noise, so this is how much of `ratio` to believe.
+        ratio: the median over the best peer's median; None if no peer was measured, or that peer's median is 0 (such
+            as bytes read from a file that is all in the page cache).
+        lowest_ratio, highest_ratio: of the ratios to that peer within a round. Contenders of one round run one
+            after the other under the same noise, so these show how exact `ratio` is.
     """
 
     rounds: tuple[float, ...]
@@ -58,7 +58,7 @@ def compare(samples: Mapping[str, Sequence[float]], peers: Collection[str]) -> d
 
 
 class LossMismatchError(AssertionError):
-    """Contenders that were to compute the same thing did not, so that their times cannot be compared."""
+    """Contenders that should compute the same did not, so their times cannot be compared."""
 
 
 def check_losses_agree(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:

@@ -1,4 +1,4 @@
-"""Measures one contender's training on fresh ranks: the side that starts them and reads the outcome."""
+"""Measures one contender's training on new ranks: the side that starts them and reads the results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ _RANK_MODULE = "benchmarks.harness.training_rank"
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What each rank is to run.
+    """What each rank runs.
 
     Args:
         builder: a module with a function ``build``, see :mod:`benchmarks.peers`.
@@ -32,7 +32,7 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What one rank measured of itself.
+    """The measurements of one rank.
 
     Args:
         step_seconds: of each measured step.
@@ -54,7 +54,7 @@ class RankMeasurement:
 
 @dataclass(frozen=True)
 class TrainingMeasurement:
-    """What all ranks of one run measured together.
+    """The measurements of all ranks of one run together.
 
     Args:
         step_seconds: median over the steps of the slowest rank's time.

@@ -14,23 +14,23 @@ from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.slots import OffloadedMaster, Slots, SlotSpec
 from tensorshard.offload.transfers import Move
 
-_FACTOR = 0.37  # of a gradient that is clipped
+_FACTOR = 0.37  # the factor of a clipped gradient
 _RANK_MODULE = "benchmarks.harness.updates_rank"
 
 Step = Callable[[torch.Tensor | None], torch.Tensor]
-"""One update; given the factor that gradients are multiplied by, or None, returns the 16-bit weights."""
+"""One update. It takes the factor for gradients, or None, and returns the 16-bit weights."""
 
 
 @dataclass(frozen=True)
 class UpdateJob:
-    """What a fresh process is to measure.
+    """What a new process measures.
 
     Args:
         contender: a key of :data:`CONTENDERS`.
-        numel: parameters, of one tensor.
-        clip: whether gradients are multiplied by a factor on the way.
-        steps: of which the median counts, after one that does not.
-        threads: of the processor.
+        numel: number of parameters, in one tensor.
+        clip: whether gradients are multiplied by a factor.
+        steps: number of steps after the first, which does not count. Their median counts.
+        threads: number of CPU threads.
     """
 
     contender: str
@@ -42,7 +42,7 @@ class UpdateJob:
 
 @dataclass(frozen=True)
 class UpdateMeasurement:
-    """What was measured.
+    """The measurements.
 
     Args:
         triad_bytes_per_second: of ``a = b + s * c``, which reads two arrays and writes one, in the same process.
@@ -67,7 +67,7 @@ def measure_update(job: UpdateJob, *, timeout: float) -> UpdateMeasurement:
 
 
 def run(job: UpdateJob) -> UpdateMeasurement:
-    """Measures here."""
+    """Measures in this process."""
     triad = _triad(job.numel, job.steps)
     step = CONTENDERS[job.contender](job.numel)
     factor = torch.tensor(_FACTOR, dtype=torch.float64) if job.clip else None
@@ -97,7 +97,7 @@ def _weights(numel: int) -> tuple[torch.nn.Parameter, torch.Tensor]:
 
 
 def _clipped_and_cast(optimizer: torch.optim.Optimizer, master: torch.nn.Parameter, copy: torch.Tensor) -> Step:
-    """A step of `optimizer`, with clipping before and the cast after it as passes of their own."""
+    """A step of `optimizer`, with clipping before and the cast after it as separate passes."""
 
     @torch.no_grad()
     def step(factor: torch.Tensor | None) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _ours(numel: int) -> Step:
 
     @torch.no_grad()
     def step(factor: torch.Tensor | None) -> torch.Tensor:
-        # What a step computes with tiles, all of which are in memory here: without the transfers around it.
+        # What a step computes with tiles. All of them are in memory here, so there are no transfers.
         offloaded._begin([o])
         moved = [*o.states.values(), place]
         moves = [Move(slot, 0, numel, torch.float32) for slot in moved]

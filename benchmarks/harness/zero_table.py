@@ -1,12 +1,12 @@
 """The ZeRO paper's table of model states, by runs of the Engine on fake tensors, beside the paper's formulas.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", table 1: what weights,
-gradients and Adam's states take of a device in mixed precision. It depends on how many parameters there are, and not on
-how they lie in layers: models of few and wide blocks stand for those of the paper.
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", table 1: the memory of
+weights, gradients and Adam's states on a device, in mixed precision. It depends on the number of parameters, not on
+their layers. So models of few and wide blocks stand for those of the paper.
 
-What is ours differs in three ways. A rank's shard of the gradients is in fp32 for the optimizer, 2 bytes more a
-parameter of the shard. With one micro-batch a full gradient is gone as soon as it is reduced, at level 1 too. And on
-one device, where nothing is to be gathered, level 3 keeps its weights in 16 bits beside the masters, as the others do.
+tensorshard differs in three ways. A rank's shard of the gradients is in fp32 for the optimizer, 2 bytes more for each
+parameter of the shard. With one micro-batch, a full gradient is freed as soon as it is reduced, at level 1 too. On one
+device, where nothing is gathered, level 3 keeps 16-bit weights beside the masters, as the other levels do.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ class StatesCell:
     """One number of the table.
 
     Args:
-        parameters: of the model that was run.
-        states: bytes of weights, gradients and optimizer states, at the moment that has the most of them.
+        parameters: number of parameters of the model that was run.
+        states: bytes of weights, gradients and optimizer states, when there are most of them.
     """
 
     size: str
@@ -49,24 +49,24 @@ class StatesCell:
 
     @property
     def formula(self) -> float:
-        """Of this package: 16-bit weights where they are not gathered; fp32 masters, gradients and Adam's two states in
-        shards."""
+        """This package's formula: 16-bit weights where they are not gathered; shards of fp32 masters, gradients and
+        Adam's two states."""
         gathers = self.level == 3 and self.devices > 1
         return self.parameters * ((0 if gathers else 2) + 16 / self.devices)
 
     @property
     def error(self) -> float:
-        """Of the run, against the formula of this package."""
+        """The error of the run, relative to this package's formula."""
         return self.states / self.formula - 1
 
     @property
     def gigabytes(self) -> float:
-        """Of the model that the paper names, as its table has them."""
+        """The number for the model that the paper names, as in its table."""
         return self.states / self.parameters * SIZES[self.size] / 1e9
 
 
 def states_cell(size: str, devices: int, level: int) -> StatesCell:
-    """Runs a model of about `size` parameters under ZeRO `level`, as one of so many ranks."""
+    """Runs a model of about `size` parameters under ZeRO `level`, as one of `devices` ranks."""
     width = round((SIZES[size] / (12 * _BLOCKS)) ** 0.5 / (8 * _HEADS)) * 8 * _HEADS
     tokens = torch.zeros(1, 8, dtype=torch.long)
     build = partial(GPT, vocab_size=8, context_length=8, num_layers=_BLOCKS, num_heads=_HEADS, width=width)
