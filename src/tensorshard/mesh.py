@@ -119,8 +119,7 @@ class Mesh:
         return made
 
     def describe(self) -> str:
-        """One line for each axis: its degree, this rank's index, and the ranks of its group. Then every rank's
-        groups."""
+        """One line for each axis: its degree, this rank's index, its group's ranks. Then every rank's groups."""
         lines = [f"rank {self._members[self.rank]} of {dist.get_world_size()}"]
         for axis in AXES:
             members = self._numbers(group_ranks(self.rank, axis, self.degrees))

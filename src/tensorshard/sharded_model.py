@@ -143,8 +143,7 @@ class ShardedModel(ABC):
     @property
     @abstractmethod
     def gradient_divisor(self) -> int:
-        """The divisor of the sum of the ranks' gradients within a step. Outside of one, it is the number of data
-        ranks."""
+        """The divisor of the summed gradients within a step. Outside of one, it is the number of data ranks."""
 
     def discard_gradients(self) -> None:
         """Called before a step: forgets all gradients, including those that a failed step left unfinished."""

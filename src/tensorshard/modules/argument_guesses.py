@@ -95,8 +95,7 @@ def _indices(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _fields(model: nn.Module, width: int) -> Iterator[int]:
-    """How many embedding rows of `width` fill the input of a linear layer, alone or beside the first layer's
-    features."""
+    """How many embedding rows of `width` fill a linear layer's input, alone or beside the first layer's features."""
     inputs = [m.in_features for m in model.modules() if isinstance(m, nn.Linear)]
     for features in inputs:
         for beside in (0, inputs[0]):

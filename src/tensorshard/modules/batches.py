@@ -78,8 +78,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a model's call. A tensor is one argument; a tuple or list, several; a dict, keyword
-    arguments."""
+    """The arguments of a model's call: a tensor is one; a tuple or list, several; a dict, keyword arguments."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, tuple | list):

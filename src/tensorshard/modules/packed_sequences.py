@@ -37,8 +37,7 @@ class NotPacked:
             self._before = None
 
     def building(self, model: _Model) -> _Model:
-        """A function that builds a model as `model` does, for a function `model`; anything else is returned as it
-        is."""
+        """A function that builds a model as the function `model` does; anything else is returned as it is."""
         if not isinstance(model, functools.partial | FunctionType | MethodType):
             return model
 

@@ -76,8 +76,7 @@ class _Conversion:
 
 
 class _Rules:
-    """The names that transformers changes and the tensors that it converts for one model; before version 5, a
-    prefix."""
+    """The names and tensors that transformers converts for one model; before version 5, only a prefix."""
 
     def __init__(self, model: Any) -> None:
         self._prefix = model.base_model_prefix

@@ -93,8 +93,7 @@ class Comm(Protocol):
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
     ) -> None:
-        """Sends part i of `input` to rank i, and concatenates the received parts in `output`; sizes are of dimension
-        0."""
+        """Sends part i of `input` to rank i, and joins the received parts in `output`; sizes are of dimension 0."""
 
 
 class LocalGroup(dist.ProcessGroup):

@@ -34,8 +34,7 @@ class Progress:
         self._seen: dict[Hashable, dict[_Divided, _Refused]] = {}
 
     def is_worth_trying(self, proposal: Proposal) -> bool:
-        """Whether dividing what `proposal` divides may get further than earlier ways. If not, it is noted as
-        refused."""
+        """Whether `proposal` may get further than earlier ways. If not, it is noted as refused."""
         seen, divided = self._alike(proposal), _divided(proposal)
         if len(divided) < 2 or any(fewer not in seen or seen[fewer].got_further for fewer in _one_less(divided)):
             return True

@@ -121,8 +121,7 @@ class BlockCheck:
         self.expected = self._run(self.make_copy(), self._given, None)
 
     def make_copy(self) -> nn.Module:
-        """A copy of the block, with its values, to change and run. Its configs are shared: they are large, and only
-        read."""
+        """A copy of the block, with its values, to change and run. Its configs are shared: they are only read."""
         made: dict[int, Any] = dict(self._configs)
         for tensor in self._tensors:
             own = tensor.detach()
