@@ -133,8 +133,7 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def masters(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer updates, by the original model's names: DTensors if sharded; fp32 or
-        wider."""
+        """The parameters that the optimizer updates, by original names: DTensors if sharded, fp32 or wider."""
 
     @abstractmethod
     def held_numel(self) -> int:

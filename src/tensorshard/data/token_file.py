@@ -76,7 +76,7 @@ def token_file_writer(
 ) -> Iterator["TokenFileWriter"]:
     """As :func:`write_token_file`, for chunks that come one by one, or for several files at once.
 
-    The file exists when the block ends. If the block raises, there is no file.
+    The file exists when the block ends. If the block raises, nothing is written to ``path``.
     """
     path = Path(path)
     token_dtype(vocab_size)

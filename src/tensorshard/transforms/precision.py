@@ -46,7 +46,7 @@ def widen_output(output: Any) -> Any:
 def keep_norms_fp32(modules: Iterable[nn.Module]) -> None:
     """Makes norms among `modules`, and modules that compute a weight from parameters, compute from fp32 parameters.
 
-    Norms are torch's normalization layers and subclasses that run their forwards; autocast casts their inputs. They
+    Norms are torch's normalization layers and subclasses, whose own forwards run; autocast casts their inputs. They
     cost little, their sums lose most in 16 bits, and some kernels refuse weights narrower than the statistics. Weights
     are computed by parametrizations and spectral norms, whose vectors stay fp32 too.
     """

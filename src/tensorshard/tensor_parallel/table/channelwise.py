@@ -100,7 +100,7 @@ def channel_layouts(name: str, module: nn.Module, size: int, parts: int = 1) -> 
 
 
 def keep_own_channels(module: nn.Module, rank: int, size: int, parts: int = 1) -> None:
-    """Sets the numbers of channels and groups in `module` to those of rank `rank` of `size`. Its tensors stay whole."""
+    """Sets the channel and group counts of `module` to those of rank `rank` of `size`. Its tensors do not change."""
     found = as_channelwise(module)
     assert found is not None
     for key in found.counts:
