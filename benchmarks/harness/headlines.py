@@ -119,23 +119,27 @@ def find(headline: Headline) -> Finding:
 def largest_that_fits(needed: Callable[[int], int], size: int, memory: int) -> int:
     """The largest size that needs no more than `memory`, to within a thousandth of `size`; 0 if there is none.
 
-    Memory grows almost linearly. `size` and its half define a line, and each next guess is on it. That the next larger
-    size does not fit follows from an estimate, or from the line.
+    Memory grows almost linearly: `size` and its half give a line, along which the next guess goes. Once a size that fits
+    and one that does not are known, the line between these two says where to look. One more than the largest does not
+    fit by an estimate, or by the line.
 
     Args:
         needed: bytes by size.
     """
     half = max(1, size // 2)
     slope = max(1.0, (needed(size) - needed(half)) / max(1, size - half))
-    low, high = 0, _LARGEST * size  # low is known to fit; high is known not to, or is the limit
-    guess = size
+    low, high = 0, _LARGEST * size + 1  # what is known to fit, and what is not, or is not asked for
+    for other in (half, size):
+        low, high = (other, high) if needed(other) <= memory else (low, min(high, other))
     for _ in range(_STEPS):
-        fits = needed(guess) <= memory
-        low, high = (guess, high) if fits else (low, guess)
-        left = int((memory - needed(guess)) / slope)  # how many more would fit, along the line
-        if high - low <= max(1, size // 1000) or (fits and left == 0):
+        known = low or high
+        if low and high <= _LARGEST * size:
+            slope = max(1.0, (needed(high) - needed(low)) / (high - low))
+        left = int((memory - needed(known)) / slope)  # how many more would fit, along the line
+        if high - low <= max(1, size // 1000) or (known == low and left == 0):
             break
-        guess = min(max(guess + (left or -1), low + 1), high - 1)
+        guess = min(max(known + left, low + 1), high - 1)
+        low, high = (guess, high) if needed(guess) <= memory else (low, guess)
     return low
 
 
