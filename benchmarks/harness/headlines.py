@@ -119,9 +119,9 @@ def find(headline: Headline) -> Finding:
 def largest_that_fits(needed: Callable[[int], int], size: int, memory: int) -> int:
     """The largest size that needs no more than `memory`, to within a thousandth of `size`; 0 if there is none.
 
-    Memory grows almost linearly: `size` and its half give a line, along which the next guess goes. Once a size that fits
-    and one that does not are known, the line between these two says where to look. One more than the largest does not
-    fit by an estimate, or by the line.
+    Memory grows almost linearly: `size` and its half give a line, which says where to look next. Once a size that fits
+    and one that does not are known, the line between these two does. One more than the largest does not fit by an
+    estimate, or by the line.
 
     Args:
         needed: bytes by size.
