@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import random
 import re
 import runpy
 import shlex
@@ -35,9 +36,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that no test beside this one is given: the system takes those that it chooses itself from 32768 on."""
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("100 ports between 20000 and 30000 are in use")
 
 
 def _together(commands: list[list[str]], folder: Path, environments: list[dict[str, str]]) -> str:
