@@ -57,9 +57,10 @@ def bert_over(ranks: Sequence[int]) -> dict[int, int]:
     Few samples change nothing: the update takes more than they do. From there on memory grows linearly with them.
     """
     asked, fewer, more = BERT_REPORTED[1] * MB, 16, 32
-    while bert_bytes(1, more) < asked:
-        fewer, more = more, 2 * more
     low, high = bert_bytes(1, fewer), bert_bytes(1, more)
+    while high < asked:
+        fewer, more = more, 2 * more
+        low, high = high, bert_bytes(1, more)
     samples = round(fewer + (more - fewer) * (asked - low) / (high - low))
     return {count: bert_bytes(count, samples) for count in ranks}
 

@@ -28,7 +28,7 @@ def fused_updates_of_shards(optimizer: torch.optim.Optimizer) -> AbstractContext
 class _FusedUpdates(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in FUSED_UPDATES and _are_cut_alike(args):
-            args, kwargs = tree_map(lambda leaf: shard_of(leaf) if isinstance(leaf, DTensor) else leaf, (args, kwargs))
+            args, kwargs = tree_map(shard_of, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
 

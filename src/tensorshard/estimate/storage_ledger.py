@@ -256,4 +256,4 @@ class StorageLedger(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return (shard_of(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
+    return shard_of(tensor).untyped_storage()

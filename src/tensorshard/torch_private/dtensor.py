@@ -36,13 +36,13 @@ def dtensor_of(
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
-def shard_of(tensor: DTensor) -> torch.Tensor:
-    """This rank's shard itself, not a view of it.
+def shard_of(value: Any) -> Any:
+    """This rank's shard of a DTensor itself, not a view of it; any other value as it is.
 
     Why: the shard is read after every operator that an estimate runs, and a view would be one more operator.
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: ``tensor.to_local()``, which makes a view wherever gradients are recorded.
+    Public way: ``value.to_local()``, which makes a view wherever gradients are recorded.
     """
-    return tensor._local_tensor
+    return value._local_tensor if isinstance(value, DTensor) else value
