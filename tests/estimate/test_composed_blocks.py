@@ -87,6 +87,10 @@ CASES: dict[str, _Case] = {
     "a schedule with backwards in halves, which recomputation leaves whole": (
         *_GPT, 2, dict(pp=2, pp_schedule="zbv", pp_stages_per_rank=2, micro_batches=4, recompute="full"),
     ),
+    "states and gradients on disk, in many tiles": (
+        partial(GPT, 32, 12, 3, 2, 128), next_token_loss, TOKENS, TOKENS, 2,
+        dict(zero=2, precision="bf16", offload={"optimizer": "disk", "gradients": "disk", "buffer_memory": "512KiB"}),
+    ),
     "batch norms": (*_RESNET, 2, dict(zero=1, micro_batches=2)),
     "batch norms, ZeRO 3": (*_RESNET, 2, dict(zero=3)),
     "blocks that differ by a number": (
@@ -132,6 +136,8 @@ def test_estimates_agree(ranks, name):
             assert abs(other.by_category[category] - nbytes) <= 0.005 * one.peak_allocated, category
         assert other.flops == one.flops
         assert other.operations.transfers == one.operations.transfers
+        assert other.memory_traffic == one.memory_traffic
+        assert (other.host_traffic, other.disk_traffic) == (one.host_traffic, one.disk_traffic)
     if name == "blocks that keep a tensor":
         assert calls_told == 0
     else:

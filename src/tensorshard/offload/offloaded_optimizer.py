@@ -243,7 +243,10 @@ class OffloadedOptimizer:
         ends = [o.master for o, start, _ in together if o.is_done_when_written and self._is_last(o, start)]
         written = partial(self.behind.done, ends) if ends else None
         moved = [move for _, _, moves in together for move in moves]
-        return Work(moved, partial(self._compute, together, factor), written)
+        [(first, start, _), *others] = together
+        # Tiles of one parameter have the same size but for the last, with which its update ends.
+        kind = None if others or self._is_last(first, start) else (first.name, "tile")
+        return Work(moved, partial(self._compute, together, factor), written, kind)
 
     def _compute(
         self,

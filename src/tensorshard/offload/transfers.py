@@ -2,14 +2,16 @@
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from tensorshard.layers.repetitions import repetitions
 from tensorshard.offload.device_copies import CopyToHost, DeviceCopies
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.slots import TILE_ALIGNMENT, Slot
@@ -50,11 +52,14 @@ class Work:
     Args:
         compute: called with a tensor [numel] for each of `moves`. It may use them until it returns.
         written: called when all moves are written; None for no call.
+        kind: works in a row that have the same kind compute the same on other elements, and do nothing else; None for a
+            work that is like no other.
     """
 
     moves: Sequence[Move]
     compute: Callable[[list[torch.Tensor]], None]
     written: Callable[[], None] | None = None
+    kind: Hashable = None
 
     @property
     def buffer_bytes(self) -> int:
@@ -284,10 +289,15 @@ class Transfers:
 
     def _run_without_memory(self, works: Iterable[Work]) -> None:
         """Computes on fake tensors, and counts what would be moved."""
-        for work in works:
-            for move in work.moves:
-                move.slot.moved += move.buffer_bytes * (move.read + move.write)
-            work.compute([torch.empty(move.numel, dtype=move.dtype) for move in work.moves])
+        numbered = enumerate(works)
+        for _, alike in groupby(numbered, lambda one: one[0] if one[1].kind is None else one[1].kind):
+            row = [work for _, work in alike]
+            for work in row:
+                for move in work.moves:
+                    move.slot.moved += move.buffer_bytes * (move.read + move.write)
+            for turn in repetitions([slice(i, i + 1) for i in range(len(row))]):
+                [work] = row[turn]
+                work.compute([torch.empty(move.numel, dtype=move.dtype) for move in work.moves])
 
     def _start(self, work: Work, behind: deque[_UnderWay]) -> _UnderWay:
         pool = self._threads_of_pool()
