@@ -3,14 +3,15 @@
 Each step allocates the same memory as the step before. By default, glibc returns the end of a heap to the system as
 soon as it is free, and then has to get it again. Tensors of up to 32 MiB are freed in another order than smaller ones,
 and leave holes in the heap. With these holes, a rank of GPT-2 of 4 layers held 2.5 GB; with large tensors outside of
-the heap, it held 2.1 GB.
+the heap, it held 2.1 GB. But the system clears such tensors anew each time, which took that model a tenth of a step. So
+plans that give time for memory keep them outside, and the others do not.
 """
 
 import ctypes
 import os
-from functools import cache
 
 _MAPPED_BYTES = 16 << 20  # 16 MiB, since mapping smaller tensors again in each step costs time
+_MOST_MAPPED_BYTES = 32 << 20  # glibc takes no more
 _TOP_BYTES = 32 << 20
 _NEVER = (1 << 31) - 1
 
@@ -27,12 +28,18 @@ def environment_for_training() -> dict[str, str]:
     return {name: str(value) for name, (_, value) in _OPTIONS.items()}
 
 
-@cache
-def set_for_training() -> None:
-    """The same settings for this running process, unless the user has set one of the variables."""
-    if not any(name in os.environ for name in _OPTIONS):
-        for option, value in _OPTIONS.values():
-            _set(option, value)
+def set_for_training(*, spare_memory: bool = True) -> None:
+    """The same settings for this running process, unless the user has set one of the variables otherwise.
+
+    Args:
+        spare_memory: whether tensors of 16 to 32 MiB stay outside of the heap, too.
+    """
+    if any(os.environ.get(name, value) != value for name, value in environment_for_training().items()):
+        return
+    for option, value in _OPTIONS.values():
+        _set(option, value)
+    if not spare_memory:
+        map_tensors_from(_MOST_MAPPED_BYTES)
 
 
 def map_tensors_from(nbytes: int) -> None:

@@ -91,7 +91,7 @@ def lay_out_engine(
             _check_updates(source.module, updates, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
         if device.type == "cpu" and active_fake_mode() is None:
-            set_for_training()
+            set_for_training(spare_memory=plan.spares_memory)
         slots = open_tiers(plan, mesh, device, off_device=off_device)
         broadcast = not agreed and mesh.world_size > 1
         cache = GenerationCache(source.module)

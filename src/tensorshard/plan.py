@@ -236,6 +236,11 @@ class Plan:
         return self.zero == 3 and (self.dp_shard > 1 or offloaded)
 
     @property
+    def spares_memory(self) -> bool:
+        """Whether the plan has a field that takes time, or messages, for less memory."""
+        return self.zero != 0 or self.recompute != "none" or self.offload is not None or self.logits == "tiled"
+
+    @property
     def dp_size(self) -> int:
         """Number of data ranks of a resolved plan: processes that see different samples."""
         return self.dp_replicate * self.dp_shard

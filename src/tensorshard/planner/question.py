@@ -18,7 +18,7 @@ from tensorshard.lay_out.decisions import Decisions
 from tensorshard.modules.batches import batch_size
 from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
 from tensorshard.plan import Plan
-from tensorshard.planner.fewer_blocks import FewerBlocks
+from tensorshard.planner.fewer_blocks import FewerBlocks, without_blocks
 from tensorshard.planner.machine import hardware_here, on_cores
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.tensor_parallel.verify.kept_captures import Captures, captures_kept
@@ -177,14 +177,26 @@ class Question:
         """The time of a step that takes each rank `seconds`, if all ranks together compute for `busy` seconds."""
         return on_cores(seconds, busy, self.hardware) * self.hardware.time_ratio
 
-    def with_blocks(self, kept: int, equal_blocks: Sequence[str]) -> "Question":
-        """The same question for the model with the first `kept` of its `equal_blocks`; it must be a callable."""
+    def with_blocks(self, kept: int, equal_blocks: Sequence[str], tp: int, *, sequence_parallel: bool) -> "Question":
+        """The same question for the model with the first `kept` of its `equal_blocks`; it must be a callable.
+
+        Its estimates use the table that was found for the full model with `tp` ranks.
+
+        Raises:
+            LookupError: no table of tp was found yet. The search for one runs once, on the full model.
+        """
         assert not isinstance(self.model, nn.Module)
+        table = None if tp == 1 else self.table_for(tp, sequence_parallel=sequence_parallel)
+        if tp > 1 and table is None:
+            raise LookupError(f"no table for tp={tp}")
         if kept not in self.shortened:
             model = FewerBlocks(self.model, tuple(equal_blocks[kept:]))
             self.shortened[kept] = replace(self, model=model, tables={}, shared=Decisions(traced={}), captures={})
         found = self.shortened[kept]
-        return replace(self, model=found.model, tables=found.tables, shared=found.shared, captures=found.captures)
+        tables: dict[tuple[int, bool], VerifiedTable | None] = {}
+        if table is not None:
+            tables[tp, sequence_parallel] = without_blocks(table, equal_blocks, kept)
+        return replace(self, model=found.model, tables=tables, shared=found.shared, captures=found.captures)
 
     def with_changes(
         self, *, world_size: int | None = None, global_batch: int | None = None, **fixed: Any

@@ -1,13 +1,15 @@
 """A best-first search: it estimates the plan with the best prediction next, until no other is predicted to be better.
 
-A plan is first predicted from a trace without tp, then from a trace with the plan's own tp, and then it is estimated.
-Each of these is done only when the plan is the most promising one. The error of a prediction corrects those of similar
+A plan is first predicted from a trace without tp, then from a trace with the plan's own tp. If the model is deep, it is
+then outlined: predicted from estimates with a few of the model's blocks. Then it is estimated. Each of these is done
+only when the plan is the most promising one. The error of a prediction corrects those of similar
 plans (:mod:`.corrections`). Predicted memory is a lower bound. So no plan that may fit is left out.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from tensorshard.estimate.estimate import REFUSALS, Estimate
@@ -15,6 +17,7 @@ from tensorshard.plan import Plan
 from tensorshard.planner.candidates import Candidate, Refusal, candidates
 from tensorshard.planner.corrections import Corrections
 from tensorshard.planner.model_facts import ModelFacts, model_facts
+from tensorshard.planner.outlines import can_outline, outline
 from tensorshard.planner.predictions import Prediction, Predictions
 from tensorshard.planner.progress import Progress
 from tensorshard.planner.question import SEARCHED, Question
@@ -33,10 +36,11 @@ class Considered:
     """A plan, and what is known of it so far.
 
     Args:
-        first: the prediction from traces alone.
+        first: the prediction from traces alone, or from an outline.
         estimate: the estimate; None if the plan was not estimated. If the plan does not fit, it may lack some ranks.
         seconds: seconds of a step, by the estimate.
         refused: why the model does not take the plan; "" if it does, or if that was not tried.
+        outlined: whether `first` is from an outline; None if that was not tried.
 
     Attributes:
         predicted: the prediction with the present corrections.
@@ -47,6 +51,7 @@ class Considered:
     estimate: Estimate | None = None
     seconds: float = 0.0
     refused: str = ""
+    outlined: bool | None = None
     predicted: Prediction = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,11 +156,13 @@ class Search:
                 except REFUSALS as error:
                     one.refused = failed[family] = _first_sentence(error)
                 for other in queue:  # the new trace improves the predictions of plans with as many tp ranks
-                    if other.plan.tp == family[0] and not other.refused:
+                    if other.plan.tp == family[0] and not other.refused and not other.outlined:
                         other.first = self._predictions.of(other.candidate)
             elif self.estimates == most:
                 self.exhausted = False
                 break
+            elif (unclear := self._first_to_outline(queue)) is not None:
+                self._outline(unclear, progress)
             else:
                 queue.popleft()
                 self._estimate(one, key, progress, longest)
@@ -181,6 +188,7 @@ class Search:
             return False
         # Predicted times may be too high. So a plan that is predicted to be near the best is estimated, too.
         doubt = _DOUBT if self._corrections.of(one.plan) is None else _DOUBT / 4
+        doubt = 0.0 if one.outlined else doubt
         return key is not BY_TIME or one.likely_seconds * (1 - doubt) >= best.seconds
 
     def _prepare(self, progress: Progress) -> Predictions:
@@ -207,9 +215,37 @@ class Search:
     def _correct(self, among: Iterable[Considered]) -> None:
         """Corrects the predictions by the estimates so far."""
         for one in among:
-            ratio = self._corrections.of(one.plan) or 1.0
+            ratio = 1.0 if one.outlined else self._corrections.of(one.plan) or 1.0
             seconds = max(one.first.seconds * ratio, self._floors.get(one.candidate.order, 0.0))
             one.predicted = one.first if seconds == one.first.seconds else replace(one.first, seconds=seconds)
+
+    def _first_to_outline(self, queue: Sequence[Considered]) -> Considered | None:
+        """The first plan that can be outlined, if the estimate of the first in the queue should wait for that: it may
+        turn out to be as good."""
+        blocks = () if self.facts is None else self.facts.equal_blocks
+        first = queue[0]
+        for one in queue:
+            if one is not first and one.predicted.seconds * (1 - _DOUBT) > first.predicted.seconds:
+                return None
+            if one.memory > self.question.memory or one.outlined is not None or self._traced_as(one) not in self.traces:
+                continue
+            if can_outline(self.question, one.plan, blocks):
+                return one
+        return None
+
+    def _outline(self, one: Considered, progress: Progress) -> None:
+        """Predicts a plan from its outline. If the model needs all of its blocks, the prediction stays as it is."""
+        assert self.facts is not None
+        progress.say(
+            f"{self.estimates} of {len(self.considered)} plans estimated, one with a few of the model's blocks"
+        )
+        one.outlined = False
+        with suppress(Exception):
+            outlined = outline(self.question, one.plan, self.facts.equal_blocks)
+            self._corrections.note(one.plan, one.first.seconds, outlined.seconds)
+            one.first = replace(outlined, memory=max(outlined.memory, one.first.memory))
+            one.outlined = True
+            self._raise_floors(one, outlined.seconds)
 
     def _estimate(self, one: Considered, key: Key, progress: Progress, longest: float) -> None:
         best = f", best so far {self.found[0].seconds:.3g} s" if self.found else ""
@@ -227,8 +263,9 @@ class Search:
         if not one.estimate.complete:
             return
         one.seconds = self.question.seconds(one.estimate)
-        self._corrections.note(one.plan, one.first.seconds, one.seconds)
-        self._raise_floors(one)
+        if not one.outlined:
+            self._corrections.note(one.plan, one.first.seconds, one.seconds)
+        self._raise_floors(one, one.seconds)
         if one.memory <= self.question.memory and one.seconds <= longest:
             self.found.append(one)
             self.found.sort(key=lambda found: (key(found.memory, found.seconds), found.candidate.order))
@@ -243,12 +280,12 @@ class Search:
         is_scarce = family in self._scarce or one.memory + kept > self.question.memory
         return family if is_scarce else (tp, sequence_parallel, "none")
 
-    def _raise_floors(self, one: Considered) -> None:
-        """Notes that plans which do all that `one` does and more take at least as long."""
+    def _raise_floors(self, one: Considered, seconds: float) -> None:
+        """Notes that plans which do all that `one` does in `seconds`, and more, take at least as long."""
         for other in self.considered:
             if other is not one and _does_more(other.plan, one.plan):
                 order = other.candidate.order
-                self._floors[order] = max(self._floors.get(order, 0.0), one.seconds)
+                self._floors[order] = max(self._floors.get(order, 0.0), seconds)
 
     def _alike(self, plan: Plan) -> Iterable[Considered]:
         """Plans that a model refuses as it refuses `plan`: those with the same stages, and the same layers split."""

@@ -21,7 +21,7 @@ from tensorshard.estimate.rank_estimate import (
 )
 from tensorshard.estimate.step_time import kernel_time
 from tensorshard.plan import Plan
-from tensorshard.planner.fewer_blocks import KEPT, without_blocks
+from tensorshard.planner.fewer_blocks import KEPT
 from tensorshard.planner.question import Question
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 
@@ -118,17 +118,10 @@ def _run_short(question: Question, family: Family, samples: int, equal_blocks: S
         Exception: a model that needs all of its blocks may raise anything.
     """
     tp, sequence_parallel, _ = family
-    table = None if tp == 1 else question.table_for(tp, sequence_parallel=sequence_parallel)
-    if tp > 1 and table is None:
-        raise LookupError(f"no table for tp={tp}")
-    traces = []
-    for kept in KEPT:
-        short = question.with_blocks(kept, equal_blocks)
-        short.tables.clear()
-        if table is not None:
-            short.tables[tp, sequence_parallel] = without_blocks(table, equal_blocks, kept)
-        traces.append(_run(short, family, samples))
-    few, more = traces
+    few, more = (
+        _run(question.with_blocks(kept, equal_blocks, tp, sequence_parallel=sequence_parallel), family, samples)
+        for kept in KEPT
+    )
     return _with_more_blocks(few, more, (len(equal_blocks) - KEPT[1]) // (KEPT[1] - KEPT[0]))
 
 
