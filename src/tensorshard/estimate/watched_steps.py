@@ -13,13 +13,13 @@ from tensorshard.estimate.composed_blocks import ComposedBlocks
 from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.rank_estimate import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from tensorshard.estimate.storage_ledger import StorageLedger
-from tensorshard.layers.repetitions import shortened
 from tensorshard.modules.blocks import find_blocks
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.offload.slots import Slots
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 from tensorshard.pipeline.split_backward import may_split_backward
 from tensorshard.plan import Plan
+from tensorshard.repetitions import shortened
 from tensorshard.schedules import find_schedule
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 

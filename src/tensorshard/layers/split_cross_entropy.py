@@ -22,7 +22,6 @@ from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharding import normalize_dim
 from tensorshard.layers.arguments import check_same_ranks
 from tensorshard.layers.logits_and_targets import check_targets, place, refuse_lost_mark
-from tensorshard.layers.repetitions import repetitions
 from tensorshard.layers.softmax_cross_entropy import (
     CrossEntropySpec,
     Statistics,
@@ -37,6 +36,7 @@ from tensorshard.layers.softmax_cross_entropy import (
     token_accuracy,
     weigh_targets,
 )
+from tensorshard.repetitions import repetitions
 
 # Elements of a temporary: on the CPU what stays in a core's cache, elsewhere enough to fill a GPU.
 _CPU_TILE = 1 << 18

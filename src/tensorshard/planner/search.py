@@ -114,6 +114,7 @@ class Search:
     _scarce: set[Family] = field(default_factory=set)  # families of plans that did not fit
     _floors: dict[int, float] = field(default_factory=dict)  # least seconds, by the order of candidates
     _corrections: Corrections = field(default_factory=Corrections)
+    _beyond_outlines: list[float] = field(default_factory=list)  # ratios of estimated to outlined seconds
 
     def run(
         self,
@@ -188,7 +189,7 @@ class Search:
             return False
         # Predicted times may be too high. So a plan that is predicted to be near the best is estimated, too.
         doubt = _DOUBT if self._corrections.of(one.plan) is None else _DOUBT / 4
-        doubt = 0.0 if one.outlined else doubt
+        doubt = _DOUBT / 4 if one.outlined else doubt
         return key is not BY_TIME or one.likely_seconds * (1 - doubt) >= best.seconds
 
     def _prepare(self, progress: Progress) -> Predictions:
@@ -214,8 +215,9 @@ class Search:
 
     def _correct(self, among: Iterable[Considered]) -> None:
         """Corrects the predictions by the estimates so far."""
+        beyond = min(self._beyond_outlines, default=1.0)
         for one in among:
-            ratio = 1.0 if one.outlined else self._corrections.of(one.plan) or 1.0
+            ratio = beyond if one.outlined else self._corrections.of(one.plan) or 1.0
             seconds = max(one.first.seconds * ratio, self._floors.get(one.candidate.order, 0.0))
             one.predicted = one.first if seconds == one.first.seconds else replace(one.first, seconds=seconds)
 
@@ -225,7 +227,7 @@ class Search:
         blocks = () if self.facts is None else self.facts.equal_blocks
         first = queue[0]
         for one in queue:
-            if one is not first and one.predicted.seconds * (1 - _DOUBT) > first.predicted.seconds:
+            if one is not first and one.predicted.seconds * (1 - 2 * _DOUBT) > first.predicted.seconds:
                 return None
             if one.memory > self.question.memory or one.outlined is not None or self._traced_as(one) not in self.traces:
                 continue
@@ -263,7 +265,9 @@ class Search:
         if not one.estimate.complete:
             return
         one.seconds = self.question.seconds(one.estimate)
-        if not one.outlined:
+        if one.outlined:
+            self._beyond_outlines.append(one.seconds / one.first.seconds)
+        else:
             self._corrections.note(one.plan, one.first.seconds, one.seconds)
         self._raise_floors(one, one.seconds)
         if one.memory <= self.question.memory and one.seconds <= longest:

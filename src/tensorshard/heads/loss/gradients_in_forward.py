@@ -19,7 +19,6 @@ from tensorshard.heads.loss.gradient_sinks import SummedGradients
 from tensorshard.heads.loss.head_spec import HeadSpec, without_autocast
 from tensorshard.heads.loss.two_passes import run_backward, run_forward
 from tensorshard.heads.tiles.tiles import Columns, Tiles
-from tensorshard.layers.repetitions import repetitions
 from tensorshard.layers.softmax_cross_entropy import (
     Statistics,
     TargetWeights,
@@ -27,6 +26,7 @@ from tensorshard.layers.softmax_cross_entropy import (
     reduce_loss,
     weigh_targets,
 )
+from tensorshard.repetitions import repetitions
 from tensorshard.torch_private.dispatch import has_dispatch_mode
 
 # The logits of some rows take about this many bytes; more if the weight itself takes several times as many.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from tensorshard.heads.tiles.precision import Precision
-from tensorshard.layers.repetitions import repetitions
 from tensorshard.layers.softmax_cross_entropy import local_columns
+from tensorshard.repetitions import repetitions
 
 # A tile's logits and rows of the weight together take about this many bytes: on the CPU what the caches of two cores
 # hold (widths of 1024 to 2048 were fastest at 256 samples of 512 features), elsewhere enough to fill a GPU.
