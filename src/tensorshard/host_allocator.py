@@ -3,8 +3,8 @@
 Each step allocates the same memory as the step before. By default, glibc returns the end of a heap to the system as
 soon as it is free, and then has to get it again. Tensors of up to 32 MiB are freed in another order than smaller ones,
 and leave holes in the heap. With these holes, a rank of GPT-2 of 4 layers held 2.5 GB; with large tensors outside of
-the heap, it held 2.1 GB. But the system clears such tensors anew each time, which took that model a tenth of a step. So
-plans that give time for memory keep them outside, and the others do not.
+the heap, it held 2.1 GB. But the system clears such tensors anew each time, which took a tenth of a step. So only plans
+that give time for memory keep them outside.
 """
 
 import ctypes
