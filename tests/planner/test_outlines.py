@@ -26,8 +26,7 @@ ARGUMENTS: dict[str, Any] = dict(
 )
 PLANS = [
     dict(zero=3),
-    dict(zero=3, recompute="full", micro_batches=2),
-    dict(zero=1, micro_batches=4),
+    dict(zero=1, recompute="full", micro_batches=2),
     dict(zero=0, tp=2, sequence_parallel=True),
 ]
 
@@ -61,18 +60,17 @@ def test_pipelines_and_modules_are_estimated_at_once():
     assert not outlines.can_outline(question, question.plan().resolve(4), names[:12])
 
 
-def _found(**changes: Any) -> ts.planner.PlanSearch:
+def _found(**fields: Any) -> ts.planner.PlanSearch:
     if dist.is_initialized():
         dist.destroy_process_group()
-    fixed = {"precision": "bf16", "pp": 1, "tp": 1, "dp_shard": 4, "zero": 3}
-    return ts.find_plans(MODEL, world_size=4, fixed=fixed, top=2, **ARGUMENTS, **changes)
+    fixed = {"precision": "bf16", "pp": 1, "tp": 1, "dp_shard": 4, "zero": 3, **fields}
+    return ts.find_plans(MODEL, world_size=4, fixed=fixed, top=2, **ARGUMENTS)
 
 
-@pytest.mark.parametrize("objective", ["time", "memory"])
-def test_the_same_plans_are_found_with_fewer_estimates(objective):
+def test_the_same_plans_are_found_with_fewer_estimates():
     with mock.patch.object(search, "can_outline", lambda *_: False):
-        every = _found(objective=objective)
-    outlined = _found(objective=objective)
+        every = _found(micro_batches=1)
+    outlined = _found(micro_batches=1)
     assert [found.plan for found in outlined] == [found.plan for found in every]
     assert [found.seconds for found in outlined] == [found.seconds for found in every]
     assert outlined.estimated <= every.estimated
@@ -83,4 +81,4 @@ def test_a_model_that_needs_all_of_its_blocks_is_estimated():
         raise IndexError("block 13")
 
     with mock.patch.object(search, "outline", broken):
-        assert _found().estimated >= 2
+        assert _found(recompute="none", micro_batches=1).estimated == 1
