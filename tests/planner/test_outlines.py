@@ -49,8 +49,8 @@ def test_an_outline_is_just_below_the_estimate(fields):
     assert outlines.can_outline(question, plan, names)
     found = question.estimate(plan)
     outlined = outlines.outline(question, plan, names)
-    live = found.largest.peak_device
-    assert 0.96 * live <= outlined.memory <= 1.001 * live
+    device = found.largest.peak_device
+    assert 0.96 * device <= outlined.memory <= 1.001 * device
     assert 0.98 * found.step_time.seconds <= outlined.seconds <= 1.001 * found.step_time.seconds
 
 

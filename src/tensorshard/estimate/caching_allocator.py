@@ -13,8 +13,8 @@ from itertools import count
 
 _ROUND = 512
 _SMALL = 1 << 20  # the largest request for small segments; also, a large block is split if more than this is left
-_SMALL_SEGMENT = 2 << 20
-_LARGE_SEGMENT = 20 << 20
+SMALL_SEGMENT = 2 << 20
+LARGE_SEGMENT = 20 << 20
 _MOST_OF_LARGE = 10 << 20
 _STEP = 2 << 20
 
@@ -22,8 +22,8 @@ _STEP = 2 << 20
 def _segment(size: int) -> int:
     """Bytes of the segment that is reserved for a block of `size`."""
     if size <= _SMALL:
-        return _SMALL_SEGMENT
-    return _LARGE_SEGMENT if size < _MOST_OF_LARGE else -(-size // _STEP) * _STEP
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < _MOST_OF_LARGE else -(-size // _STEP) * _STEP
 
 
 @dataclass(eq=False)

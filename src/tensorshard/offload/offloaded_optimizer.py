@@ -245,7 +245,7 @@ class OffloadedOptimizer:
         moved = [move for _, _, moves in together for move in moves]
         [(first, start, _), *others] = together
         # Tiles of one parameter have the same size but for the last, with which its update ends.
-        kind = None if others or self._is_last(first, start) else (first.name, "tile")
+        kind = None if others or self._is_last(first, start) else first.name
         return Work(moved, partial(self._compute, together, factor), written, kind)
 
     def _compute(

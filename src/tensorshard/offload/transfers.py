@@ -289,9 +289,8 @@ class Transfers:
 
     def _run_without_memory(self, works: Iterable[Work]) -> None:
         """Computes on fake tensors, and counts what would be moved."""
-        numbered = enumerate(works)
-        for _, alike in groupby(numbered, lambda one: one[0] if one[1].kind is None else one[1].kind):
-            row = [work for _, work in alike]
+        for _, alike in groupby(works, lambda work: object() if work.kind is None else work.kind):
+            row = list(alike)
             for work in row:
                 for move in work.moves:
                     move.slot.moved += move.buffer_bytes * (move.read + move.write)

@@ -11,7 +11,7 @@ from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.tensor_parallel.verify.block_kinds import built_alike
 
 KEPT = (3, 4)
-"""How many equal blocks the two models keep."""
+"""How many equal blocks the two models keep: the second one more than the first."""
 
 _WORTH_IT = 12  # with at least so many equal blocks, running two short models is faster than running the full one
 
@@ -43,6 +43,11 @@ def equal_blocks(model: nn.Module) -> tuple[str, ...]:
     groups = [group for blocks in lists.values() for group in built_alike(blocks)]
     most = max(groups, key=len, default=[])
     return tuple(most) if len(most) >= _WORTH_IT else ()
+
+
+def additional_blocks(blocks: Sequence[str]) -> int:
+    """How many times the full model, with all equal `blocks`, adds to the second model what that adds to the first."""
+    return len(blocks) - KEPT[1]
 
 
 def without_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> VerifiedTable:

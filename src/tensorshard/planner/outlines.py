@@ -2,24 +2,20 @@
 
 from collections.abc import Callable, Sequence
 
-from torch import nn
-
+from tensorshard.estimate.caching_allocator import LARGE_SEGMENT
 from tensorshard.estimate.estimate import Estimate
 from tensorshard.estimate.step_time import COMMUNICATION
 from tensorshard.plan import Plan
-from tensorshard.planner.fewer_blocks import KEPT
+from tensorshard.planner.fewer_blocks import KEPT, additional_blocks
 from tensorshard.planner.predictions import Prediction
 from tensorshard.planner.question import Question
-from tensorshard.pretrained.pretrained_model import PretrainedModel
 
 _WORTH_IT = 24  # with at least so many equal blocks, two estimates with a few of them take less time than one with all
-_SEGMENT = 20 << 20  # bytes that torch's allocator takes from a device at once for tensors of some MiB
 
 
 def can_outline(question: Question, plan: Plan, equal_blocks: Sequence[str]) -> bool:
     """Whether `plan` can be outlined, and its estimate takes so long that this is worth it."""
-    builds = not isinstance(question.model, nn.Module | PretrainedModel)
-    return builds and plan.pp == 1 and len(equal_blocks) >= _WORTH_IT
+    return question.can_be_shortened and plan.pp == 1 and len(equal_blocks) >= _WORTH_IT
 
 
 def outline(question: Question, plan: Plan, equal_blocks: Sequence[str]) -> Prediction:
@@ -33,14 +29,14 @@ def outline(question: Question, plan: Plan, equal_blocks: Sequence[str]) -> Pred
         Exception: a model that needs all of its blocks may raise anything.
     """
     few, more = (_estimated(question, plan, equal_blocks, kept) for kept in KEPT)
-    times = (len(equal_blocks) - KEPT[1]) / (KEPT[1] - KEPT[0])
+    times = additional_blocks(equal_blocks)
 
     def line(of: Callable[[Estimate], float]) -> float:
         start, end = of(few), of(more)
         return end + times * (end - start)
 
     live = line(lambda found: found.largest.peak_allocated)
-    beside = more.largest.peak_device - more.largest.peak_allocated - _SEGMENT
+    beside = more.largest.peak_device - more.largest.peak_allocated - LARGE_SEGMENT
     beside = max(beside, question.hardware.context)
     return Prediction(int(live) + beside, line(question.seconds), 0.0, line(_communication))
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from tensorshard.estimate.caching_allocator import SMALL_SEGMENT
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Transfer
 from tensorshard.estimate.step_time import sending_time, transfer_time
 from tensorshard.pipeline.split_backward import may_split_backward
@@ -33,7 +34,6 @@ _ADDED = 3
 _SUMMED = 3
 _COPIED = 6
 _SUMS = 4  # collectives of a block along tp, if its attention and its MLP are split
-_SEGMENT = 2 << 20  # bytes that torch's allocator takes from a device at once, at least
 _PLAYED = 256  # a schedule is not simulated if its ranks times its micro-batches are more than this
 
 
@@ -121,8 +121,8 @@ class Predictions:
             # at most in proportion.
             activations = max(activations, trace.working * min(1.0, candidate.micro_batch / trace.samples))
         held = parameters + optimizer + max(gradients, kept + activations)
-        segments = -(-int(held) // _SEGMENT)  # an allocator reserves whole segments
-        return max(1, segments) * _SEGMENT + self.question.hardware.context
+        segments = -(-int(held) // SMALL_SEGMENT)  # an allocator reserves whole segments
+        return max(1, segments) * SMALL_SEGMENT + self.question.hardware.context
 
     def _activations(self, plan: Plan, trace: Trace, known: Family) -> float:
         """A lower bound for the bytes of each sample, on the ranks of `trace`, whose family is `known`."""

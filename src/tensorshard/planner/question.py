@@ -20,6 +20,7 @@ from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
 from tensorshard.plan import Plan
 from tensorshard.planner.fewer_blocks import FewerBlocks, without_blocks
 from tensorshard.planner.machine import hardware_here, on_cores
+from tensorshard.pretrained.pretrained_model import PretrainedModel
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.tensor_parallel.verify.kept_captures import Captures, captures_kept
 
@@ -75,6 +76,11 @@ class Question:
     def on_cpus(self) -> bool:
         """Whether ranks are CPU processes."""
         return not self.rates.asynchronous
+
+    @property
+    def can_be_shortened(self) -> bool:
+        """Whether a callable builds the model, so that blocks can be left out."""
+        return not isinstance(self.model, nn.Module | PretrainedModel)
 
     def plan(self, **chosen: Any) -> Plan:
         """The Plan with the `chosen` fields and the fixed ones. A fixed field wins."""
@@ -191,7 +197,7 @@ class Question:
             raise LookupError(f"no table for tp={tp}")
         if kept not in self.shortened:
             model = FewerBlocks(self.model, tuple(equal_blocks[kept:]))
-            self.shortened[kept] = replace(self, model=model, tables={}, shared=Decisions(traced={}), captures={})
+            self.shortened[kept] = replace(self, model=model, shared=Decisions(traced={}), captures={})
         found = self.shortened[kept]
         tables: dict[tuple[int, bool], VerifiedTable | None] = {}
         if table is not None:

@@ -172,8 +172,12 @@ class Search:
         progress.end()
         return self
 
+    @property
+    def _equal_blocks(self) -> tuple[str, ...]:
+        return () if self.facts is None else self.facts.equal_blocks
+
     def _run_trace(self, family: Family, samples: int) -> Trace:
-        return run_trace(self.question, family, samples, () if self.facts is None else self.facts.equal_blocks)
+        return run_trace(self.question, family, samples, self._equal_blocks)
 
     def _in_order(self, among: Iterable[Considered], key: Key) -> deque[Considered]:
         """The most promising plans first; those that are refused are left out."""
@@ -189,7 +193,6 @@ class Search:
             return False
         # Predicted times may be too high. So a plan that is predicted to be near the best is estimated, too.
         doubt = _DOUBT if self._corrections.of(one.plan) is None else _DOUBT / 4
-        doubt = _DOUBT / 4 if one.outlined else doubt
         return key is not BY_TIME or one.likely_seconds * (1 - doubt) >= best.seconds
 
     def _prepare(self, progress: Progress) -> Predictions:
@@ -224,26 +227,24 @@ class Search:
     def _first_to_outline(self, queue: Sequence[Considered]) -> Considered | None:
         """The first plan that can be outlined, if the estimate of the first in the queue should wait for that: it may
         turn out to be as good."""
-        blocks = () if self.facts is None else self.facts.equal_blocks
         first = queue[0]
         for one in queue:
             if one is not first and one.predicted.seconds * (1 - 2 * _DOUBT) > first.predicted.seconds:
                 return None
             if one.memory > self.question.memory or one.outlined is not None or self._traced_as(one) not in self.traces:
                 continue
-            if can_outline(self.question, one.plan, blocks):
+            if can_outline(self.question, one.plan, self._equal_blocks):
                 return one
         return None
 
     def _outline(self, one: Considered, progress: Progress) -> None:
         """Predicts a plan from its outline. If the model needs all of its blocks, the prediction stays as it is."""
-        assert self.facts is not None
         progress.say(
             f"{self.estimates} of {len(self.considered)} plans estimated, one with a few of the model's blocks"
         )
         one.outlined = False
         with suppress(Exception):
-            outlined = outline(self.question, one.plan, self.facts.equal_blocks)
+            outlined = outline(self.question, one.plan, self._equal_blocks)
             self._corrections.note(one.plan, one.first.seconds, outlined.seconds)
             one.first = replace(outlined, memory=max(outlined.memory, one.first.memory))
             one.outlined = True

@@ -6,8 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from tensorshard.estimate.operations import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Transfer
 from tensorshard.estimate.rank_estimate import (
     ACTIVATIONS,
@@ -21,9 +19,8 @@ from tensorshard.estimate.rank_estimate import (
 )
 from tensorshard.estimate.step_time import kernel_time
 from tensorshard.plan import Plan
-from tensorshard.planner.fewer_blocks import KEPT
+from tensorshard.planner.fewer_blocks import KEPT, additional_blocks
 from tensorshard.planner.question import Question
-from tensorshard.pretrained.pretrained_model import PretrainedModel
 
 Family = tuple[int, bool, str]
 """The fields that plans must share to be predicted from one trace: tp, sequence_parallel and recompute."""
@@ -104,7 +101,7 @@ def run_trace(question: Question, family: Family, samples: int, equal_blocks: Se
     Raises:
         ValueError, NotImplementedError: the model does not take such plans.
     """
-    if equal_blocks and not isinstance(question.model, nn.Module | PretrainedModel):
+    if equal_blocks and question.can_be_shortened:
         with suppress(Exception):  # a model that needs all of its blocks may raise anything
             return _run_short(question, family, samples, equal_blocks)
     return _run(question, family, samples)
@@ -122,7 +119,7 @@ def _run_short(question: Question, family: Family, samples: int, equal_blocks: S
         _run(question.with_blocks(kept, equal_blocks, tp, sequence_parallel=sequence_parallel), family, samples)
         for kept in KEPT
     )
-    return _with_more_blocks(few, more, (len(equal_blocks) - KEPT[1]) // (KEPT[1] - KEPT[0]))
+    return _with_more_blocks(few, more, additional_blocks(equal_blocks))
 
 
 def _run(question: Question, family: Family, samples: int) -> Trace:
