@@ -13,27 +13,33 @@ from torch import distributed as dist
 from benchmarks.harness import memory
 from benchmarks.harness.jobs import hand_in, load_job
 from benchmarks.harness.training import RankMeasurement, TrainingJob
+from benchmarks.harness.turns import my_turn
 
 
 def measure(job: TrainingJob, rank: int, world_size: int) -> RankMeasurement:
-    """Builds the contender, trains, and reports times, losses and memory."""
+    """Builds the contender, trains, and reports times, losses and memory.
+
+    Where others train beside it, building it with its first steps is one turn, and each measured step another.
+    """
+    turn = my_turn()
     workload = job.workload
     batches = [workload.batch(step, rank) for step in range(job.warmup_steps + job.measured_steps)]
     baseline_bytes = memory.resident_bytes()
 
-    step = import_module(job.builder).build(workload.model, rank, world_size, **job.options)
-    losses = [step(*batch) for batch in batches[: job.warmup_steps]]
+    with turn():
+        step = import_module(job.builder).build(workload.model, rank, world_size, **job.options)
+        losses = [step(*batch) for batch in batches[: job.warmup_steps]]
 
-    build_peak_bytes = memory.peak_resident_bytes()
-    dist.barrier()
-    memory.reset_peak()
-    step_seconds = []
-    cpu_start = time.process_time()
+        build_peak_bytes = memory.peak_resident_bytes()
+        dist.barrier()
+        memory.reset_peak()
+    step_seconds, cpu_seconds = [], 0.0
     for inputs, targets in batches[job.warmup_steps :]:
-        start = time.perf_counter()
-        losses.append(step(inputs, targets))
-        step_seconds.append(time.perf_counter() - start)
-    cpu_seconds = (time.process_time() - cpu_start) / job.measured_steps
+        with turn():
+            start, cpu_start = time.perf_counter(), time.process_time()
+            losses.append(step(inputs, targets))
+            step_seconds.append(time.perf_counter() - start)
+            cpu_seconds += (time.process_time() - cpu_start) / job.measured_steps
     steady_peak_bytes = memory.peak_resident_bytes()
 
     return RankMeasurement(

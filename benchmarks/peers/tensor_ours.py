@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 from torch import distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import tensorshard as ts
 from benchmarks.layers import LayerWork, LlamaLayers
@@ -23,7 +23,14 @@ def build(
     layer = work.module()
     model = parallelized(layer)
     whole = sum(p.numel() for p in model.parameters())
-    engine = ts.parallelize(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss, device="cpu")
+    engine = ts.parallelize(
+        model,
+        plan,
+        optimizer=optimizer,
+        loss_fn=nn.functional.mse_loss,
+        device="cpu",
+        sample_inputs=sample_inputs(work, model),
+    )
     if sum(p.numel() for p in engine.model.parameters()) >= whole:
         raise RuntimeError("the plan split nothing, so that this is not tensor parallelism")
     engine.model.engine = engine  # whose gradients' hooks it needs, and nobody else here holds
@@ -35,6 +42,11 @@ def build(
 def parallelized(layer: nn.Module) -> nn.Module:
     """The part of a plain layer that a Plan is applied to: Transformers' own model where there is one."""
     return layer.model if isinstance(layer, LlamaLayers) else layer
+
+
+def sample_inputs(work: LayerWork, model: nn.Module) -> Tensor | None:
+    """Inputs for the search of what can be split in `model`; None where it guesses them from the model's config."""
+    return None if hasattr(model, "config") else work.batch()[0].detach()
 
 
 def _by_hand(work: LayerWork) -> nn.Module:

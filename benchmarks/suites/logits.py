@@ -1,21 +1,17 @@
 """Language models with real vocabularies, whose logits are as large as all else: held, or taken a tile at a time."""
 
 import argparse
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.harness.contender import Contender
-from benchmarks.harness.hardware import installed_versions
 from benchmarks.harness.report import make_console, print_group, write_results
-from benchmarks.harness.results import Group, make_rows
-from benchmarks.harness.statistics import check_losses_agree
-from benchmarks.harness.training import TrainingJob, TrainingMeasurement, measure_training
+from benchmarks.harness.results import Group
+from benchmarks.harness.training_group import QUANTITIES, Steps, measure_training_group
 from benchmarks.registry import Suite, positive_int
-from benchmarks.suites.zero import LOSS_TOLERANCE, NO_GPU, QUANTITIES, RUN_TIMEOUT
 from benchmarks.workload import GPT2_SMALL, Workload
 
 WORKLOADS = {
@@ -102,49 +98,22 @@ def obstacle(contender: Contender) -> str:
     return ""
 
 
-def measure_group(
-    workload: Workload,
-    layout: Layout,
-    *,
-    rounds: int,
-    warmup_steps: int,
-    measured_steps: int,
-    console: Console,
-) -> Group:
-    """Measures the contenders in turn, `rounds` times over, on one thread a rank.
+def measure_group(workload: Workload, layout: Layout, steps: Steps, *, console: Console) -> Group:
+    """Measures the contenders, on one thread a rank.
 
     Raises:
         LossMismatchError: a contender did not train as the others did.
     """
     lineup = contenders(layout)
-    obstacles = {contender.name: reason for contender in lineup if (reason := obstacle(contender))}
-    measured = [contender for contender in lineup if contender.name not in obstacles]
-    runs: dict[str, list[TrainingMeasurement]] = {contender.name: [] for contender in measured}
-    for round_number in range(1, rounds + 1):
-        for contender in measured:
-            builder = f"benchmarks.peers.{contender.builder}"
-            job = TrainingJob(builder, contender.options, workload, warmup_steps, measured_steps)
-            with console.status(f"{workload.name}, round {round_number} of {rounds}: {contender.name}"):
-                run = measure_training(job, layout.ranks, environment=NO_GPU, timeout=RUN_TIMEOUT)
-            runs[contender.name].append(run)
-            check_losses_agree({name: of[0].losses for name, of in runs.items() if of}, LOSS_TOLERANCE)
-    return Group(
+    return measure_training_group(
+        lineup,
+        workload,
+        layout.ranks,
+        steps,
         title=f"{workload.name}, {workload.batch_size} x {workload.context_length} tokens, {layout}",
-        date=date.today().isoformat(),
-        versions=installed_versions(["torch", "transformers", "accelerate", "cut-cross-entropy", "tensorshard"]),
-        settings={
-            "ranks": layout.ranks,
-            "rounds": rounds,
-            "warmup_steps": warmup_steps,
-            "measured_steps": measured_steps,
-            **asdict(workload),
-        },
-        rows=make_rows(
-            {q.key: {name: [getattr(run, q.key) for run in of] for name, of in runs.items()} for q in QUANTITIES},
-            ours=[contender.name for contender in lineup if contender.ours],
-            losses={name: of[0].losses[-1] for name, of in runs.items()},
-            notes=obstacles,
-        ),
+        packages=["torch", "transformers", "accelerate", "cut-cross-entropy", "tensorshard"],
+        obstacles={contender.name: reason for contender in lineup if (reason := obstacle(contender))},
+        console=console,
     )
 
 
@@ -156,14 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
         for layout in LAYOUTS:
             if layout.ranks not in arguments.ranks or layout.level not in arguments.zero:
                 continue
-            group = measure_group(
-                workload,
-                layout,
-                rounds=rounds,
-                warmup_steps=min(2, measured_steps),
-                measured_steps=measured_steps,
-                console=console,
-            )
+            steps = Steps(rounds, min(2, measured_steps), measured_steps)
+            group = measure_group(workload, layout, steps, console=console)
             print_group(console, group, QUANTITIES)
             if not arguments.quick:  # at once, so that an interrupted run keeps what it has measured
                 write_results(console, "logits", QUANTITIES, [group])

@@ -11,7 +11,7 @@ from benchmarks.harness.layers import measure_layers
 from benchmarks.harness.report import make_console, print_group, write_results
 from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.layers import LayerWork
-from benchmarks.peers.tensor_ours import parallelized
+from benchmarks.peers.tensor_ours import parallelized, sample_inputs
 from benchmarks.registry import Suite, positive_int
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.search.sequence_search import NoSequenceParallelError
@@ -73,7 +73,8 @@ def obstacle(contender: Contender, work: LayerWork) -> str:
         return "not installed"
     if contender.ours and contender.options.get("sequence_parallel"):
         try:
-            find_tensor_plan(parallelized(work.module()), WORLD_SIZE, sequence_parallel=True)
+            model = parallelized(work.module())
+            find_tensor_plan(model, WORLD_SIZE, inputs=sample_inputs(work, model), sequence_parallel=True)
         except NoSequenceParallelError:
             return "refused: no block can be split along a sequence"
     return ""

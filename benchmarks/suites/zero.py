@@ -2,38 +2,26 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from datetime import date
 
 from rich.console import Console
 
 from benchmarks.harness.contender import Contender
-from benchmarks.harness.hardware import installed_versions
 from benchmarks.harness.report import make_console, print_group, write_results
-from benchmarks.harness.results import Group, Quantity, make_rows
-from benchmarks.harness.statistics import check_losses_agree
-from benchmarks.harness.training import TrainingJob, TrainingMeasurement, measure_training
+from benchmarks.harness.results import Group
+from benchmarks.harness.training_group import QUANTITIES, Steps, measure_training_group
 from benchmarks.registry import Suite, positive_int
 from benchmarks.workload import GPT2_SMALL, Workload
 from tensorshard.launch.launcher import worker_environment
 
 WORLD_SIZE = 2
-LOSS_TOLERANCE = 2e-5  # relative; fp32 sums in other orders make a difference of about 1e-6
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-RUN_TIMEOUT = 600.0  # seconds; DeepSpeed compiles an operator at its first start
 
 WORKLOADS = {
     "17M": Workload("17M", num_layers=6, num_heads=6, width=384, vocab_size=8192, context_length=128, batch_size=4),
     "60M": Workload("60M", num_layers=10, num_heads=10, width=640, vocab_size=8192, context_length=128, batch_size=2),
     "124M": GPT2_SMALL,
 }
-
-QUANTITIES = (
-    Quantity("step_seconds", "step time", "s"),
-    Quantity("cpu_seconds", "CPU time", "s", headline=False),
-    Quantity("steady_peak_bytes", "peak memory per rank", "bytes"),
-    Quantity("process_peak_bytes", "start included", "bytes", headline=False),
-)
+LARGE = (GPT2_SMALL,)
+"""Those of which a machine of 24 GB does not hold all contenders at once."""
 
 
 def contenders(level: int) -> list[Contender]:
@@ -86,69 +74,39 @@ def _ours(level: int) -> list[Contender]:
 def measure_group(
     workload: Workload,
     level: int,
+    steps: Steps,
     *,
-    rounds: int,
-    warmup_steps: int,
-    measured_steps: int,
     environment: Mapping[str, str],
     reference: dict[str, list[float]],
     console: Console,
 ) -> Group:
-    """Measures all contenders of a level in turn, `rounds` times over.
+    """Measures all contenders of a level.
 
     Args:
         environment: further variables of every contender's ranks.
-        reference: losses that those measured here must agree with; gains the first that is measured.
+        reference: losses that those measured here must agree with; gains those that are measured.
 
     Raises:
         LossMismatchError: a contender did not train as the others did.
     """
     lineup = contenders(level)
-    installed = [contender for contender in lineup if contender.installed]
-    runs: dict[str, list[TrainingMeasurement]] = {contender.name: [] for contender in installed}
-    for round_number in range(1, rounds + 1):
-        for contender in installed:
-            job = TrainingJob(
-                f"benchmarks.peers.{contender.builder}",
-                contender.options,
-                workload,
-                warmup_steps,
-                measured_steps,
-            )
-            with console.status(f"{workload.name}, round {round_number} of {rounds}: {contender.name}"):
-                run = measure_training(
-                    job,
-                    WORLD_SIZE,
-                    environment={**NO_GPU, **contender.environment, **environment},
-                    timeout=RUN_TIMEOUT,
-                )
-            runs[contender.name].append(run)
-            reference.setdefault(contender.name, run.losses)
-            check_losses_agree({**reference, contender.name: run.losses}, LOSS_TOLERANCE)
-    return Group(
+    return measure_training_group(
+        lineup,
+        workload,
+        WORLD_SIZE,
+        steps,
         title=f"{workload.name}{' parameters' * workload.name[0].isdigit()}, ZeRO {level}",
-        date=date.today().isoformat(),
-        versions=installed_versions(["torch", "deepspeed", "accelerate", "tensorshard"]),
-        settings={
-            "ranks": WORLD_SIZE,
-            "rounds": rounds,
-            "warmup_steps": warmup_steps,
-            "measured_steps": measured_steps,
-            "environment": dict(environment),
-            **asdict(workload),
-        },
-        rows=make_rows(
-            {q.key: {name: [getattr(run, q.key) for run in of] for name, of in runs.items()} for q in QUANTITIES},
-            ours=[contender.name for contender in lineup if contender.ours],
-            losses={name: of[0].losses[-1] for name, of in runs.items()},
-            notes={contender.name: "not installed" for contender in lineup if not contender.installed},
-        ),
+        packages=["torch", "deepspeed", "accelerate", "tensorshard"],
+        obstacles={contender.name: "not installed" for contender in lineup if not contender.installed},
+        environment=environment,
+        reference=reference,
+        console=console,
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     console = make_console()
-    rounds, warmup_steps, measured_steps = (1, 1, 2) if arguments.quick else (arguments.rounds, 2, 8)
+    rounds, warmup, measured = (1, 1, 2) if arguments.quick else (arguments.rounds, 2, arguments.steps)
     models = [arguments.model] if arguments.model else ["17M"] if arguments.quick else list(WORKLOADS)
     levels: Sequence[int] = [int(arguments.only.removeprefix("zero"))] if arguments.only else range(4)
     for model in models:
@@ -157,9 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
             group = measure_group(
                 WORKLOADS[model],
                 level,
-                rounds=rounds,
-                warmup_steps=warmup_steps,
-                measured_steps=measured_steps,
+                Steps(rounds, min(warmup, measured), measured, in_turn=WORKLOADS[model] not in LARGE),
                 environment=dict(arguments.environment),
                 reference=reference,
                 console=console,
@@ -174,7 +130,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=list(WORKLOADS), help="one model instead of all")
     parser.add_argument("--only", choices=[f"zero{level}" for level in range(4)], help="one level instead of all")
     parser.add_argument(
-        "--rounds", type=positive_int, default=5, help="how often each contender runs (default %(default)s)"
+        "--rounds", type=positive_int, default=3, help="how often each contender is started (default %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=positive_int, default=12, help="steps of a round that are measured (default %(default)s)"
     )
     parser.add_argument("--quick", action="store_true", help="one round of a few steps, of which nothing is written")
     parser.add_argument(
