@@ -3,8 +3,8 @@
 from functools import partial
 
 import torch
-from torch import distributed as dist
 from torch import Tensor, nn
+from torch import distributed as dist
 
 import tensorshard as ts
 from benchmarks.layers import LayerWork, LlamaLayers

@@ -29,7 +29,9 @@ for _ in range(int(sys.argv[2])):
 
 
 def start(name, count, file, variables):
-    return subprocess.Popen([sys.executable, "-c", WRITER, name, str(count), str(file)], env={**os.environ, **variables})
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, name, str(count), str(file)], env={**os.environ, **variables}
+    )
 
 
 def test_each_waits_for_its_turn(tmp_path):
