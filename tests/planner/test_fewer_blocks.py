@@ -1,5 +1,6 @@
 """A trace of a model with a few of its equal blocks says what one of all blocks says."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -9,19 +10,22 @@ from torch import nn
 
 from tensorshard.estimate.operations import SECTIONS
 from tensorshard.models import GPT, next_token_loss
-from tensorshard.planner.fewer_blocks import FewerBlocks, equal_blocks
+from tensorshard.planner.fewer_blocks import FewerBlocks, equal_blocks, with_all_blocks
 from tensorshard.planner.question import Question, ask
-from tensorshard.planner.traces import Trace, run_trace
+from tensorshard.planner.traces import Trace, run_trace, search_table
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan
+from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.table import TensorPlan
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
 MODEL = partial(GPT, 64, 16, 12, 4, 32)
 
 
-def _question() -> Question:
+def _question(build: Callable[[], nn.Module] = MODEL) -> Question:
     if dist.is_initialized():
         dist.destroy_process_group()
     return ask(
-        MODEL,
+        build,
         world_size=4,
         inputs=TOKENS,
         targets=TOKENS,
@@ -54,10 +58,46 @@ def test_a_trace_of_few_blocks_says_the_same(family):
     assert sorted(question.shortened) == [3, 4]
 
 
-def test_a_table_has_to_be_found_for_the_whole_model():
-    question = _question()
-    run_trace(question, (2, True, "none"), 2, equal_blocks(MODEL()))
-    assert (2, True) in question.tables and not question.shortened
+def _first_block_is_wider() -> nn.Module:
+    model = GPT(64, 16, 13, 4, 32)
+    model.blocks[0].mlp.up, model.blocks[0].mlp.down = nn.Linear(32, 256), nn.Linear(256, 32)
+    return model
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("build", [MODEL, _first_block_is_wider])
+def test_the_table_is_found_with_a_few_blocks(build, sequence_parallel):
+    question, names = _question(build), equal_blocks(build())
+    search_table(question, 2, 2, names, sequence_parallel=sequence_parallel)
+    assert list(question.shortened) == [3]
+    found = question.tables[2, sequence_parallel]
+    whole = find_tensor_plan(build(), 2, inputs=TOKENS, sequence_parallel=sequence_parallel)
+    assert found.plan.resolve(build()) == whole.plan.resolve(build())
+    assert (found.sequence, found.not_random) == (whole.sequence, whole.not_random)
+    assert sorted(found.shared_inputs) == sorted(whole.shared_inputs)
+    assert bool(found.sequence) == sequence_parallel
+
+
+def test_a_table_of_blocks_that_were_split_differently_is_searched_again():
+    names, styles = equal_blocks(MODEL()), {"blocks.0.mlp.up": Style("colwise"), "head": Style("colwise")}
+    assert with_all_blocks(VerifiedTable(TensorPlan(styles), {}, 0.5, 2, []), names, 3) is None
+
+
+def test_a_model_that_needs_all_of_its_blocks_has_its_table_searched_on_all():
+    question = _question(NeedsAll)
+    run_trace(question, (2, True, "none"), 2, equal_blocks(NeedsAll()))
+    assert (2, True) in question.tables
+
+
+class NeedsAll(GPT):
+    """A GPT that looks for its last block."""
+
+    def __init__(self) -> None:
+        super().__init__(*MODEL.args)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.blocks[11] is not None
+        return super().forward(tokens)
 
 
 def test_blocks_that_differ_stay():

@@ -12,6 +12,7 @@ import tensorshard as ts
 from tensorshard.modules.batches import call_model
 from tensorshard.planner.corrections import Corrections
 from tensorshard.planner.data_collectives import find_buckets, packed_sizes, sends
+from tensorshard.planner.model_facts import model_facts
 from tensorshard.planner.stage_costs import stage_costs
 
 
@@ -76,3 +77,13 @@ def test_an_estimate_corrects_the_plans_with_the_same_stages():
     assert known.of(ts.Plan(zero=1, micro_batches=8, recompute="full").resolve(4)) == pytest.approx(1.1)
     assert known.of(ts.Plan(zero=1, micro_batches=32).resolve(4)) == pytest.approx(1.3)
     assert known.of(ts.Plan(zero=1, pp=2, micro_batches=4).resolve(4)) is None
+
+
+def test_a_mixture_of_experts_in_fp32_has_facts():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    config = transformers.MixtralConfig(vocab_size=64, num_hidden_layers=2, num_local_experts=4, **sizes)
+    tokens = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+    facts = model_facts(partial(transformers.MixtralForCausalLM, config), tokens, 2, {})
+    assert facts is not None and facts.blocks == 2
+    assert facts.stages is not None and len(facts.stages.graph.calls) > 2

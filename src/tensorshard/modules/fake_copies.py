@@ -27,6 +27,9 @@ _COMPACT_STRIDE = 17
 # The next matrix begins this many numbers after the one before: a prime, which no size of a layer is.
 _POOL_STRIDE = 1009
 
+# After this many numbers a pool repeats itself: 64 MB. This, too, is a prime, so that no rows or columns are alike.
+_POOL_PERIOD = 16_777_213
+
 _Module = TypeVar("_Module", bound=nn.Module)
 _Mode = TypeVar("_Mode", bound=TorchDispatchMode)
 
@@ -232,7 +235,8 @@ def pooled_values(
         scale, begin = _scale(tensor.shape), next(begins)
         if scale not in pools:
             room = sizes[scale] + _POOL_STRIDE * (len(matrices) + 1)
-            pools[scale] = torch.randn(room, generator=generator).mul_(scale)
+            noise = torch.randn(min(room, _POOL_PERIOD), generator=generator).mul_(scale)
+            pools[scale] = torch.cat([noise] * (room // len(noise)) + [noise[: room % len(noise)]])
         return pools[scale][begin : begin + tensor.numel()].view(tensor.shape)
 
     return value

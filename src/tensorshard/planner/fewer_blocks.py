@@ -8,6 +8,7 @@ from torch import nn
 
 from tensorshard.modules.blocks import find_blocks
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+from tensorshard.tensor_parallel.table.table import TensorPlan
 from tensorshard.tensor_parallel.verify.block_kinds import built_alike
 
 KEPT = (3, 4)
@@ -53,10 +54,10 @@ def additional_blocks(blocks: Sequence[str]) -> int:
 def without_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> VerifiedTable:
     """The table of a model with the first `kept` of its equal `blocks`. The last one that is kept takes the sequence
     split of the full model's last block, which gathers the parts of a sequence."""
-    left_out = set(blocks[kept:])
+    left_out = blocks[kept:]
 
     def is_there(name: str) -> bool:
-        return not any(name == block or name.startswith(f"{block}.") for block in left_out)
+        return not any(_is_in(name, block) for block in left_out)
 
     sequence = {name: split for name, split in table.sequence.items() if is_there(name)}
     if blocks[-1] in table.sequence:
@@ -65,3 +66,48 @@ def without_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> Ve
     return replace(
         table, shared_inputs=shared, sequence=sequence, not_random=frozenset(filter(is_there, table.not_random))
     )
+
+
+def with_all_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> VerifiedTable | None:
+    """The table of the full model, from one that was found for a model with the first `kept` of its equal `blocks`;
+    None if these were not split alike. Its shares of split parameters are those of the short model.
+
+    Every block that was left out is split like the second one: the first and the last one may also cut and gather
+    sequences.
+    """
+    like, last = blocks[1], blocks[kept - 1]
+    styles = [{name: style for name, style in table.plan.entries.items() if _is_in(name, block)} for block in blocks]
+    if any({_renamed(name, block, like): style for name, style in styles[place].items()} != styles[1]
+           for place, block in enumerate(blocks[:kept])):  # fmt: skip
+        return None
+    entries = dict(table.plan.entries)
+    shared, not_random = list(table.shared_inputs), set(table.not_random)
+    for block in blocks[kept:]:
+        entries |= {_renamed(name, like, block): style for name, style in styles[1].items()}
+        shared += [
+            tuple(_renamed(name, like, block) for name in names)
+            for names in table.shared_inputs
+            if all(_is_in(name, like) for name in names)
+        ]
+        not_random |= {_renamed(name, like, block) for name in table.not_random if _is_in(name, like)}
+    sequence = dict(table.sequence)
+    if like in sequence and last in sequence:
+        sequence |= dict.fromkeys(blocks[kept - 1 : -1], sequence[like]) | {blocks[-1]: sequence[last]}
+    elif like in sequence or last in sequence:
+        return None
+    return replace(
+        table,
+        plan=TensorPlan(entries),
+        shared_inputs=shared,
+        sequence=sequence,
+        not_random=frozenset(not_random),
+    )
+
+
+def _is_in(name: str, block: str) -> bool:
+    return name == block or name.startswith(f"{block}.")
+
+
+def _renamed(name: str, block: str, other: str) -> str:
+    """The name in `other` of what `name` is in `block`."""
+    return other + name.removeprefix(block)

@@ -18,7 +18,7 @@ from tensorshard.lay_out.decisions import Decisions
 from tensorshard.modules.batches import batch_size
 from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
 from tensorshard.plan import Plan
-from tensorshard.planner.fewer_blocks import FewerBlocks, without_blocks
+from tensorshard.planner.fewer_blocks import FewerBlocks, with_all_blocks, without_blocks
 from tensorshard.planner.machine import hardware_here, on_cores
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
@@ -186,23 +186,32 @@ class Question:
     def with_blocks(self, kept: int, equal_blocks: Sequence[str], tp: int, *, sequence_parallel: bool) -> "Question":
         """The same question for the model with the first `kept` of its `equal_blocks`; it must be a callable.
 
-        Its estimates use the table that was found for the full model with `tp` ranks.
-
-        Raises:
-            LookupError: no table of tp was found yet. The search for one runs once, on the full model.
+        Its estimates use the table that was found with `tp` ranks, or one for another number; without any they search
+        for one.
         """
         assert not isinstance(self.model, nn.Module)
-        table = None if tp == 1 else self.table_for(tp, sequence_parallel=sequence_parallel)
-        if tp > 1 and table is None:
-            raise LookupError(f"no table for tp={tp}")
         if kept not in self.shortened:
             model = FewerBlocks(self.model, tuple(equal_blocks[kept:]))
             self.shortened[kept] = replace(self, model=model, shared=Decisions(traced={}), captures={})
         found = self.shortened[kept]
         tables: dict[tuple[int, bool], VerifiedTable | None] = {}
+        table = None if tp == 1 else self.table_for(tp, sequence_parallel=sequence_parallel)
         if table is not None:
             tables[tp, sequence_parallel] = without_blocks(table, equal_blocks, kept)
         return replace(self, model=found.model, tables=tables, shared=found.shared, captures=found.captures)
+
+    def has_table(self, size: int, *, sequence_parallel: bool) -> bool:
+        """Whether a table was found for just `size` tp ranks."""
+        return self._table_of(size, sequence_parallel=sequence_parallel) is not None
+
+    def keep_table(
+        self, table: VerifiedTable, equal_blocks: Sequence[str], kept: int, *, sequence_parallel: bool
+    ) -> None:
+        """Keeps a table that was found for the model with the first `kept` of its `equal_blocks`, if it tells how the
+        other blocks are split."""
+        full = with_all_blocks(table, equal_blocks, kept)
+        if full is not None:
+            self.tables[table.size, sequence_parallel] = full
 
     def with_changes(
         self, *, world_size: int | None = None, global_batch: int | None = None, **fixed: Any

@@ -21,7 +21,7 @@ from tensorshard.planner.outlines import can_outline, outline
 from tensorshard.planner.predictions import Prediction, Predictions
 from tensorshard.planner.progress import Progress
 from tensorshard.planner.question import SEARCHED, Question
-from tensorshard.planner.traces import BASE, Family, Trace, family_of, run_trace
+from tensorshard.planner.traces import BASE, Family, Trace, family_of, run_trace, search_table
 
 MOST_ESTIMATES = 48
 """The most plans that are estimated. A search that ends there says that others may be better."""
@@ -157,7 +157,8 @@ class Search:
                 except REFUSALS as error:
                     one.refused = failed[family] = _first_sentence(error)
                 for other in queue:  # the new trace improves the predictions of plans with as many tp ranks
-                    if other.plan.tp == family[0] and not other.refused and not other.outlined:
+                    known = family_of(other.plan) != family and family_of(other.plan) in self.traces
+                    if other.plan.tp == family[0] and not known and not other.refused and not other.outlined:
                         other.first = self._predictions.of(other.candidate)
             elif self.estimates == most:
                 self.exhausted = False
@@ -254,6 +255,8 @@ class Search:
         best = f", best so far {self.found[0].seconds:.3g} s" if self.found else ""
         progress.say(f"{self.estimates} of {len(self.considered)} plans estimated{best}")
         self.estimates += 1
+        plan, samples = one.plan, self.traces[BASE].samples
+        search_table(self.question, plan.tp, samples, self._equal_blocks, sequence_parallel=plan.sequence_parallel)
         try:
             one.estimate = self.question.estimate(one.plan, stop_above=self.question.memory)
         except REFUSALS as error:

@@ -26,6 +26,7 @@ class StageCosts:
     samples: int
     _cuts: dict[tuple[int, Any], Cut] = field(default_factory=dict)
     _shares: dict[Any, tuple[float, ...]] = field(default_factory=dict)
+    _sent: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def cut(self, plan: Plan) -> Cut:
         """Where a plan cuts the model.
@@ -61,7 +62,9 @@ class StageCosts:
     def sent(self, plan: Plan) -> float:
         """The bytes of one sample that cross the widest cut."""
         positions = self.cut(plan).positions
-        return max((self.graph.crossing_bytes(position) for position in positions), default=0) / self.samples
+        if positions not in self._sent:
+            self._sent[positions] = max((self.graph.crossing_bytes(p) for p in positions), default=0) / self.samples
+        return self._sent[positions]
 
 
 def stage_costs(model: nn.Module, inputs: Any, samples: int, fixed: Mapping[str, Any]) -> StageCosts | None:

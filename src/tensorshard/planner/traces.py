@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tensorshard.estimate.operations import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Transfer
@@ -111,10 +111,11 @@ def _run_short(question: Question, family: Family, samples: int, equal_blocks: S
     """The trace of the full model, from two models with a few of its blocks.
 
     Raises:
-        LookupError: no table of tp was found yet. The search for one runs once, on the full model.
         Exception: a model that needs all of its blocks may raise anything.
     """
     tp, sequence_parallel, _ = family
+    if question.table_for(tp, sequence_parallel=sequence_parallel) is None:
+        search_table(question, tp, samples, equal_blocks, sequence_parallel=sequence_parallel)
     few, more = (
         _run(question.with_blocks(kept, equal_blocks, tp, sequence_parallel=sequence_parallel), family, samples)
         for kept in KEPT
@@ -122,7 +123,31 @@ def _run_short(question: Question, family: Family, samples: int, equal_blocks: S
     return _with_more_blocks(few, more, additional_blocks(equal_blocks))
 
 
+def search_table(
+    question: Question, tp: int, samples: int, equal_blocks: Sequence[str], *, sequence_parallel: bool
+) -> None:
+    """Searches for the table of `tp` ranks on the model with a few of its equal blocks; keeps that of the full model.
+
+    If there is one, or the model cannot be shortened, this does nothing: its estimate searches on the full model.
+    """
+    possible = tp > 1 and equal_blocks and question.can_be_shortened
+    if not possible or question.has_table(tp, sequence_parallel=sequence_parallel):
+        return
+    kept = KEPT[0]
+    with suppress(Exception):  # a model that needs all of its blocks may raise anything
+        short = replace(question, tables={}).with_blocks(kept, equal_blocks, tp, sequence_parallel=sequence_parallel)
+        short.estimate(_alone(short, (tp, sequence_parallel, "none")), tp, samples)
+        table = short.tables.get((tp, sequence_parallel))
+        if table is not None:
+            question.keep_table(table, equal_blocks, kept, sequence_parallel=sequence_parallel)
+
+
 def _run(question: Question, family: Family, samples: int) -> Trace:
+    return _trace_of(question.estimate(_alone(question, family), family[0], samples, borrow=True).ranks[0], samples)
+
+
+def _alone(question: Question, family: Family) -> Plan:
+    """The plan of one data rank for a family, without a pipeline."""
     tp, sequence_parallel, recompute = family
     alone: dict[str, Any] = {
         "dp_replicate": 1,
@@ -137,8 +162,7 @@ def _run(question: Question, family: Family, samples: int) -> Trace:
     alone |= dict.fromkeys(("pp_split", "pp_stages_per_rank", "pp_units"), None) | {"pp_schedule": "1f1b"}
     if tp == 1:
         alone["tp_plan"] = None
-    plan = Plan(**{**question.fixed, **alone}).resolve(tp)
-    return _trace_of(question.estimate(plan, tp, samples, borrow=True).ranks[0], samples)
+    return Plan(**{**question.fixed, **alone}).resolve(tp)
 
 
 def _with_more_blocks(few: Trace, more: Trace, times: int) -> Trace:

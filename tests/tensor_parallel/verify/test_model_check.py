@@ -74,7 +74,7 @@ def test_a_search_takes_little_more_than_the_largest_tensor():
             blocks = [nn.TransformerEncoderLayer(256, 4, 512, batch_first=True) for _ in range(3)]
             return nn.Sequential(nn.Embedding(rows, 256), *blocks, nn.Linear(256, rows, bias=False))
 
-    find_tensor_plan(table(64), 2)
-    largest = 32 << 20
+    largest = 64 << 20
+    find_tensor_plan(table(largest // 4096), 2)  # so that what is imported and kept is there
     peak = peak_memory_of(lambda: find_tensor_plan(table(largest // 1024), 2))
-    assert peak < 2 * largest  # which the two tables alone would take
+    assert peak < 1.7 * largest  # the two tables alone would take 2

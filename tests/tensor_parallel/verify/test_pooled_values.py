@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tensorshard.modules import fake_copies
 from tensorshard.tensor_parallel.table.layouts import shard_view
 from tensorshard.tensor_parallel.table.styles import parse_style
 from tensorshard.tensor_parallel.verify import block_check
@@ -77,3 +78,31 @@ def test_ranks_take_columns_from_the_full_matrix_unless_code_needs_them_in_one_p
     with pytest.raises(MismatchError):  # nobody adds the parts up
         whole.check({"gate": parse_style("colwise"), "up": parse_style("colwise"), "down": parse_style("slice(1)")})
     assert any(seen) and not all(seen)
+
+
+class Reshaped(Gated):
+    """One whose code needs all of the hidden features, and says so in a reshape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.silu(self.gate(x)) * self.up(x)
+        result: torch.Tensor = self.down(hidden.reshape(-1, HIDDEN))
+        return result
+
+
+def test_no_copies_are_made_because_sizes_do_not_suit(monkeypatch):
+    monkeypatch.setattr(block_check, "_LARGE", 1 << 20)
+    check = BlockCheck(Reshaped().to("meta"), as_call(torch.randn(3, WIDTH)), 2)
+    right = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
+    with pytest.raises(MismatchError, match="is invalid for input of size"):
+        check.check({name: parse_style(style) for name, style in right.items()})
+    assert check._views
+
+
+def test_random_numbers_that_are_repeated_make_no_two_rows_or_columns_alike(monkeypatch):
+    monkeypatch.setattr(fake_copies, "_POOL_PERIOD", 65_537)
+    gate, up, down = _check(monkeypatch)._block.parameters()
+    assert torch.equal(gate.flatten()[:1000], gate.flatten()[65_537:66_537])
+    for one in (gate, up, down):
+        for rows in (one, one.T):
+            distances = torch.cdist(rows[:64].contiguous(), rows.contiguous())
+            assert distances.fill_diagonal_(1e9).min() > 0.5 * distances[0, 1]

@@ -3,6 +3,7 @@
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tensorshard.pipeline.run.torch_schedules import Action, actions
@@ -169,35 +170,55 @@ def timeline(
     Raises:
         ValueError: as for :func:`tensorshard.schedules.check_schedule`.
     """
-    todo = actions(schedule, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
-    last = ranks * stages_per_rank - 1
     of_rank = [durations] * ranks if isinstance(durations, Mapping) else durations
-    placed = find_schedule(schedule)
-
-    def arrival(need: tuple[Action, ...], rank: int) -> float | None:
-        found = _find(ended, need)
-        if found is None or not message:
-            return found
-        return found + message * (placed.rank_of(need[0].stage, ranks) != rank)
-
-    ended: dict[Action, float] = {}
+    free, ends = [0.0] * ranks, list[float]()
     done: list[list[Timed]] = [[] for _ in range(ranks)]
-    while any(len(done[rank]) < len(todo[rank]) for rank in range(ranks)):
-        advanced = False
-        for rank in range(ranks):
-            while len(done[rank]) < len(todo[rank]):
-                action = todo[rank][len(done[rank])]
-                needs = [arrival(need, rank) for need in _needs(action, last)]
-                if any(need is None for need in needs):
-                    break
-                free = done[rank][-1].end if done[rank] else 0.0
-                start = max([free, *(need for need in needs if need is not None)])
-                ended[action] = start + of_rank[rank][action.kind]
-                done[rank].append(Timed(action, start, ended[action]))
-                advanced = True
-        if not advanced:
-            raise RuntimeError(f"the {schedule} schedule waits for itself")
+    for turn in _in_order(schedule, ranks, stages_per_rank, micro_batches):
+        start = free[turn.rank]
+        for place, is_sent in turn.needs:
+            start = max(start, ends[place] + message * is_sent)
+        free[turn.rank] = start + of_rank[turn.rank][turn.action.kind]
+        ends.append(free[turn.rank])
+        done[turn.rank].append(Timed(turn.action, start, free[turn.rank]))
     return Timeline(schedule, tuple(tuple(rank) for rank in done), stages_per_rank, micro_batches)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """An action in an order in which all actions can be done.
+
+    Args:
+        needs: the positions in the order of what must be over before, and whether another rank sends it.
+    """
+
+    action: Action
+    rank: int
+    needs: tuple[tuple[int, bool], ...]
+
+
+@lru_cache(maxsize=256)
+def _in_order(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[_Turn, ...]:
+    """All actions of all ranks. The order depends on what each action needs, and not on how long anything takes."""
+    todo = actions(schedule, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
+    last, placed = ranks * stages_per_rank - 1, find_schedule(schedule)
+    found: list[_Turn] = []
+    places: dict[Action, int] = {}
+    following = [0] * ranks
+    while len(found) < sum(map(len, todo)):
+        before = len(found)
+        for rank in range(ranks):
+            while following[rank] < len(todo[rank]):
+                action = todo[rank][following[rank]]
+                needs = [next((n for n in choices if n in places), None) for choices in _needs(action, last)]
+                if None in needs:
+                    break
+                sent = [(places[n], placed.rank_of(n.stage, ranks) != rank) for n in needs if n is not None]
+                places[action] = len(found)
+                found.append(_Turn(action, rank, tuple(sent)))
+                following[rank] += 1
+        if len(found) == before:
+            raise RuntimeError(f"the {schedule} schedule waits for itself")
+    return tuple(found)
 
 
 def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
@@ -211,7 +232,3 @@ def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
     if stage < last:
         needs.append((Action("B", stage + 1, index), Action("I", stage + 1, index)))
     return needs
-
-
-def _find(ended: dict[Action, float], choices: tuple[Action, ...]) -> float | None:
-    return next((ended[choice] for choice in choices if choice in ended), None)

@@ -187,19 +187,30 @@ class BlockCheck:
         sliced = {index: Layout(dim, (self.inputs[index].shape[dim],)) for index, dim in (sliced_inputs or {}).items()}
         split, counter = _Split(styles, list(shared_inputs), sequence or {}), OperationCounter()
         try:
-            try:
-                layouts, runs = self._split_runs(split, sliced, counter)
-            except MismatchError as error:
-                if not (self._views and error.in_operation):
-                    raise
-                self._views = False
-                layouts, runs = self._split_runs(split, sliced, counter)
+            layouts, runs = self._split_runs_of_views(split, sliced, counter)
             agreement = compare_outputs(runs, self.expected)
             compare_gradients(runs, self.expected, layouts, sliced)
         except MismatchError as error:
             error.operations = counter.operations
             raise
         return agreement
+
+    def _split_runs_of_views(
+        self, split: _Split, sliced: Mapping[int, Layout], counter: OperationCounter
+    ) -> tuple[dict[str, Layout], list[BlockRun]]:
+        """As :meth:`_split_runs`. If an operation refuses views with longer rows, copies are made from then on."""
+        try:
+            return self._split_runs(split, sliced, counter)
+        except MismatchError as error:
+            if not (self._views and error.in_operation) or error.of_sizes:
+                raise
+            refused = str(error)
+        self._views = False
+        try:
+            return self._split_runs(split, sliced, counter)
+        except MismatchError as error:
+            self._views = str(error) == refused  # then it was not because of the views
+            raise
 
     def _split_runs(
         self, split: _Split, sliced: Mapping[int, Layout], counter: OperationCounter

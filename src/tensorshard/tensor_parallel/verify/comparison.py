@@ -3,6 +3,7 @@
 With a right table they agree up to rounding. With a wrong one, they differ by as much as the values themselves.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,9 @@ below the effect of a mistake."""
 # Some gradients are zero but for rounding (an attention's key bias). Their differences are measured against this share
 # of the largest gradient.
 _LEAST_SCALE = 1e-2
+
+# What torch's operations say about sizes alone, whatever the tensors' strides.
+_SIZES = re.compile("size of tensor .* must match|cannot be multiplied|is invalid for input of size")
 
 
 class MismatchError(ValueError):
@@ -37,6 +41,11 @@ class MismatchError(ValueError):
     def again(self, operations: int = 0) -> "MismatchError":
         """The same error after `operations` more, without the frames of the run, which hold its tensors."""
         return MismatchError(str(self), self.amount, self.in_operation, operations + self.operations)
+
+    @property
+    def of_sizes(self) -> bool:
+        """Whether an operation said that the sizes of its tensors do not suit each other."""
+        return _SIZES.search(str(self)) is not None
 
 
 def not_running(error: Exception) -> MismatchError:
