@@ -34,7 +34,7 @@ from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 from tensorshard.transforms.precision import master_dtype
 
-# Reductions under way at once; more would keep more gradients alive.
+# Reductions under way at once where gradients leave when they are reduced; more would keep more of them alive.
 _IN_FLIGHT = 2
 
 
@@ -83,6 +83,7 @@ class ReplicatedModel(ShardedModel):
         self._order = list(reversed(self._buckets))
         self._launched = 0
         self._in_flight: deque[Reduction] = deque()
+        self._most_in_flight = len(self._buckets) if self._groups.shard is None else _IN_FLIGHT
         self._accumulated: dict[ReplicatedParameter, torch.Tensor] = {}
         self._in_backward = False
         self._in_step = False  # in a step of the Engine, which scales losses so that gradients only need to be summed
@@ -165,6 +166,7 @@ class ReplicatedModel(ShardedModel):
 
     def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
         super().watch_gradients(take, finish)
+        self._most_in_flight = _IN_FLIGHT
         for parameter in self._parameters.values():
             parameter.take_gradient, parameter.finish_gradients = take, finish
 
@@ -351,7 +353,7 @@ class ReplicatedModel(ShardedModel):
         self._complete = True
 
     def _reduce(self, bucket: Bucket) -> None:
-        while len(self._in_flight) >= _IN_FLIGHT:
+        while len(self._in_flight) >= self._most_in_flight:
             self._in_flight.popleft().finish()
         for reduction in self._in_flight:
             reduction.advance()
