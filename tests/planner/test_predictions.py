@@ -87,3 +87,25 @@ def test_a_mixture_of_experts_in_fp32_has_facts():
     facts = model_facts(partial(transformers.MixtralForCausalLM, config), tokens, 2, {})
     assert facts is not None and facts.blocks == 2
     assert facts.stages is not None and len(facts.stages.graph.calls) > 2
+
+
+class Mistaken(nn.Module):
+    """One whose product has the wrong shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def test_a_mistake_is_said_once_and_not_logged(caplog):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    inputs, targets = torch.zeros(4, 7), torch.zeros(4, dtype=torch.long)
+    given: Any = {"optimizer": partial(torch.optim.SGD, lr=0.1), "loss_fn": nn.functional.cross_entropy}
+    assert model_facts(Mistaken, inputs, 4, {}) is None
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        ts.estimate(Mistaken, ts.Plan(), world_size=2, inputs=inputs, targets=targets, **given)
+    assert not [record for record in caplog.records if "fake_tensor" in record.name]

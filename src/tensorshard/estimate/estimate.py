@@ -33,7 +33,11 @@ from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.packed_sequences import NotPacked
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.plan import AXES, Plan
-from tensorshard.torch_private.fake_tensors import FakeTensorMode, grouped_products_of_any_dtype
+from tensorshard.torch_private.fake_tensors import (
+    FakeTensorMode,
+    grouped_products_of_any_dtype,
+    without_fake_kernel_reports,
+)
 from tensorshard.torch_private.fsdp import one_chunk_at_a_time
 from tensorshard.torch_private.process_groups import fake_world
 
@@ -239,6 +243,7 @@ def estimate(
             break
         with (
             _quiet(),
+            without_fake_kernel_reports(),
             _young_garbage(),
             _ranks_of_a_node(ranks_here),
             fake_world(rank, world_size, _BACKENDS[device]),

@@ -19,7 +19,11 @@ from tensorshard.planner.fewer_blocks import equal_blocks
 from tensorshard.planner.stage_costs import StageCosts, stage_costs
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 from tensorshard.torch_private.dispatch import TorchDispatchMode
-from tensorshard.torch_private.fake_tensors import FakeTensorMode, grouped_products_of_any_dtype
+from tensorshard.torch_private.fake_tensors import (
+    FakeTensorMode,
+    grouped_products_of_any_dtype,
+    without_fake_kernel_reports,
+)
 
 
 @dataclass(frozen=True)
@@ -90,16 +94,16 @@ def model_facts(
         fixed: fields of a Plan that the user gave; None outside of a search for plans.
     """
     try:
-        with grouped_products_of_any_dtype(), FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
-            if isinstance(model, nn.Module):
-                ours = make_fake_copy(model, fake, torch.device("cpu"))
-            else:
-                ours = model.build() if isinstance(model, PretrainedModel) else model()
-            batch = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), inputs)
-            buckets = find_buckets(ours, (fixed or {}).get("shard_units"))
-            equal = equal_blocks(ours)
-            facts = _one_forward(ours, batch, samples)
-        with grouped_products_of_any_dtype():
+        with grouped_products_of_any_dtype(), without_fake_kernel_reports():
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+                if isinstance(model, nn.Module):
+                    ours = make_fake_copy(model, fake, torch.device("cpu"))
+                else:
+                    ours = model.build() if isinstance(model, PretrainedModel) else model()
+                batch = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), inputs)
+                buckets = find_buckets(ours, (fixed or {}).get("shard_units"))
+                equal = equal_blocks(ours)
+                facts = _one_forward(ours, batch, samples)
             stages = None if fixed is None else stage_costs(ours, inputs, samples, fixed)
         return replace(facts, buckets=tuple(buckets), stages=stages, equal_blocks=equal)
     except Exception:  # a model's code may raise anything for tensors without values

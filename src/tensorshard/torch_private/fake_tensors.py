@@ -73,9 +73,10 @@ def fake_device(tensor: Any) -> torch.device | None:
 
 @contextmanager
 def without_fake_kernel_reports() -> Iterator[None]:
-    """Inside, torch does not log that an operator has no fake kernel.
+    """Inside, torch does not log that an operator has no fake kernel, or cannot run on the shapes that it was given.
 
-    Why: the tracer then runs the unit for real, so there is no error to report.
+    Why: it logs the whole traceback, and then raises the error. The tracer then runs the unit for real, so there is
+    nothing to report. An estimate raises the error.
 
     Checked: torch 2.11 and 2.13, by the name of the logger.
 
