@@ -201,8 +201,9 @@ class Question:
         return replace(self, model=found.model, tables=tables, shared=found.shared, captures=found.captures)
 
     def has_table(self, size: int, *, sequence_parallel: bool) -> bool:
-        """Whether a table was found for just `size` tp ranks."""
-        return self._table_of(size, sequence_parallel=sequence_parallel) is not None
+        """Whether an estimate for just `size` tp ranks has its table, or was found to need none."""
+        known = (size, sequence_parallel) in self.tables
+        return known or self._table_of(size, sequence_parallel=sequence_parallel) is not None
 
     def keep_table(
         self, table: VerifiedTable, equal_blocks: Sequence[str], kept: int, *, sequence_parallel: bool
