@@ -75,13 +75,12 @@ def test_the_first_of_a_round_is_the_last_of_the_next():
     assert list(in_rotation("abc", 3)) == [*"abc", *"bca", *"cab"]
 
 
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_contenders_train_the_same_in_turn_or_alone(in_turn):
+def test_contenders_train_the_same_in_turn():
     group = measure_training_group(
         ONE_RANK,
         TINY,
         1,
-        Steps(1, 1, 2, in_turn),
+        Steps(1, 1, 2, in_turn=True),
         title="tiny",
         packages=["torch"],
         obstacles={},

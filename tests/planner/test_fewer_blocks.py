@@ -64,8 +64,7 @@ def _first_block_is_wider() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("build", [MODEL, _first_block_is_wider])
+@pytest.mark.parametrize(("build", "sequence_parallel"), [(MODEL, False), (MODEL, True), (_first_block_is_wider, True)])
 def test_the_table_is_found_with_a_few_blocks(build, sequence_parallel):
     question, names = _question(build), equal_blocks(build())
     search_table(question, 2, 2, names, sequence_parallel=sequence_parallel)
