@@ -17,6 +17,7 @@ from torch import distributed as dist
 from benchmarks.harness import memory
 from benchmarks.harness.jobs import hand_in, load_job
 from benchmarks.harness.layers import LayerJob, RankLayerMeasurement
+from benchmarks.harness.turns import in_rotation
 
 TOLERANCE = 2e-5  # relative to the largest element; fp32 sums in other orders make about 1e-6
 
@@ -41,18 +42,15 @@ def measure(job: LayerJob, rank: int, world_size: int) -> dict[str, RankLayerMea
     seconds: dict[str, list[list[float]]] = {name: [] for name in steps}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in steps}
     peak_bytes = dict.fromkeys(steps, 0)
-    order = list(steps)
-    for _ in range(job.rounds):
-        for name in order:
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
-            dist.barrier()
-            memory.reset_peak()
-            held, cpu_start = memory.resident_bytes(), time.process_time()
-            seconds[name].append([_seconds(steps[name]) for _ in range(job.measured_steps)])
-            cpu_seconds[name].append((time.process_time() - cpu_start) / job.measured_steps)
-            peak_bytes[name] = max(peak_bytes[name], memory.peak_resident_bytes() - held)
-        order = [*order[1:], order[0]]  # each is the first, and each other's successor, equally often
+    for name in in_rotation(list(steps), job.rounds):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        dist.barrier()
+        memory.reset_peak()
+        held, cpu_start = memory.resident_bytes(), time.process_time()
+        seconds[name].append([_seconds(steps[name]) for _ in range(job.measured_steps)])
+        cpu_seconds[name].append((time.process_time() - cpu_start) / job.measured_steps)
+        peak_bytes[name] = max(peak_bytes[name], memory.peak_resident_bytes() - held)
     return {name: RankLayerMeasurement(seconds[name], cpu_seconds[name], peak_bytes[name]) for name in steps}
 
 

@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from benchmarks.harness.jobs import hand_in, load_job
 from benchmarks.harness.pipelines import PipelineJob, RankPipelineMeasurement
+from benchmarks.harness.turns import in_rotation
 
 
 def measure(job: PipelineJob, rank: int, world_size: int) -> dict[str, RankPipelineMeasurement]:
@@ -29,19 +30,16 @@ def measure(job: PipelineJob, rank: int, world_size: int) -> dict[str, RankPipel
     seconds: dict[str, list[list[float]]] = {name: [] for name in steps}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in steps}
     batch = job.work.batch(0)
-    order = list(steps)
-    for _ in range(job.rounds):
-        for name in order:
-            gc.collect()
-            cpu_start, times = time.process_time(), []
-            for _ in range(job.measured_steps):
-                dist.barrier()
-                start = time.perf_counter()
-                steps[name](*batch)
-                times.append(time.perf_counter() - start)
-            seconds[name].append(times)
-            cpu_seconds[name].append((time.process_time() - cpu_start) / job.measured_steps)
-        order = [*order[1:], order[0]]  # each is the first, and each other's successor, equally often
+    for name in in_rotation(list(steps), job.rounds):
+        gc.collect()
+        cpu_start, times = time.process_time(), []
+        for _ in range(job.measured_steps):
+            dist.barrier()
+            start = time.perf_counter()
+            steps[name](*batch)
+            times.append(time.perf_counter() - start)
+        seconds[name].append(times)
+        cpu_seconds[name].append((time.process_time() - cpu_start) / job.measured_steps)
     return {name: RankPipelineMeasurement(seconds[name], cpu_seconds[name], losses[name]) for name in steps}
 
 

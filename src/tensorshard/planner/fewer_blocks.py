@@ -76,14 +76,16 @@ def with_all_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> V
     sequences.
     """
     like, last = blocks[1], blocks[kept - 1]
-    styles = [{name: style for name, style in table.plan.entries.items() if _is_in(name, block)} for block in blocks]
-    if any({_renamed(name, block, like): style for name, style in styles[place].items()} != styles[1]
-           for place, block in enumerate(blocks[:kept])):  # fmt: skip
+    styles = [
+        {name.removeprefix(block): style for name, style in table.plan.entries.items() if _is_in(name, block)}
+        for block in blocks[:kept]
+    ]
+    if any(one != styles[1] for one in styles):
         return None
     entries = dict(table.plan.entries)
     shared, not_random = list(table.shared_inputs), set(table.not_random)
     for block in blocks[kept:]:
-        entries |= {_renamed(name, like, block): style for name, style in styles[1].items()}
+        entries |= {block + name: style for name, style in styles[1].items()}
         shared += [
             tuple(_renamed(name, like, block) for name in names)
             for names in table.shared_inputs

@@ -156,10 +156,8 @@ class Search:
                     self.traces[family] = self._run_trace(family, self.traces[BASE].samples)
                 except REFUSALS as error:
                     one.refused = failed[family] = _first_sentence(error)
-                for other in queue:  # the new trace improves the predictions of plans with as many tp ranks
-                    known = family_of(other.plan) != family and family_of(other.plan) in self.traces
-                    if other.plan.tp == family[0] and not known and not other.refused and not other.outlined:
-                        other.first = self._predictions.of(other.candidate)
+                else:
+                    self._predict_anew(queue, family)
             elif self.estimates == most:
                 self.exhausted = False
                 break
@@ -179,6 +177,14 @@ class Search:
 
     def _run_trace(self, family: Family, samples: int) -> Trace:
         return run_trace(self.question, family, samples, self._equal_blocks)
+
+    def _predict_anew(self, among: Iterable[Considered], family: Family) -> None:
+        """Predicts plans with as many tp ranks as `family`, which has just been traced, except those that have a trace
+        of their own."""
+        traced = self.traces.keys() - {family}
+        for one in among:
+            if one.plan.tp == family[0] and family_of(one.plan) not in traced and not one.refused and not one.outlined:
+                one.first = self._predictions.of(one.candidate)
 
     def _in_order(self, among: Iterable[Considered], key: Key) -> deque[Considered]:
         """The most promising plans first; those that are refused are left out."""
