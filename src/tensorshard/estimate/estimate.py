@@ -33,6 +33,8 @@ from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.packed_sequences import NotPacked
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.plan import AXES, Plan
+from tensorshard.schedules import find_schedule
+from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import (
     FakeTensorMode,
     grouped_products_of_any_dtype,
@@ -237,6 +239,8 @@ def estimate(
     decisions = Decisions() if decisions is None else decisions
     ranks: list[RankEstimate] = []
     first_ranks = list(_first_ranks(resolved))
+    if resolved.pp > 1:  # importing torch's schedules makes a tensor, which must not be a fake one
+        find_schedule(resolved.pp_schedule).torch_class()
     for stage in _fullest_first(len(first_ranks)):
         rank = first_ranks[stage]
         if stop_above is not None and ranks and ranks[-1].peak_device > stop_above:
@@ -250,7 +254,7 @@ def estimate(
             grouped_products_of_any_dtype(),
             one_chunk_at_a_time(),
             NotPacked(inputs) as rows,
-            FakeTensorMode(allow_non_fake_inputs=True) as fake,
+            QuickFakeTensorMode() as fake,
         ):
 
             def build(fake: FakeTensorMode = fake, rows: NotPacked = rows) -> Engine:

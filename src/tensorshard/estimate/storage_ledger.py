@@ -13,7 +13,8 @@ from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.source_lines import users_line
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.dtensor import shard_of
-from tensorshard.torch_private.fake_tensors import DEVICE, fake_device
+from tensorshard.torch_private.fake_results import QuickFakeTensorMode
+from tensorshard.torch_private.fake_tensors import DEVICE, FakeTensor, active_fake_mode, fake_device
 from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.torch_private.storages import runs_backward, watched_resizes
 from tensorshard.torch_private.tensors import storage_address
@@ -99,12 +100,15 @@ class StorageLedger(TorchDispatchMode):
         self._numbers: dict[int, int] = {}  # the numbers of live storages, by their address as objects
         self._sizes: dict[int, int] = {}
         self._resizes: AbstractContextManager[None] | None = None
+        self._fake: QuickFakeTensorMode | None = None
         self._apart: Apart | None = None
         self._template: Allocation | None = None  # describes the storages that a replay makes in place of a trial's
 
     def __enter__(self) -> "StorageLedger":
         self._resizes = watched_resizes(self._resized)
         self._resizes.__enter__()
+        mode = active_fake_mode()
+        self._fake = mode if isinstance(mode, QuickFakeTensorMode) else None
         super().__enter__()
         return self
 
@@ -112,6 +116,7 @@ class StorageLedger(TorchDispatchMode):
         super().__exit__(*exception)
         assert self._resizes is not None
         self._resizes.__exit__(*exception)
+        self._fake = None
 
     def initialized(self) -> None:
         """Ends the initialization: the model and its Engine are built, and steps follow."""
@@ -179,7 +184,8 @@ class StorageLedger(TorchDispatchMode):
 
     def note(self, tensor: torch.Tensor, operation: str) -> None:
         """Adds the storage of `tensor`, unless it is known."""
-        if tensor.is_meta:
+        # Asking a fake tensor whether it is one of shapes alone would call its mode.
+        if tensor.fake_device.type == "meta" if type(tensor) is FakeTensor else tensor.is_meta:
             return
         storage = _storage(tensor)
         if storage_address(storage) not in self._numbers and (self._counts is None or self._counts(storage)):
@@ -211,22 +217,27 @@ class StorageLedger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:  # autograd asks for a tensor's device in most calls
-            known = fake_device(args[0])
-            return func(*args) if known is None else known
+            device = fake_device(args[0])
+            return func(*args) if device is None else device
         if self._is_late and not self.initializing:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor):
                     self._note_earlier(leaf)
         kwargs = kwargs or {}
         operations = self._operations
-        if operations is None or not operations.is_watching:
-            output = func(*args, **kwargs)
-        elif any(issubclass(kind, DTensor) for kind in types):
+        if operations is not None and not operations.is_watching:
+            operations = None
+        if operations is not None and any(issubclass(kind, DTensor) for kind in types):
             with operations:  # as a dispatch mode, it sees what is done to the shards
                 output = func(*args, **kwargs)
         else:
-            output = func(*args, **kwargs)
-            operations.note(func, args, kwargs, output)
+            known = None
+            if self._fake is not None and self._fake.is_active():
+                output, known = self._fake.call(func, args, kwargs)
+            else:
+                output = func(*args, **kwargs)
+            if operations is not None:
+                operations.note(func, args, kwargs, output, known)
         for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self.note(leaf, str(func))

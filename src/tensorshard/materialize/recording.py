@@ -18,6 +18,7 @@ from tensorshard.materialize.recorder import OperationRecorder, UnrecordableErro
 from tensorshard.materialize.replay import replay
 from tensorshard.materialize.source import TensorSource, from_module, move_to_meta, named_tensors
 from tensorshard.modules.forwards import deepcopy_module
+from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from tensorshard.torch_private.modules import TABLES
 from tensorshard.torch_private.pytree import tree_leaves
@@ -140,7 +141,7 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
 
 
 def _record(build: Callable[[], nn.Module], seed: int) -> Recording:
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = QuickFakeTensorMode()
     recording = _run(build, fake_mode, seed)
     left = _left_over(fake_mode)
     if left:

@@ -13,6 +13,7 @@ from tensorshard.modules.running_statistics import STATISTICS
 from tensorshard.modules.stacked_experts import use_placeholder_outputs
 from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from tensorshard.torch_private.pytree import tree_leaves
 
@@ -117,7 +118,7 @@ def follow_run(
 
 
 def _run_fake(model: _Module, inputs: Any, follow: Any, run: Any) -> Any:
-    fake, device = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
+    fake, device = QuickFakeTensorMode(), torch.device("cpu")
     with fake:
         copied = make_fake_copy(model, fake, device, values=False)
         use_placeholder_outputs(copied)

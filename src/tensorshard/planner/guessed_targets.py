@@ -9,7 +9,7 @@ from torch import nn
 
 from tensorshard.modules.tensors import map_tensors, tensor_leaves
 from tensorshard.planner.model_facts import model_facts
-from tensorshard.torch_private.fake_tensors import FakeTensorMode
+from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 
 
 def guess_targets(
@@ -46,7 +46,7 @@ def _shapes(output: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.dtype
 
 
 def _is_taken(loss_fn: Callable[[Any, Any], Any], output: Any, targets: Any) -> bool:
-    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings(), torch.no_grad():
+    with QuickFakeTensorMode(), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")  # such as the warning about shapes that are broadcast
         try:
             fakes = [map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), tree) for tree in (output, targets)]

@@ -19,8 +19,8 @@ from tensorshard.planner.fewer_blocks import equal_blocks
 from tensorshard.planner.stage_costs import StageCosts, stage_costs
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import (
-    FakeTensorMode,
     grouped_products_of_any_dtype,
     without_fake_kernel_reports,
 )
@@ -95,7 +95,7 @@ def model_facts(
     """
     try:
         with grouped_products_of_any_dtype(), without_fake_kernel_reports():
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+            with QuickFakeTensorMode() as fake, torch.no_grad():
                 if isinstance(model, nn.Module):
                     ours = make_fake_copy(model, fake, torch.device("cpu"))
                 else:

@@ -19,7 +19,8 @@ from tensorshard.pipeline.trace.pipeline_units import find_units
 from tensorshard.pipeline.trace.traced_run import Recording, UncuttableError
 from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
 from tensorshard.torch_private.dispatch import without_dispatch_modes
-from tensorshard.torch_private.fake_tensors import NEEDS_VALUES, FakeTensorMode
+from tensorshard.torch_private.fake_results import QuickFakeTensorMode
+from tensorshard.torch_private.fake_tensors import NEEDS_VALUES
 from tensorshard.torch_private.modules import has_backward_hooks
 
 
@@ -47,7 +48,7 @@ class Tracer:
     ) -> None:
         self.device = torch.device(device)
         self.unit_names = list(find_units(model, units))
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = QuickFakeTensorMode()
         with without_dispatch_modes():
             self._copy = make_fake_copy(model, self._fake, self.device)
             if prepare is not None:
