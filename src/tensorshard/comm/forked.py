@@ -1,16 +1,24 @@
-"""Something that is tried in a process of its own, which may fail, hang or be killed without harm to this one."""
+"""Work in forks of this process: something that may fail, hang or be killed without harm, or several things at once."""
 
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
+from tensorshard.host_cores import cores_here
 from tensorshard.torch_private.process_groups import forget_world
 
 _Result = TypeVar("_Result")
+
+_PATIENCE = 30.0  # seconds that a fork may take beyond twice what this process takes for as many calls
+_cores_are_taken = ContextVar("_cores_are_taken", default=False)  # in a fork that is one of several
 
 
 class TriedInVain(Exception):
@@ -27,30 +35,106 @@ def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, sho
     Raises:
         TriedInVain: it raised something, ended otherwise or took too long.
     """
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or the fork would write it again
-    process = os.fork()  # also where this process is itself a daemon of multiprocessing, which may not have any
-    if process == 0:
-        _be_the_fork(work, sender, shown)
-    sender.close()
-    ended = False
+    fork = _Fork(work, shown=shown)
     try:
-        if not receiver.poll(seconds):
-            raise TriedInVain(f"it took more than {seconds:g} s")
-        succeeded, result = receiver.recv()
-    except EOFError:
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        ended = True
-        raise TriedInVain(f"its process ended with code {code}") from None
+        return fork.result(seconds)
     finally:
-        receiver.close()
-        if not ended:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-    if not succeeded:
-        raise TriedInVain(result)
-    return result
+        fork.end()
+
+
+def run_at_once(calls: Sequence[Callable[[], _Result]]) -> Iterator[_Result]:
+    """What `calls` return, in order, each core taking its share of them: this process the first one, forks the others.
+
+    This is for calls that compute little, and keep a core busy with Python alone. What a call changes in a fork stays
+    there. If a call fails in a fork, this process runs it again. There are no forks outside of Linux, after CUDA was
+    initialized, or within such a fork. There each call is made when its result is asked for.
+
+    Args:
+        calls: functions whose results can be pickled.
+
+    Raises:
+        Exception: what a call raises.
+    """
+    count = min(len(calls), _cores_for_forks())
+    if count < 2:
+        yield from (call() for call in calls)
+        return
+    shares = [calls[start::count] for start in range(count)]
+    forks = [_Fork(_share_of(share)) for share in shares[1:]]
+    try:
+        begin = time.monotonic()
+        found = [[call() for call in shares[0]]]
+        patience = 2 * (time.monotonic() - begin) + _PATIENCE
+        for fork, share in zip(forks, shares[1:], strict=True):
+            try:
+                found.append(fork.result(patience))
+            except TriedInVain:
+                found.append([call() for call in share])
+    finally:
+        for fork in forks:
+            fork.end()
+    yield from (found[place % count][place // count] for place in range(len(calls)))
+
+
+def _cores_for_forks() -> int:
+    import torch
+
+    if _cores_are_taken.get() or sys.platform != "linux" or torch.cuda.is_initialized():
+        return 1
+    return cores_here()
+
+
+def _share_of(calls: Sequence[Callable[[], _Result]]) -> Callable[[], list[_Result]]:
+    def work() -> list[_Result]:
+        _cores_are_taken.set(True)
+        return [call() for call in calls]
+
+    return work
+
+
+class _Fork(Generic[_Result]):
+    """A fork of this process that runs `work`. It must be ended."""
+
+    def __init__(self, work: Callable[[], _Result], *, shown: bool = False) -> None:
+        self._receiver, sender = multiprocessing.Pipe(duplex=False)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or the fork would write it again
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns where there are threads
+            # Not with multiprocessing: this process may be its daemon, which may not have any children.
+            self._process = os.fork()
+        if self._process == 0:
+            _be_the_fork(work, sender, shown)
+        sender.close()
+        self._ended = False
+
+    def result(self, seconds: float | None) -> _Result:
+        """What the work returns.
+
+        Raises:
+            TriedInVain: it raised something, ended otherwise or takes more than `seconds`.
+        """
+        try:
+            if not self._receiver.poll(seconds):
+                raise TriedInVain(f"it took more than {seconds:g} s")
+            succeeded, result = self._receiver.recv()
+        except EOFError:
+            code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+            self._ended = True
+            raise TriedInVain(f"its process ended with code {code}") from None
+        if not succeeded:
+            raise TriedInVain(result)
+        found: _Result = result
+        return found
+
+    def end(self) -> None:
+        """Ends the fork, whatever it is doing."""
+        self._receiver.close()
+        if not self._ended:
+            with suppress(ProcessLookupError):
+                os.kill(self._process, signal.SIGKILL)
+            os.waitpid(self._process, 0)
+            self._ended = True
 
 
 def _be_the_fork(work: Callable[[], object], sender: Connection, shown: bool) -> NoReturn:

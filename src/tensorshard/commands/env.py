@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
 
 from tensorshard.commands.help_format import HelpFormat
+from tensorshard.host_cores import cores_here
 from tensorshard.terminal import fit, terminal_width
 
 _PACKAGES = (
@@ -81,7 +82,7 @@ def _version(package: str) -> str:
 def _machine() -> dict[str, str]:
     from tensorshard.trainer.memory import format_bytes
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cores_here()
     found = {"CPU cores": str(cores)}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found["memory"] = format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.comm.forked import run_at_once
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.estimate.chart import picture
@@ -36,7 +37,6 @@ from tensorshard.plan import AXES, Plan
 from tensorshard.schedules import find_schedule
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import (
-    FakeTensorMode,
     grouped_products_of_any_dtype,
     without_fake_kernel_reports,
 )
@@ -237,18 +237,16 @@ def estimate(
     size = batch_size(inputs)
     samples = size * tried.micro_batches // resolved.micro_batches
     decisions = Decisions() if decisions is None else decisions
-    ranks: list[RankEstimate] = []
     first_ranks = list(_first_ranks(resolved))
     if resolved.pp > 1:  # importing torch's schedules makes a tensor, which must not be a fake one
         find_schedule(resolved.pp_schedule).torch_class()
-    for stage in _fullest_first(len(first_ranks)):
+
+    def estimated(stage: int) -> RankEstimate:
         rank = first_ranks[stage]
-        if stop_above is not None and ranks and ranks[-1].peak_device > stop_above:
-            break
         with (
             _quiet(),
             without_fake_kernel_reports(),
-            _young_garbage(),
+            young_garbage(),
             _ranks_of_a_node(ranks_here),
             fake_world(rank, world_size, _BACKENDS[device]),
             grouped_products_of_any_dtype(),
@@ -257,7 +255,7 @@ def estimate(
             QuickFakeTensorMode() as fake,
         ):
 
-            def build(fake: FakeTensorMode = fake, rows: NotPacked = rows) -> Engine:
+            def build() -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
                 return lay_out_engine(
                     rows.building(ours),
@@ -281,10 +279,9 @@ def estimate(
                 counter = OperationLedger()
                 ledger, known, engine = watch_steps(build, batch, counter)
             operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
-        # A CPU rank's device memory is the host's, which also holds what is offloaded to it.
-        on_host = engine.slots.held("host memory") if engine.slots is not None and device == "cpu" else 0
-        ranks.append(
-            summarize(
+            # A CPU rank's device memory is the host's, which also holds what is offloaded to it.
+            on_host = engine.slots.held("host memory") if engine.slots is not None and device == "cpu" else 0
+            return summarize(
                 ledger,
                 known,
                 rank=rank,
@@ -293,7 +290,12 @@ def estimate(
                 operations=operations,
                 slots=engine.slots,
             )
-        )
+
+    ranks: list[RankEstimate] = []
+    for rank in run_at_once([partial(estimated, stage) for stage in _fullest_first(len(first_ranks))]):
+        ranks.append(rank)
+        if stop_above is not None and rank.peak_device > stop_above:
+            break
     complete = len(ranks) == len(first_ranks)
     ranks.sort(key=lambda one: one.stage)
     return Estimate(resolved, world_size, ranks, found, size * resolved.dp_size, complete)
@@ -314,7 +316,7 @@ def _fullest_first(stages: int) -> list[int]:
 
 
 @contextmanager
-def _young_garbage() -> Iterator[None]:
+def young_garbage() -> Iterator[None]:
     """Inside, garbage collection looks only at new objects: going through all others takes longer than a step."""
     if gc.get_freeze_count():  # others have frozen objects, which `unfreeze` would thaw
         yield

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tensorshard.host_allocator import environment_for_training
+from tensorshard.host_cores import cores_here
 from tensorshard.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
 from tensorshard.launch.local_world import local_environment, register
 from tensorshard.launch.worker import INTERRUPTED, write_call
@@ -222,7 +223,7 @@ def worker_environment(nproc: int) -> dict[str, str]:
     Each worker gets as many threads as its share of the cores. On machines without GPUs, glibc's allocator is set to
     keep freed memory for the next step (:mod:`tensorshard.host_allocator`).
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cores_here()
     settings = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
     if not torch.cuda.is_available():
         settings |= environment_for_training()

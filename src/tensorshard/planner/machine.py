@@ -6,6 +6,7 @@ import torch
 
 from tensorshard.estimate.estimate import Estimate
 from tensorshard.estimate.hardware import THIS_MACHINE, Hardware, Link, Rates, find_hardware, known_hardware
+from tensorshard.host_cores import cores_here
 
 ASSUMED_CPU = "assumed-cpu"
 """The name of the hardware that stands for a machine which was not measured."""
@@ -61,11 +62,6 @@ def _device(name: str) -> str:
     """The name of a profile without the size of the memory at its end."""
     device, _, memory = name.rpartition("-")
     return device if memory.isdecimal() and len(memory) < 4 else name
-
-
-def cores_here() -> int:
-    """How many of this machine's cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def on_cores(seconds: float, busy: float, hardware: Hardware) -> float:

@@ -1,12 +1,13 @@
 """Plans of a deep model as its estimates outline them for a few of its blocks: nearly the full estimate, and soon."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tensorshard.estimate.caching_allocator import LARGE_SEGMENT
 from tensorshard.estimate.estimate import Estimate
 from tensorshard.estimate.step_time import COMMUNICATION
 from tensorshard.plan import Plan
-from tensorshard.planner.fewer_blocks import KEPT, additional_blocks
+from tensorshard.planner.fewer_blocks import additional_blocks
 from tensorshard.planner.predictions import Prediction
 from tensorshard.planner.question import Question
 
@@ -28,7 +29,9 @@ def outline(question: Question, plan: Plan, equal_blocks: Sequence[str]) -> Pred
     Raises:
         Exception: a model that needs all of its blocks may raise anything.
     """
-    few, more = (_estimated(question, plan, equal_blocks, kept) for kept in KEPT)
+    few, more = question.with_few_blocks(
+        partial(_estimated, plan), equal_blocks, plan.tp, sequence_parallel=plan.sequence_parallel
+    )
     times = additional_blocks(equal_blocks)
 
     def line(of: Callable[[Estimate], float]) -> float:
@@ -41,8 +44,7 @@ def outline(question: Question, plan: Plan, equal_blocks: Sequence[str]) -> Pred
     return Prediction(int(live) + beside, line(question.seconds), 0.0, line(_communication))
 
 
-def _estimated(question: Question, plan: Plan, equal_blocks: Sequence[str], kept: int) -> Estimate:
-    short = question.with_blocks(kept, equal_blocks, plan.tp, sequence_parallel=plan.sequence_parallel)
+def _estimated(plan: Plan, short: Question) -> Estimate:
     return short.estimate(plan, borrow=True)
 
 

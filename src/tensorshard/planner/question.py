@@ -3,13 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tensorshard.arguments import check_arguments
+from tensorshard.comm.forked import run_at_once
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.estimate.estimate import Estimate, estimate
 from tensorshard.estimate.hardware import Hardware, Rates, find_hardware
@@ -18,11 +20,13 @@ from tensorshard.lay_out.decisions import Decisions
 from tensorshard.modules.batches import batch_size
 from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
 from tensorshard.plan import Plan
-from tensorshard.planner.fewer_blocks import FewerBlocks, with_all_blocks, without_blocks
+from tensorshard.planner.fewer_blocks import KEPT, FewerBlocks, with_all_blocks, without_blocks
 from tensorshard.planner.machine import hardware_here, on_cores
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.tensor_parallel.verify.kept_captures import Captures, captures_kept
+
+_Result = TypeVar("_Result")
 
 OBJECTIVES = ("time", "memory", "cost")
 
@@ -199,6 +203,17 @@ class Question:
         if table is not None:
             tables[tp, sequence_parallel] = without_blocks(table, equal_blocks, kept)
         return replace(self, model=found.model, tables=tables, shared=found.shared, captures=found.captures)
+
+    def with_few_blocks(
+        self, run: Callable[["Question"], _Result], equal_blocks: Sequence[str], tp: int, *, sequence_parallel: bool
+    ) -> tuple[_Result, _Result]:
+        """What `run` returns for the questions with each number of :data:`KEPT` blocks, as in :meth:`with_blocks`."""
+        are_new = len(self.shortened) < len(KEPT)
+        questions = (self.with_blocks(n, equal_blocks, tp, sequence_parallel=sequence_parallel) for n in KEPT)
+        calls = [partial(run, question) for question in questions]
+        # The first runs leave the constructor's runs here for all later ones.
+        few, more = (call() for call in calls) if are_new else run_at_once(calls)
+        return few, more
 
     def has_table(self, size: int, *, sequence_parallel: bool) -> bool:
         """Whether an estimate for just `size` tp ranks has its table, or was found to need none."""

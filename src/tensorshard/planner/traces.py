@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tensorshard.estimate.operations import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Transfer
@@ -116,9 +117,8 @@ def _run_short(question: Question, family: Family, samples: int, equal_blocks: S
     tp, sequence_parallel, _ = family
     if question.table_for(tp, sequence_parallel=sequence_parallel) is None:
         search_table(question, tp, samples, equal_blocks, sequence_parallel=sequence_parallel)
-    few, more = (
-        _run(question.with_blocks(kept, equal_blocks, tp, sequence_parallel=sequence_parallel), family, samples)
-        for kept in KEPT
+    few, more = question.with_few_blocks(
+        partial(_run, family=family, samples=samples), equal_blocks, tp, sequence_parallel=sequence_parallel
     )
     return _with_more_blocks(few, more, additional_blocks(equal_blocks))
 
