@@ -6,7 +6,7 @@ seconds, above or below. Memory is a lower bound: it leaves out padding, buffers
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -14,7 +14,7 @@ from tensorshard.estimate.caching_allocator import SMALL_SEGMENT
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Transfer
 from tensorshard.estimate.step_time import sending_time, transfer_time
 from tensorshard.pipeline.split_backward import may_split_backward
-from tensorshard.plan import Plan
+from tensorshard.plan import AXES, Plan
 from tensorshard.planner.candidates import Candidate
 from tensorshard.planner.data_collectives import packed_sizes, sends
 from tensorshard.planner.model_facts import ModelFacts
@@ -66,6 +66,15 @@ class _Moved:
         return _Moved(self.seen * count, self.computed * count)
 
 
+@dataclass(frozen=True)
+class _DataCollectives:
+    """Seconds of all-gathers of weights, of reduce-scatters of gradients, and of sums of gradients over all ranks."""
+
+    gathered: _Moved
+    reduced: _Moved
+    summed: _Moved
+
+
 @dataclass
 class Predictions:
     """Predicts plans from the traces that there are.
@@ -79,6 +88,9 @@ class Predictions:
     traces: Mapping[Family, Trace]
     facts: ModelFacts | None
     _sizes: dict[tuple[int, int, int], Counter[float]] = field(default_factory=dict)
+    _collectives: dict[Hashable, _DataCollectives] = field(default_factory=dict)
+    _again: dict[tuple[int, int, bool], float] = field(default_factory=dict)
+    _tensor_collectives: dict[Hashable, _Moved] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Prediction:
         """The prediction for a plan."""
@@ -184,13 +196,16 @@ class Predictions:
         without products."""
         if self.facts is None:
             return 0.0
-        share = samples / self.facts.samples / plan.tp
         full = plan.recompute == "full"
-        seconds = sum(
-            scaled_kernel_time(kernel, self.question, share) * count
-            for kernel, count in self.facts.kernels.items()
-            if full or not kernel.flops
-        )
+        key = (samples, plan.tp, full)
+        if key not in self._again:
+            share = samples / self.facts.samples / plan.tp
+            self._again[key] = sum(
+                scaled_kernel_time(kernel, self.question, share) * count
+                for kernel, count in self.facts.kernels.items()
+                if full or not kernel.flops
+            )
+        seconds = self._again[key]
         return _COMPUTED_AGAIN * seconds if full else seconds / 2
 
     def _along_tp(self, trace: Trace, known: Family, candidate: Candidate) -> "_Moved":
@@ -200,12 +215,16 @@ class Predictions:
             return moved
         host = self.question.rates.host
         if known[0] == plan.tp:
+            key = (known, _degrees(plan), candidate.micro_batch)
+            if key in self._tensor_collectives:
+                return self._tensor_collectives[key]
             share = candidate.micro_batch / trace.samples
             for transfer, count in trace.transfers:
                 if transfer.collective != "receive":  # the rank receives while it sends
                     scaled = replace(transfer, nbytes=round(transfer.nbytes * share))
                     hops = (count / (plan.tp - 1)) if transfer.collective == "send" else count
                     moved += self._one(scaled, plan) * count + _both(host.split * hops if host else 0.0)
+            self._tensor_collectives[key] = moved
             return moved
         if self.facts is None or not self.facts.blocks:
             return moved
@@ -221,24 +240,11 @@ class Predictions:
         plan = candidate.plan
         if plan.dp_size == 1:
             return _Moved()
-        shard, replicate = plan.dp_shard, plan.dp_replicate
-        host = self.question.rates.host
-        unit = _both(host.unit if host is not None and plan.zero == 3 else 0.0)
-        backward, forward = _Moved(), _Moved()
-        for numel, count in self._messages(plan).items():
-            gradients, weights = 4 * numel, numel * (4 if plan.precision == "fp32" else 2)
-            if plan.zero == 0:
-                backward += self._collective("all_reduce", "dp_shard", gradients, plan.dp_size, plan) * count
-                continue
-            times = count * (plan.micro_batches if plan.zero == 3 else 1)
-            reductions = count * (plan.micro_batches if int(plan.zero) >= 2 else 1)
-            gather = self._collective("all_gather", "dp_shard", weights, shard, plan) + unit
-            forward += gather * times
-            backward += (self._collective("reduce_scatter", "dp_shard", gradients, shard, plan) + unit) * reductions
-            backward += gather * (times if plan.zero == 3 and plan.pp == 1 else 0)
-            if replicate > 1:
-                summed = self._collective("all_reduce", "dp_replicate", gradients / shard, replicate, plan) + unit
-                backward += summed * count
+        each = self._data_collectives(plan)
+        times = plan.micro_batches if plan.zero == 3 else 1
+        forward = each.gathered * times
+        backward = each.reduced * (plan.micro_batches if int(plan.zero) >= 2 else 1) + each.summed
+        backward += each.gathered * (times if plan.zero == 3 and plan.pp == 1 else 0)
         forward, backward = forward * (1 / plan.pp), backward * (1 / plan.pp)
         moved = forward + backward
         if not self.question.rates.asynchronous:
@@ -246,6 +252,28 @@ class Predictions:
         part = 1 if plan.zero == 3 else plan.micro_batches
         seen = max(0.0, forward.seen - windows[FORWARD] / part) + max(0.0, backward.seen - windows[BACKWARD] / part)
         return _Moved(seen, moved.computed)
+
+    def _data_collectives(self, plan: Plan) -> "_DataCollectives":
+        """The seconds of each kind of collective along the data axes, if all of them run once."""
+        shard, replicate = plan.dp_shard, plan.dp_replicate
+        key = (_degrees(plan), int(plan.zero), plan.precision)
+        if key in self._collectives:
+            return self._collectives[key]
+        host = self.question.rates.host
+        unit = _both(host.unit if host is not None and plan.zero == 3 else 0.0)
+        gathered = reduced = summed = _Moved()
+        for numel, count in self._messages(plan).items():
+            gradients, weights = 4 * numel, numel * (4 if plan.precision == "fp32" else 2)
+            if plan.zero == 0:
+                summed += self._collective("all_reduce", "dp_shard", gradients, plan.dp_size, plan) * count
+                continue
+            gathered += (self._collective("all_gather", "dp_shard", weights, shard, plan) + unit) * count
+            reduced += (self._collective("reduce_scatter", "dp_shard", gradients, shard, plan) + unit) * count
+            if replicate > 1:
+                each = self._collective("all_reduce", "dp_replicate", gradients / shard, replicate, plan)
+                summed += (each + unit) * count
+        found = self._collectives[key] = _DataCollectives(gathered, reduced, summed)
+        return found
 
     def _around_stages(self, plan: Plan) -> float:
         """Seconds of the host's work around each forward and backward of a pipeline's stages, and in every step."""
@@ -335,6 +363,10 @@ class Predictions:
             return 0.0
         each = (_PACKING if plan.dp_size > 1 else 0) + _ADDING * (plan.micro_batches - 1)
         return each * self.facts.trained * self.question.rates.launch
+
+
+def _degrees(plan: Plan) -> tuple[int, ...]:
+    return tuple(getattr(plan, axis) for axis in AXES)
 
 
 def _both(seconds: float) -> _Moved:
