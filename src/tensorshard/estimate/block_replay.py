@@ -75,12 +75,10 @@ class Replay:
         """Takes the gradients of the outputs that require any."""
         pattern: Pattern = tuple(None if g is None else (tuple(g.shape), g.stride(), g.dtype) for g in gradients)
         usual = self._backward
+        assert usual is not None
         if pattern not in self._record.backwards:
-            other = self._other_backward(pattern)
-            if other is not None:
-                self._record.backwards[pattern] = other
-        found = self._record.backwards.get(pattern, usual)
-        assert found is not None and usual is not None
+            self._record.backwards[pattern] = self._other_backward(pattern) or usual
+        found = self._record.backwards[pattern]
         self._births = usual.births  # in the order in which the chain asks for them
         self._backward = found
         for number, gradient in enumerate(gradients):
