@@ -73,6 +73,30 @@ class _Alternating(nn.Module):
         return x
 
 
+class _Biased(nn.Module):
+    """Hands a bias on, whose gradient comes from a transposed use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bias = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = self.bias(bias).flatten().view(8, 8)
+        return x + self.layer(x @ bias.t()).relu(), bias
+
+
+class _HandedOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Biased() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = x[:1].expand(8, 8)
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x @ bias.t().contiguous()
+
+
 _Case = tuple[Callable[[], nn.Module], Callable[[Any, Any], Any], Any, Any, int, dict[str, Any]]
 _GPT = (partial(GPT, 32, 12, 3, 2, 16), next_token_loss, TOKENS, TOKENS)
 _RESNET = (_Images, F.cross_entropy, IMAGES, torch.zeros(4, dtype=torch.long))
@@ -93,6 +117,12 @@ CASES: dict[str, _Case] = {
     ),
     "batch norms": (*_RESNET, 2, dict(zero=1, micro_batches=2)),
     "batch norms, ZeRO 3": (*_RESNET, 2, dict(zero=3)),
+    "gradients that are not dense": (
+        _HandedOn, F.mse_loss, torch.zeros(4, 8), torch.zeros(4, 8), 1, dict(zero=0, micro_batches=2),
+    ),
+    "gradients that are not dense, in a pipeline": (
+        _HandedOn, F.mse_loss, torch.zeros(4, 8), torch.zeros(4, 8), 2, dict(pp=2, micro_batches=4),
+    ),
     "blocks that differ by a number": (
         partial(_Alternating, False), F.mse_loss, torch.zeros(4, 8), torch.zeros(4, 8), 1, dict(zero=0),
     ),

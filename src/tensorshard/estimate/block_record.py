@@ -98,6 +98,8 @@ class Backward:
         steps: in order; the first `length` come before the inputs' gradients are returned.
         births: one for each parameter's gradient, in order.
         gradients: of the inputs that require a gradient.
+        allocations: how the storages of the whole call came to be, if this is its backward.
+        handed_on: storages that the call makes and returns, as outputs or gradients, with their sizes in bytes.
     """
 
     steps: list[Step]
@@ -105,6 +107,8 @@ class Backward:
     births: list[Birth]
     gradients: list[Place | None]
     counts: Counts
+    allocations: list[Allocation] = field(default_factory=list)
+    handed_on: dict[int, tuple[Place, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -117,7 +121,7 @@ class Record:
         allocations: how the call's storages came to be.
         forward_steps: the steps of forward; the first `length` come before the outputs are returned.
         outputs: tensors, each with its place, and other values, in the order of `spec`.
-        handed_on: storages that the call makes and returns, as outputs or gradients, with their sizes in bytes.
+        handed_on: as of the usual backward.
         backwards: what backward does, by the gradients that it starts from.
         usual: the gradients that backward is expected to start from.
     """

@@ -44,6 +44,8 @@ class Replay:
         self._other_backward = other_backward
         self._backward = record.backwards.get(record.usual)
         self._at = 0
+        self._allocations, self._handed_on = record.allocations, record.handed_on
+        self._order: list[int] = []  # parameters' numbers, in the order in which the chain asks for their gradients
 
     def run(self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Any:
         """What the block returns.
@@ -79,8 +81,9 @@ class Replay:
         if pattern not in self._record.backwards:
             self._record.backwards[pattern] = self._other_backward(pattern) or usual
         found = self._record.backwards[pattern]
-        self._births = usual.births  # in the order in which the chain asks for them
+        self._order = [birth.parameter for birth in usual.births]
         self._backward = found
+        self._allocations, self._handed_on = found.allocations, found.handed_on
         for number, gradient in enumerate(gradients):
             self._held[Owner.GRADIENT, number] = [gradient]
         self._operations.add(found.counts)
@@ -88,13 +91,14 @@ class Replay:
     def born(self, number: int) -> torch.Tensor | None:
         """Plays backward up to the gradient of the chain's parameter `number`, and returns it; None if it gets none."""
         assert self._backward is not None
-        parameter = self._births[number].parameter
-        birth = next((birth for birth in self._backward.births if birth.parameter == parameter), None)
+        births = {birth.parameter: birth for birth in self._backward.births}
+        birth = births.get(self._order[number])
         if birth is None:
             return None
         self._play_backward(birth.at)
         following = self._backward.steps[birth.at : birth.at + 1]
-        if any(self._shares_storage(other, birth) for other in self._births[number + 1 :]):
+        later = [births[parameter] for parameter in self._order[number + 1 :] if parameter in births]
+        if any(self._shares_storage(other, birth) for other in later):
             following = []  # a later gradient still needs the storage
         return self._tensor(birth.gradient, following)
 
@@ -117,14 +121,13 @@ class Replay:
             self._at = end
 
     def _play(self, steps: Sequence[Step]) -> None:
-        record = self._record
         for owner, number, nbytes, phase in steps:
             if owner is not Owner.CALL:
                 self._held.pop((owner, number), None)
-            elif number in record.handed_on:
+            elif number in self._handed_on:
                 if nbytes > 0:
-                    place, size = record.handed_on[number]
-                    with self._storages.making_like(record.allocations[number]), torch.no_grad():
+                    place, size = self._handed_on[number]
+                    with self._storages.making_like(self._allocations[number]), torch.no_grad():
                         self._held[owner, number] = on_storage(
                             place.size, place.stride, place.offset, place.dtype, size
                         )
@@ -136,7 +139,7 @@ class Replay:
                 if not self._sizes[number]:
                     del self._sizes[number]
             else:
-                self._numbers[number] = self._storages.made_like(record.allocations[number], nbytes, phase)
+                self._numbers[number] = self._storages.made_like(self._allocations[number], nbytes, phase)
                 self._sizes[number] = nbytes
 
     def _tensor(self, place: Place, following: Sequence[Step]) -> torch.Tensor:

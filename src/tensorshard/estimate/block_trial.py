@@ -106,6 +106,8 @@ class Trial:
         if changed:
             raise CannotComposeError(f"it changes its attribute {changed!r}")
         record.allocations = self._storages.allocations[first:]
+        for backward in record.backwards.values():
+            backward.allocations, backward.handed_on = record.allocations, record.handed_on
         record.reads = values_of(self._block, reads)
         _check(record)
         return record

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.estimate.block_record import Backward, Pattern, Record, given
+from tensorshard.estimate.block_record import Backward, Owner, Pattern, Record, given
 from tensorshard.estimate.block_replay import Replay
 from tensorshard.estimate.block_structure import SIMPLE, describe_structure, values_of
 from tensorshard.estimate.block_trial import Trial, block_parameters, is_plain
@@ -137,5 +137,8 @@ def _other_backward(record: Record, trial: Any, phase: str, pattern: Pattern) ->
     except Exception as error:
         logger.debug("a backward is told as if its gradients were dense: %s", error)
         return None
+    other = found.backwards.get(pattern)
+    # Forward has run as the record says, and keeps tensors for those storages that are handed on.
+    made = {step.number for step in record.forward_steps if step.owner is Owner.CALL}
     alike = [step[:3] for step in found.forward_steps] == [step[:3] for step in record.forward_steps]
-    return found.backwards.get(pattern) if alike else None
+    return other if alike and made & found.handed_on.keys() == made & record.handed_on.keys() else None
