@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -330,11 +331,13 @@ def young_garbage() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, what the Engine logs about itself is not shown."""
+    """Inside, what the Engine logs about itself is not shown, nor what FSDP warns of in each of its runs."""
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+            yield
     finally:
         logger.setLevel(before)
 

@@ -182,14 +182,14 @@ class StorageLedger(TorchDispatchMode):
         finally:
             self._template = None
 
-    def note(self, tensor: torch.Tensor, operation: str) -> None:
-        """Adds the storage of `tensor`, unless it is known."""
+    def note(self, tensor: torch.Tensor, operation: object) -> None:
+        """Adds the storage of `tensor`, unless it is known. `operation` made it."""
         # Asking a fake tensor whether it is one of shapes alone would call its mode.
         if tensor.fake_device.type == "meta" if type(tensor) is FakeTensor else tensor.is_meta:
             return
         storage = _storage(tensor)
         if storage_address(storage) not in self._numbers and (self._counts is None or self._counts(storage)):
-            self._add(storage, operation, tuple(tensor.shape), tensor.dtype)
+            self._add(storage, str(operation), tuple(tensor.shape), tensor.dtype)
 
     def _add(self, storage: torch.UntypedStorage, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         number = len(self.allocations)
@@ -238,9 +238,12 @@ class StorageLedger(TorchDispatchMode):
                 output = func(*args, **kwargs)
             if operations is not None:
                 operations.note(func, args, kwargs, output, known)
-        for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
-                self.note(leaf, str(func))
+        if isinstance(output, torch.Tensor):
+            self.note(output, func)
+        elif output is not None:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor):
+                    self.note(leaf, func)
         return output
 
     def _change(self, number: int, size: int) -> None:

@@ -1,0 +1,77 @@
+"""Calls that run at once, in forks of the process."""
+
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+
+from tensorshard.comm import forked
+from tensorshard.comm.forked import run_at_once
+
+
+@pytest.fixture(autouse=True)
+def three_cores(monkeypatch):
+    monkeypatch.setattr(forked, "cores_here", lambda: 3)
+
+
+def test_results_come_in_order_from_several_processes():
+    def call(number: int) -> tuple[int, int, float]:
+        x = torch.ones(4, requires_grad=True)
+        (number * x).sum().backward()  # autograd works in forks
+        return number, os.getpid(), float(x.grad.sum())
+
+    found = list(run_at_once([partial(call, number) for number in range(7)]))
+    assert [(number, total) for number, _, total in found] == [(number, 4.0 * number) for number in range(7)]
+    processes = [process for _, process, _ in found]
+    assert processes[0] == processes[3] == processes[6] == os.getpid()
+    assert len(set(processes)) == 3 and processes[1] == processes[4]
+
+
+def test_a_call_that_fails_in_a_fork_fails_here_with_its_own_error():
+    def call(number: int) -> int:
+        if number == 2:
+            raise LookupError("no second one")
+        return number
+
+    with pytest.raises(LookupError, match="no second one"):
+        list(run_at_once([partial(call, number) for number in range(4)]))
+
+
+def test_a_fork_that_dies_is_replaced():
+    here = os.getpid()
+
+    def call(number: int) -> int:
+        if number == 1 and os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number * 10
+
+    assert list(run_at_once([partial(call, number) for number in range(4)])) == [0, 10, 20, 30]
+
+
+def test_what_cannot_be_sent_is_made_here():
+    class Local:
+        pass
+
+    found = list(run_at_once([Local, Local]))
+    assert [type(one) for one in found] == [Local, Local]
+
+
+def test_there_are_no_forks_within_forks_and_none_after_cuda(monkeypatch):
+    def inner() -> set[int]:
+        return set(run_at_once([os.getpid, os.getpid, os.getpid]))
+
+    here, there = run_at_once([os.getpid, inner])
+    assert len(there) == 1 and here not in there
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert inner() == {os.getpid()}
+
+
+def test_with_one_core_calls_wait_until_they_are_asked_for(monkeypatch):
+    monkeypatch.setattr(forked, "cores_here", lambda: 1)
+    made = []
+    results = run_at_once([partial(made.append, number) for number in range(3)])
+    next(results)
+    assert made == [0]
+
