@@ -29,7 +29,7 @@ _INDEX = torch.ops.aten.index.Tensor
 _PLAIN = frozenset(
     {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )  # fmt: skip
-_MOST_RESULTS = 1 << 17
+_MOST_RESULTS = 1 << 15
 
 
 @dataclass(slots=True)
