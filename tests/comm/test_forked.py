@@ -74,4 +74,3 @@ def test_with_one_core_calls_wait_until_they_are_asked_for(monkeypatch):
     results = run_at_once([partial(made.append, number) for number in range(3)])
     next(results)
     assert made == [0]
-

@@ -18,6 +18,7 @@ from tensorshard.torch_private.process_groups import forget_world
 _Result = TypeVar("_Result")
 
 _PATIENCE = 30.0  # seconds that a fork may take beyond twice what this process takes for as many calls
+_MOST_PROCESSES = 4  # each fork takes memory of its own
 _cores_are_taken = ContextVar("_cores_are_taken", default=False)  # in a fork that is one of several
 
 
@@ -43,7 +44,7 @@ def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, sho
 
 
 def run_at_once(calls: Sequence[Callable[[], _Result]]) -> Iterator[_Result]:
-    """What `calls` return, in order, each core taking its share of them: this process the first one, forks the others.
+    """What `calls` return, in order, each of up to four cores taking its share: this process one, forks the others.
 
     This is for calls that compute little, and keep a core busy with Python alone. What a call changes in a fork stays
     there. If a call fails in a fork, this process runs it again. There are no forks outside of Linux, after CUDA was
@@ -81,7 +82,7 @@ def _cores_for_forks() -> int:
 
     if _cores_are_taken.get() or sys.platform != "linux" or torch.cuda.is_initialized():
         return 1
-    return cores_here()
+    return min(_MOST_PROCESSES, cores_here())
 
 
 def _share_of(calls: Sequence[Callable[[], _Result]]) -> Callable[[], list[_Result]]:

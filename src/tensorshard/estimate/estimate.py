@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -292,8 +293,12 @@ def estimate(
                 slots=engine.slots,
             )
 
+    calls = [partial(estimated, stage) for stage in _fullest_first(len(first_ranks))]
+    # A table is searched for on real blocks, and the model's constructor run, by the first rank for all.
+    is_built = isinstance(model, nn.Module) or decisions.recorded is not None
+    alone = 0 if is_built and (resolved.tp == 1 or decisions.table is not None) else 1
     ranks: list[RankEstimate] = []
-    for rank in run_at_once([partial(estimated, stage) for stage in _fullest_first(len(first_ranks))]):
+    for rank in chain((call() for call in calls[:alone]), run_at_once(calls[alone:])):
         ranks.append(rank)
         if stop_above is not None and rank.peak_device > stop_above:
             break
