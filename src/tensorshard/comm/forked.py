@@ -87,7 +87,12 @@ def _cores_for_forks() -> int:
 
 def _share_of(calls: Sequence[Callable[[], _Result]]) -> Callable[[], list[_Result]]:
     def work() -> list[_Result]:
+        import torch
+
         _cores_are_taken.set(True)
+        # This raises in a fork of a process whose autograd has threads, as it has with a build for CUDA. So such a fork
+        # ends at once, and not after half of its first call.
+        torch.ones(1, requires_grad=True).sum().backward()
         return [call() for call in calls]
 
     return work
