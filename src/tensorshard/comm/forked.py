@@ -7,7 +7,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from typing import Any, Generic, NoReturn, TypeVar
@@ -137,8 +136,7 @@ class _Fork(Generic[_Result]):
         """Ends the fork, whatever it is doing."""
         self._receiver.close()
         if not self._ended:
-            with suppress(ProcessLookupError):
-                os.kill(self._process, signal.SIGKILL)
+            os.kill(self._process, signal.SIGKILL)
             os.waitpid(self._process, 0)
             self._ended = True
 

@@ -46,6 +46,7 @@ class Replay:
         self._at = 0
         self._allocations, self._handed_on = record.allocations, record.handed_on
         self._order: list[int] = []  # parameters' numbers, in the order in which the chain asks for their gradients
+        self._births: dict[int, Birth] = {}  # by their parameters' numbers
 
     def run(self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Any:
         """What the block returns.
@@ -82,6 +83,7 @@ class Replay:
             self._record.backwards[pattern] = self._other_backward(pattern) or usual
         found = self._record.backwards[pattern]
         self._order = [birth.parameter for birth in usual.births]
+        self._births = {birth.parameter: birth for birth in found.births}
         self._backward = found
         self._allocations, self._handed_on = found.allocations, found.handed_on
         for number, gradient in enumerate(gradients):
@@ -91,14 +93,13 @@ class Replay:
     def born(self, number: int) -> torch.Tensor | None:
         """Plays backward up to the gradient of the chain's parameter `number`, and returns it; None if it gets none."""
         assert self._backward is not None
-        births = {birth.parameter: birth for birth in self._backward.births}
-        birth = births.get(self._order[number])
+        birth = self._births.get(self._order[number])
         if birth is None:
             return None
         self._play_backward(birth.at)
         following = self._backward.steps[birth.at : birth.at + 1]
-        later = [births[parameter] for parameter in self._order[number + 1 :] if parameter in births]
-        if any(self._shares_storage(other, birth) for other in later):
+        later = (self._births.get(parameter) for parameter in self._order[number + 1 :])
+        if any(other is not None and self._shares_storage(other, birth) for other in later):
             following = []  # a later gradient still needs the storage
         return self._tensor(birth.gradient, following)
 

@@ -248,7 +248,7 @@ def estimate(
         with (
             _quiet(),
             without_fake_kernel_reports(),
-            young_garbage(),
+            _young_garbage(),
             _ranks_of_a_node(ranks_here),
             fake_world(rank, world_size, _BACKENDS[device]),
             grouped_products_of_any_dtype(),
@@ -298,7 +298,9 @@ def estimate(
     is_built = isinstance(model, nn.Module) or decisions.recorded is not None
     alone = 0 if is_built and (resolved.tp == 1 or decisions.table is not None) else 1
     ranks: list[RankEstimate] = []
-    for rank in chain((call() for call in calls[:alone]), run_at_once(calls[alone:])):
+    # The two ends take the most memory. If one takes too much, the others need not be run.
+    ends = len(calls) if stop_above is None else alone + 2
+    for rank in chain.from_iterable(run_at_once(some) for some in (calls[:alone], calls[alone:ends], calls[ends:])):
         ranks.append(rank)
         if stop_above is not None and rank.peak_device > stop_above:
             break
@@ -322,7 +324,7 @@ def _fullest_first(stages: int) -> list[int]:
 
 
 @contextmanager
-def young_garbage() -> Iterator[None]:
+def _young_garbage() -> Iterator[None]:
     """Inside, garbage collection looks only at new objects: going through all others takes longer than a step."""
     if gc.get_freeze_count():  # others have frozen objects, which `unfreeze` would thaw
         yield

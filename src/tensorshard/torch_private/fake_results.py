@@ -12,7 +12,7 @@ Checked: torch 2.11 and 2.13.
 Public way: none.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tensorshard.torch_private.pytree import tree_leaves
 
 __all__ = ["KnownResult", "QuickFakeTensorMode"]
 
@@ -94,13 +96,14 @@ class QuickFakeTensorMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        key = self._key(func, args, kwargs)
-        known = None if key is None else _results.get(key)
+        key, known = self._known(func, args, kwargs)
         if known is not None:
             return self._answer(known, args)
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if key is not None and key not in _results:
-            self._remember(key, func, args, kwargs, output)
+            if len(_results) >= _MOST_RESULTS:
+                _results.clear()
+            _results[key] = self._described(func, args, kwargs, output)
         return output
 
     def is_active(self) -> bool:
@@ -110,8 +113,7 @@ class QuickFakeTensorMode(FakeTensorMode):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, KnownResult | None]:
         """What ``func(*args, **kwargs)`` returns, while the mode is active; and the entry for such calls, if there is
         one. This is quicker than the call: it saves the way through torch's dispatcher."""
-        key = self._key(func, args, kwargs)
-        known = None if key is None else _results.get(key)
+        key, known = self._known(func, args, kwargs)
         if known is not None:
             return self._answer(known, args), known
         return func(*args, **kwargs), None if key is None else _results.get(key)
@@ -121,10 +123,9 @@ class QuickFakeTensorMode(FakeTensorMode):
             return self._made(known.outputs[0], args)
         return known.kind([self._made(output, args) for output in known.outputs])
 
-    def _remember(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if len(_results) >= _MOST_RESULTS:
-            _results.clear()
-        _results[key] = self._described(func, args, kwargs, output)
+    def _known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, KnownResult | None]:
+        key = self._key(func, args, kwargs)
+        return key, None if key is None else _results.get(key)
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A key for calls with the same result; None if the result cannot be known."""
@@ -255,9 +256,5 @@ def _depends_on_shapes(func: Any) -> bool:
     return not (func.is_view and implicit)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
