@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tensorshard.comm import forked
-from tensorshard.comm.forked import run_at_once
+from tensorshard.comm.forked import TriedInVain, in_forked_process, run_at_once
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +74,16 @@ def test_with_one_core_calls_wait_until_they_are_asked_for(monkeypatch):
     results = run_at_once([partial(made.append, number) for number in range(3)])
     next(results)
     assert made == [0]
+
+
+def test_where_forks_cannot_run_autograd_this_process_does_the_work(monkeypatch):
+    assert in_forked_process(os.getpid, 60) != os.getpid()
+    monkeypatch.setattr(forked, "_runs_autograd", lambda: False)
+    assert in_forked_process(os.getpid, 60) == os.getpid()
+    assert set(run_at_once([os.getpid] * 3)) == {os.getpid()}
+
+    def fail() -> None:
+        raise LookupError("no such plan\nand more")
+
+    with pytest.raises(TriedInVain, match=r"^no such plan$"):
+        in_forked_process(fail, 60)

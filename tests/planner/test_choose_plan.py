@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tensorshard as ts
+from tensorshard.comm import forked
 from tensorshard.planner.guessed_targets import guess_targets
 
 
@@ -39,6 +40,21 @@ def test_all_ranks_take_what_the_first_one_chose_and_train(ranks):
     plan, losses, _ = first
     assert (plan["zero"], plan["tp"], plan["pp"], plan["dp_shard"]) == (1, 1, 1, 2)
     assert losses[1] < losses[0]
+
+
+def _chosen_without_forks() -> tuple[Any, Any, bool]:
+    in_a_fork = _chosen_and_trained()
+    before = torch.get_rng_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forked, "_runs_autograd", lambda: False)
+        engine = _auto(fixed={"zero": 1, "tp": 1, "pp": 1})
+        same = torch.equal(before, torch.get_rng_state()) and engine.plan.to_dict() == in_a_fork[0]
+        return in_a_fork, _chosen_and_trained(), same
+
+
+def test_a_rank_whose_forks_cannot_run_autograd_searches_itself(ranks):
+    for in_a_fork, here, same in ranks(2, _chosen_without_forks):
+        assert here == in_a_fork and same
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Generic, NoReturn, TypeVar
 
 from tensorshard.host_cores import cores_here
-from tensorshard.torch_private.process_groups import forget_world
+from tensorshard.torch_private.process_groups import forget_world, world_set_aside
 
 _Result = TypeVar("_Result")
 
@@ -21,16 +21,25 @@ _MOST_PROCESSES = 4  # each fork takes memory of its own
 _cores_are_taken = ContextVar("_cores_are_taken", default=False)  # in a fork that is one of several
 
 
+_NO_AUTOGRAD = 75  # the exit status of a fork that cannot run a backward
+
+
 class TriedInVain(Exception):
     """Why there is no result, in a few words."""
+
+
+class _NoAutogradError(TriedInVain):
+    """Forks of this process cannot run a backward: its autograd has threads, as it has with a build for CUDA."""
 
 
 def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, shown: bool = False) -> _Result:
     """What `work` returns, run in a fork of this process, which has all imports. The fork has no process groups.
 
+    Where forks cannot run a backward, this process does the work itself, without its process groups meanwhile.
+
     Args:
-        seconds: after which it is killed; None for never.
-        shown: whether what it prints is shown.
+        seconds: after which a fork is killed; None for never.
+        shown: whether what a fork prints is shown.
 
     Raises:
         TriedInVain: it raised something, ended otherwise or took too long.
@@ -38,6 +47,12 @@ def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, sho
     fork = _Fork(work, shown=shown)
     try:
         return fork.result(seconds)
+    except _NoAutogradError:
+        try:
+            with world_set_aside():
+                return work()
+        except Exception as error:
+            raise TriedInVain(_first_line(error)) from error
     finally:
         fork.end()
 
@@ -86,12 +101,7 @@ def _cores_for_forks() -> int:
 
 def _share_of(calls: Sequence[Callable[[], _Result]]) -> Callable[[], list[_Result]]:
     def work() -> list[_Result]:
-        import torch
-
         _cores_are_taken.set(True)
-        # This raises in a fork of a process whose autograd has threads, as it has with a build for CUDA. So such a fork
-        # ends at once, and not after half of its first call.
-        torch.ones(1, requires_grad=True).sum().backward()
         return [call() for call in calls]
 
     return work
@@ -126,7 +136,8 @@ class _Fork(Generic[_Result]):
         except EOFError:
             code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
             self._ended = True
-            raise TriedInVain(f"its process ended with code {code}") from None
+            kind = _NoAutogradError if code == _NO_AUTOGRAD else TriedInVain
+            raise kind(f"its process ended with code {code}") from None
         if not succeeded:
             raise TriedInVain(result)
         found: _Result = result
@@ -156,16 +167,33 @@ def _be_the_fork(work: Callable[[], object], sender: Connection, shown: bool) ->
         torch.set_num_threads(1)  # a fork has no copies of the threads that this process may have started
         if dist.is_initialized():
             groups += forget_world()
-        _work_and_send(work, sender)
-        sys.stdout.flush()
-        code = 0
+        if _runs_autograd():
+            _work_and_send(work, sender)
+            sys.stdout.flush()
+            code = 0
+        else:  # it ends at once, and not after half of the work
+            code = _NO_AUTOGRAD
     finally:
         os._exit(code)  # before `groups` are freed: that would wait for their threads, which only the parent has
+
+
+def _runs_autograd() -> bool:
+    import torch
+
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _work_and_send(work: Callable[[], object], sender: Connection) -> None:
     try:
         sender.send((True, work()))
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        sender.send((False, lines[0]))
+        sender.send((False, _first_line(error)))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
+    _register_process_group,
     _resolve_process_group,
     _set_pg_timeout,
     _unregister_all_process_groups,
+    _update_default_pg,
 )
 
 _STANDS_FOR: ContextVar[str] = ContextVar("_STANDS_FOR", default="fake")
@@ -250,13 +252,46 @@ def forget_world() -> list[Any]:
     """
     world = distributed_c10d._world
     kept = [world.default_pg, *world.pg_map, *world.pg_map.values()]
-    dist.GroupMember.WORLD = None
+    _update_default_pg(None)
     _unregister_all_process_groups()
-    tables = (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.tags_to_pg)
-    for table in (*tables, world.pg_to_tag, world.pg_coalesce_state):
+    for table in _tables():
         table.clear()
     world.group_count = 0
     return kept
+
+
+@contextmanager
+def world_set_aside() -> Iterator[None]:
+    """Inside, this process is in no world, and can be a rank of a fake one. Its groups are not used meanwhile.
+
+    Why: plans are tried in a fork of a rank. Where a fork cannot run autograd, the rank tries them itself.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    world = distributed_c10d._world
+    default, contents, count = world.default_pg, [table.copy() for table in _tables()], world.group_count
+    groups = forget_world()
+    try:
+        yield
+    finally:
+        for table, content in zip(_tables(), contents, strict=True):
+            table.clear()
+            table.update(content)
+        world.group_count = count
+        for group, name in world.pg_names.items():
+            _register_process_group(name, group)
+        _update_default_pg(default)
+        del groups
+
+
+def _tables() -> tuple[dict[Any, Any], ...]:
+    world = distributed_c10d._world
+    return (
+        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.tags_to_pg, world.pg_to_tag,
+        world.pg_coalesce_state,
+    )  # fmt: skip
 
 
 def group_of_argument(argument: Any) -> dist.ProcessGroup | None:
