@@ -1,4 +1,4 @@
-"""Loops whose iterations are alike. An estimate counts operations and computes nothing, so it may run fewer of them."""
+"""Loops whose iterations are alike. What counts operations and computes nothing may run fewer of them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +15,30 @@ def repetitions(turns: list[slice]) -> Iterable[slice]:
         turns: the slices that the loop works on, one after the other. All but the last have the same length.
     """
     return _shorten[-1](turns) if _shorten else turns
+
+
+class FewTurns:
+    """Runs the first, the second and the last of equal iterations. The second one counts for all those in between.
+
+    Attributes:
+        times: how many iterations, of this loop and those around it, what is done now counts for.
+    """
+
+    def __init__(self) -> None:
+        self.times = 1
+
+    def __call__(self, turns: list[slice]) -> Iterator[slice]:
+        if len(turns) <= 3:
+            yield from turns
+            return
+        yield turns[0]
+        before = self.times
+        self.times = before * (len(turns) - 2)
+        try:
+            yield turns[1]
+        finally:
+            self.times = before
+        yield turns[-1]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from tensorshard.estimate.operator_costs import cost_of
 from tensorshard.mesh import Mesh
 from tensorshard.mesh_coordinates import group_ranks
 from tensorshard.plan import AXES, Plan
+from tensorshard.repetitions import FewTurns
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_results import KnownResult
 from tensorshard.torch_private.operators import schema
@@ -83,14 +84,13 @@ class OperationLedger(TorchDispatchMode):
         super().__init__()
         self.recording = False
         self._phase: Callable[[], str] = lambda: FORWARD
-        self._kernels: Counter[Kernel] = Counter()
-        self._transfers: Counter[tuple[Transfer, str]] = Counter()  # with the group's name, and no axis
+        self._counts = Counts()
         # What ran since the last backward. It is a forward if another backward follows, and else part of the update.
-        self._after_backward: tuple[Counter[Kernel], Counter[tuple[Transfer, str]]] = (Counter(), Counter())
+        self._after_backward = Counts()
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._apart: Counts | None = None
         self._section_apart = FORWARD
-        self._times = 1  # how often each operation counts now, see `turns`
+        self.turns = FewTurns()
 
     @contextmanager
     def apart(self, section: str) -> Iterator[Counts]:
@@ -104,20 +104,6 @@ class OperationLedger(TorchDispatchMode):
             yield self._apart
         finally:
             self._apart = None
-
-    def turns(self, turns: list[slice]) -> Iterator[slice]:
-        """The first, the second and the last of equal turns of a loop. The second counts for all those in between."""
-        if len(turns) <= 3:
-            yield from turns
-            return
-        yield turns[0]
-        before = self._times  # the count of a loop around this one
-        self._times = before * (len(turns) - 2)
-        try:
-            yield turns[1]
-        finally:
-            self._times = before
-        yield turns[-1]
 
     def add(self, counts: Counts) -> None:
         """Adds what was counted in :meth:`apart` before, if the ledger records."""
@@ -135,8 +121,7 @@ class OperationLedger(TorchDispatchMode):
             phase: returns what is going on: "forward", "backward" or "update".
         """
         self._phase = phase
-        for counter in (self._kernels, self._transfers, *self._after_backward):
-            counter.clear()
+        self._counts, self._after_backward = Counts(), Counts()
         self.recording = True
 
     def end_step(self) -> None:
@@ -147,8 +132,8 @@ class OperationLedger(TorchDispatchMode):
     def operations(self, mesh: Mesh, plan: Plan) -> Operations:
         """What was counted, with each group named by its axis of `mesh`."""
         axes = {name: axis_of(dist.get_process_group_ranks(group), mesh) for name, group in self._groups.items()}
-        found = Operations(Counter(self._kernels))
-        for (transfer, group), count in self._transfers.items():
+        found = Operations(Counter(self._counts.kernels))
+        for (transfer, group), count in self._counts.transfers.items():
             if transfer.ranks > 1:
                 axis = axes[group]
                 # FSDP's transfers run on streams of their own, while the model computes.
@@ -192,16 +177,16 @@ class OperationLedger(TorchDispatchMode):
             )
 
     def _count_kernel(self, kernel: Kernel, section: str, count: int) -> None:
-        if self._apart is not None:
-            self._apart.kernels[kernel] += count * self._times
-        else:
-            (self._after_backward[0] if section == FORWARD else self._kernels)[kernel] += count * self._times
+        self._now(section).kernels[kernel] += count * self.turns.times
 
     def _count_transfer(self, transfer: Transfer, group: str, section: str, count: int) -> None:
+        self._now(section).transfers[transfer, group] += count * self.turns.times
+
+    def _now(self, section: str) -> Counts:
+        """Where an operation of `section` is counted."""
         if self._apart is not None:
-            self._apart.transfers[transfer, group] += count * self._times
-        else:
-            (self._after_backward[1] if section == FORWARD else self._transfers)[transfer, group] += count * self._times
+            return self._apart
+        return self._after_backward if section == FORWARD else self._counts
 
     def _section(self) -> str:
         if self._apart is not None:
@@ -216,13 +201,11 @@ class OperationLedger(TorchDispatchMode):
         return section
 
     def _take_rest(self, section: str) -> None:
-        kernels, transfers = self._after_backward
-        for kernel, count in kernels.items():
-            self._kernels[replace(kernel, section=section)] += count
-        for (transfer, group), count in transfers.items():
-            self._transfers[replace(transfer, section=section), group] += count
-        kernels.clear()
-        transfers.clear()
+        rest, self._after_backward = self._after_backward, Counts()
+        for kernel, count in rest.kernels.items():
+            self._counts.kernels[replace(kernel, section=section)] += count
+        for (transfer, group), count in rest.transfers.items():
+            self._counts.transfers[replace(transfer, section=section), group] += count
 
     def _note_transfer(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         name = func.overloadpacket.__name__.strip("_")

@@ -12,9 +12,11 @@ from tensorshard.planner.nothing_fits import nothing_fits
 from tensorshard.planner.plan_search import FoundPlan, PlanSearch
 from tensorshard.planner.progress import Progress
 from tensorshard.planner.question import Question, ask, check_objective
-from tensorshard.planner.search import BY_MEMORY, BY_TIME, Search
+from tensorshard.planner.search import BY_MEMORY, BY_TIME, Key, Search
 from tensorshard.planner.wording import found_reasons, rejections
 from tensorshard.quantities import seconds_words
+
+_TRIES = 8  # the most plans that are estimated, the best first, as long as none of them fits
 
 
 def find_plans(
@@ -90,10 +92,20 @@ def find_plans(
     if step_time is not None:
         return _answer(_cheapest(question, top, step_time, progress), top, by_memory=False)
     by_memory = objective == "memory"
-    search = Search(question).run(BY_MEMORY if by_memory else BY_TIME, top, progress)
+    search = _best(Search(question), BY_MEMORY if by_memory else BY_TIME, top, progress)
     if not search.found:
         raise nothing_fits(search, progress)
     return _answer(search, top, by_memory=by_memory)
+
+
+def _best(search: Search, key: Key, top: int, progress: Progress) -> Search:
+    """Runs the search. If none of the best plans fits, those that take the least memory are tried next."""
+    search.run(key, top, progress, most_too_large=_TRIES)
+    if not search.found and not search.exhausted:
+        search.run(BY_MEMORY, 1, progress, most_too_large=2 * _TRIES, any_will_do=True)
+        if search.found:
+            search.run(key, top, progress)
+    return search
 
 
 def _cheapest(question: Question, top: int, step_time: float, progress: Progress) -> Search:
@@ -110,7 +122,7 @@ def _cheapest(question: Question, top: int, step_time: float, progress: Progress
         search = Search(asked, search.traces, search.facts).run(BY_TIME, top, progress, longest=step_time)
         if search.found:
             return search
-    fastest = Search(question, search.traces, search.facts).run(BY_TIME, 1, progress)
+    fastest = _best(Search(question, search.traces, search.facts), BY_TIME, 1, progress)
     if not fastest.found:
         raise nothing_fits(fastest, progress)
     raise ValueError(

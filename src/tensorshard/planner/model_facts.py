@@ -18,6 +18,7 @@ from tensorshard.planner.data_collectives import Bucket, find_buckets
 from tensorshard.planner.fewer_blocks import equal_blocks
 from tensorshard.planner.stage_costs import StageCosts, stage_costs
 from tensorshard.pretrained.pretrained_model import PretrainedModel
+from tensorshard.repetitions import FewTurns, shortened
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import (
@@ -37,6 +38,7 @@ class ModelFacts:
         kernels: the kernels of the blocks, with their counts.
         block_outputs: bytes that all blocks together return.
         largest_block: elements of the trained parameters in the block that has the most.
+        largest_share: the part of all trained elements that is in the largest parameter.
         buckets: the trained parameters that share messages along the data axes.
         stages: where the model can be cut into stages; None if that is not known.
         output: the model's output, on fake tensors.
@@ -49,6 +51,7 @@ class ModelFacts:
     kernels: Counter[Kernel]
     block_outputs: int
     largest_block: int
+    largest_share: float = 0.0
     buckets: tuple[Bucket, ...] = ()
     stages: StageCosts | None = None
     output: Any = None
@@ -61,6 +64,7 @@ class _BlockKernels(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.depth = 0
+        self.turns = FewTurns()
         self.kernels: Counter[Kernel] = Counter()
         self.calls = 0
         self.outputs = 0
@@ -70,7 +74,8 @@ class _BlockKernels(TorchDispatchMode):
         output = func(*args, **kwargs)
         cost = cost_of(func, args, kwargs, output) if self.depth else None
         if cost is not None:
-            self.kernels[Kernel(FORWARD, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes)] += 1
+            kernel = Kernel(FORWARD, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes)
+            self.kernels[kernel] += self.turns.times
         return output
 
     def enter(self, *_: Any) -> None:
@@ -116,10 +121,18 @@ def _one_forward(model: nn.Module, batch: Any, samples: int) -> ModelFacts:
     sizes = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks.values()]
     hooks = [block.register_forward_pre_hook(counter.enter) for block in blocks.values()]
     hooks += [block.register_forward_hook(counter.leave) for block in blocks.values()]
-    with counter:
+    with counter, shortened(counter.turns):
         output = call_model(model, batch)
     for hook in hooks:
         hook.remove()
-    trained = sum(parameter.requires_grad for parameter in model.parameters())
-    largest = max(sizes, default=0)
-    return ModelFacts(samples, trained, counter.calls, counter.kernels, counter.outputs, largest, output=output)
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    return ModelFacts(
+        samples,
+        len(trained),
+        counter.calls,
+        counter.kernels,
+        counter.outputs,
+        largest_block=max(sizes, default=0),
+        largest_share=max(trained, default=0) / (sum(trained) or 1),
+        output=output,
+    )

@@ -110,20 +110,20 @@ class Predictions:
         split *= plan.pp
         zero, shard = int(plan.zero), plan.dp_shard
         copies = 1.0 if plan.precision == "fp32" else 1 / 3  # of 6 bytes, 2 are the copy for computing
-        parameters = trace.parameters / split
+        base, largest = self.traces[BASE], self._largest(plan)  # which is in one of the stages
+        width = 4 if plan.precision == "fp32" else 6
+        parameters = whole = max(trace.parameters / split, base.gradients / 4 * largest * width)
+        gathered = self._gathered(plan) if zero == 3 and shard > 1 else 0.0
         if zero == 3:
-            parameters /= shard
-            if self.facts is not None and shard > 1 and plan.shard_units is None:  # one block's parameters are gathered
-                width = 4 if plan.precision == "fp32" else 2
-                parameters += self.facts.largest_block * width / plan.tp
+            parameters = parameters / shard + gathered
         elif zero and plan.precision != "fp32":
             parameters *= copies + (1 - copies) / shard
-        gradients = trace.gradients / split / (shard if zero >= 2 else 1)
-        optimizer = trace.optimizer / split / (shard if zero >= 1 else 1)
+        gradients = max(trace.gradients / split, base.gradients * largest) / (shard if zero >= 2 else 1)
+        optimizer = max(trace.optimizer / split, base.optimizer * largest) / (shard if zero >= 1 else 1)
         if plan.offloaded is not None:
             gradients, optimizer = 0.0, 0.0
             if not self.question.on_cpus:  # master weights are in the host's memory
-                parameters = 0.0 if zero == 3 and shard > 1 else trace.parameters / split * copies
+                parameters = gathered if zero == 3 and shard > 1 else whole * copies
         activations = self._activations(plan, trace, known) * candidate.micro_batch / split
         if plan.pp > 1:
             activations *= _UNEVEN * min(plan.micro_batches, plan.pp)
@@ -132,9 +132,22 @@ class Predictions:
             # The working memory of a step has a fixed part, and a part for each sample. So for fewer samples it shrinks
             # at most in proportion.
             activations = max(activations, trace.working * min(1.0, candidate.micro_batch / trace.samples))
-        held = parameters + optimizer + max(gradients, kept + activations)
+        held = parameters + optimizer + max(gradients, kept + activations, gathered)  # gradients are of that size, too
         segments = -(-int(held) // SMALL_SEGMENT)  # an allocator reserves whole segments
         return max(1, segments) * SMALL_SEGMENT + self.question.hardware.context
+
+    def _largest(self, plan: Plan) -> float:
+        """The part of all trained elements that a rank with the largest parameter has of it."""
+        return 0.0 if self.facts is None else self.facts.largest_share / plan.tp
+
+    def _gathered(self, plan: Plan) -> float:
+        """Bytes of the weights that ZeRO 3 gathers at once: at least those of a block, and the largest parameter."""
+        if self.facts is None:
+            return 0.0
+        elements = self.traces[BASE].gradients / 4 * self._largest(plan)
+        if plan.shard_units is None:
+            elements = max(elements, self.facts.largest_block / plan.tp)
+        return elements * (4 if plan.precision == "fp32" else 2)
 
     def _activations(self, plan: Plan, trace: Trace, known: Family) -> float:
         """A lower bound for the bytes of each sample, on the ranks of `trace`, whose family is `known`."""

@@ -30,6 +30,8 @@ MOST_ESTIMATES = 48
 # quarter of it if a plan with the same stages was estimated before.
 _DOUBT = 0.02
 
+_AS_MUCH = 0.95  # a plan that saves less memory than another takes at least this part of its memory: buffers differ
+
 
 @dataclass
 class Considered:
@@ -112,7 +114,9 @@ class Search:
     exhausted: bool = True
     estimates: int = 0
     _scarce: set[Family] = field(default_factory=set)  # families of plans that did not fit
+    _predictions: Predictions = field(init=False)
     _floors: dict[int, float] = field(default_factory=dict)  # least seconds, by the order of candidates
+    _memory_floors: dict[int, int] = field(default_factory=dict)  # least bytes, in the same way
     _corrections: Corrections = field(default_factory=Corrections)
     _beyond_outlines: list[float] = field(default_factory=list)  # ratios of estimated to outlined seconds
 
@@ -123,22 +127,26 @@ class Search:
         progress: Progress,
         *,
         most: int = MOST_ESTIMATES,
+        most_too_large: int = MOST_ESTIMATES,
         longest: float = math.inf,
         any_will_do: bool = False,
     ) -> "Search":
-        """Looks for the `top` best plans by `key`.
+        """Looks for the `top` best plans by `key`. If it was run before, it goes on with what is left.
 
         Args:
-            most: how many plans may be estimated.
+            most: how many plans may be estimated, with those of earlier runs.
+            most_too_large: the same, as long as none of them fits.
             longest: the most seconds that a step may take.
             any_will_do: whether to stop at the first plan that fits.
 
         Raises:
             ValueError: the model cannot be trained by any plan.
         """
-        self._predictions = self._prepare(progress)
+        if not self.considered:
+            self._prepare(progress)
+        self.exhausted = True
         failed: dict[Family, str] = {}
-        queue = self._in_order(self.considered, key)
+        queue = self._in_order((one for one in self.considered if one.estimate is None), key)
         while queue and not (any_will_do and self.found):
             one = queue[0]
             if self._is_over(one, key, top):
@@ -158,7 +166,7 @@ class Search:
                     one.refused = failed[family] = _first_sentence(error)
                 else:
                     self._predict_anew(queue, family)
-            elif self.estimates == most:
+            elif self.estimates >= (most if self.found else min(most, most_too_large)):
                 self.exhausted = False
                 break
             elif (unclear := self._first_to_outline(queue)) is not None:
@@ -202,7 +210,7 @@ class Search:
         doubt = _DOUBT if self._corrections.of(one.plan) is None else _DOUBT / 4
         return key is not BY_TIME or one.likely_seconds * (1 - doubt) >= best.seconds
 
-    def _prepare(self, progress: Progress) -> Predictions:
+    def _prepare(self, progress: Progress) -> None:
         question = self.question
         listed, self.refused = candidates(question)
         if BASE not in self.traces:
@@ -211,14 +219,13 @@ class Search:
             progress.say("running the model once")
             self.facts = model_facts(question.model, question.batch(samples)[0], samples, question.fixed)
             self.traces[BASE] = self._run_trace(BASE, samples)
-        predictions = Predictions(question, self.traces, self.facts)
+        self._predictions = Predictions(question, self.traces, self.facts)
         for candidate in listed:
             try:
-                self.considered.append(Considered(candidate, predictions.of(candidate)))
+                self.considered.append(Considered(candidate, self._predictions.of(candidate)))
             except ValueError as error:  # it cannot be cut into so many stages
                 nothing = Prediction(0, math.inf, 0.0, 0.0)
                 self.considered.append(Considered(candidate, nothing, refused=_first_sentence(error)))
-        return predictions
 
     def _rank(self, one: Considered, key: Key) -> tuple[float, float]:
         return key(one.predicted.memory, one.predicted.seconds)
@@ -229,7 +236,9 @@ class Search:
         for one in among:
             ratio = beyond if one.outlined else self._corrections.of(one.plan) or 1.0
             seconds = max(one.first.seconds * ratio, self._floors.get(one.candidate.order, 0.0))
-            one.predicted = one.first if seconds == one.first.seconds else replace(one.first, seconds=seconds)
+            memory = max(one.first.memory, self._memory_floors.get(one.candidate.order, 0))
+            same = (seconds, memory) == (one.first.seconds, one.first.memory)
+            one.predicted = one.first if same else replace(one.first, seconds=seconds, memory=memory)
 
     def _first_to_outline(self, queue: Sequence[Considered]) -> Considered | None:
         """The first plan that can be outlined, if the estimate of the first in the queue should wait for that: it may
@@ -272,6 +281,7 @@ class Search:
             return
         if one.memory > self.question.memory:
             self._scarce.add(family_of(one.plan))
+            self._raise_memory_floors(one)
         if not one.estimate.complete:
             return
         one.seconds = self.question.seconds(one.estimate)
@@ -301,6 +311,14 @@ class Search:
                 order = other.candidate.order
                 self._floors[order] = max(self._floors.get(order, 0.0), seconds)
 
+    def _raise_memory_floors(self, one: Considered) -> None:
+        """Notes that plans which save less memory than `one`, and nothing else, take about as much at least."""
+        least = int(one.memory * _AS_MUCH)
+        for other in self.considered:
+            if _saves_more(one.plan, other.plan):
+                order = other.candidate.order
+                self._memory_floors[order] = max(self._memory_floors.get(order, 0), least)
+
     def _alike(self, plan: Plan) -> Iterable[Considered]:
         """Plans that a model refuses as it refuses `plan`: those with the same stages, and the same layers split."""
         same = ["tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank"]
@@ -318,6 +336,19 @@ def _does_more(plan: Plan, than: Plan) -> bool:
     if plan.zero != than.zero and (plan.zero, than.zero) != (2, 1):
         return False
     if plan.micro_batches != than.micro_batches and (plan.pp > 1 or plan.micro_batches % than.micro_batches):
+        return False
+    return all(getattr(plan, name) == getattr(than, name) for name in _SAME)
+
+
+def _saves_more(plan: Plan, than: Plan) -> bool:
+    """Whether `plan` is like `than`, but shards more, recomputes or offloads more, or has smaller micro-batches."""
+    if than.recompute not in (plan.recompute, "none") or than.offload not in (plan.offload, None):
+        return False
+    if plan.zero != than.zero and (plan.zero == 3 or int(than.zero) > int(plan.zero)):  # ZeRO 3 gathers weights again
+        return False
+    if plan.micro_batches != than.micro_batches and than.micro_batches == 1:  # which has no gradients to add to
+        return False
+    if plan.micro_batches < than.micro_batches:
         return False
     return all(getattr(plan, name) == getattr(than, name) for name in _SAME)
 

@@ -102,10 +102,15 @@ def _lost(one: Considered) -> dict[str, float]:
 
 
 def _excess(search: Search, group: list[Considered]) -> str:
+    limit = search.question.memory
     least = min(group, key=lambda one: one.memory)
-    return (
-        f"does not fit by {'' if least.is_estimated else 'at least '}{size_text(least.memory - search.question.memory)}"
-    )
+    if least.memory <= limit:
+        too_large = [one for one in group if one.memory > limit and one.estimate is not None]
+        if not too_large:
+            return "was not estimated, and may fit"
+        least = min(too_large, key=lambda one: one.memory)
+        return f"does not fit by {size_text(least.memory - limit)} as far as it was estimated"
+    return f"does not fit by {'' if least.is_estimated else 'at least '}{size_text(least.memory - limit)}"
 
 
 def _region(name: str, value: object) -> str:

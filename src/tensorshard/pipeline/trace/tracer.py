@@ -18,6 +18,7 @@ from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.pipeline_units import find_units
 from tensorshard.pipeline.trace.traced_run import Recording, UncuttableError
 from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
+from tensorshard.repetitions import shortened
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import NEEDS_VALUES
@@ -102,6 +103,7 @@ class Tracer:
             torch.random.fork_rng(devices=devices),
             nothing_remembered(self._copy),
             self._recorded(samples) as recording,
+            shortened(recording.sources.turns),
         ):
             output = tensor_leaves(self._output(recording, samples))
             output_gradients = recording.gradient_leaves(output)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import flop_registry
 from tensorshard.modules.provenance import Operation, Provenance
 from tensorshard.modules.tensors import storage_key, tensor_leaves
 from tensorshard.pipeline.trace.call_graph import Leaf, Reads
+from tensorshard.repetitions import FewTurns
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
 Source = tuple[str, Any]
@@ -37,6 +38,7 @@ class UnitSources(Provenance[Source]):
         self._outputs: dict[int, Leaf] = {}  # the outputs of units, by storage
         self.call: int | None = None  # the unit call that is running
         self.read: set[Source] = set()  # what it has read
+        self.turns = FewTurns()
         self.flops = 0  # since the last count was taken; so are the bytes
         self.written_bytes = 0
         self.overwritten: set[Leaf] = set()  # outputs of units that functional code changed in place
@@ -93,14 +95,15 @@ class UnitSources(Provenance[Source]):
         self.add((*operation.outputs, *operation.written), sources)
 
     def _count(self, operation: Operation) -> None:
-        self.written_bytes += sum(tensor.numel() * tensor.element_size() for tensor in operation.outputs)
+        times = self.turns.times
+        self.written_bytes += times * sum(tensor.numel() * tensor.element_size() for tensor in operation.outputs)
         packet = operation.func.overloadpacket
         if packet.__name__.startswith("_scaled_dot_product"):
-            self.flops += _attention_flops(*operation.args[:3])
+            self.flops += times * _attention_flops(*operation.args[:3])
             return
         count = flop_registry.get(packet)
         if count is not None:
-            self.flops += int(count(*operation.args, **operation.kwargs, out_val=operation.output))
+            self.flops += times * int(count(*operation.args, **operation.kwargs, out_val=operation.output))
 
 
 def reads_of(sources: Iterable[Source]) -> Reads:
