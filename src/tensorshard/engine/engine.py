@@ -10,6 +10,7 @@ import torch
 from tensorshard.comm.decisions import meet
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.final_gradients import FinalGradients, NonFiniteLossError
+from tensorshard.engine.fused_updates import hook_beside_update
 from tensorshard.engine.generation import Generator
 from tensorshard.engine.independent_samples import check_independent_samples
 from tensorshard.engine.loader import EngineLoader
@@ -125,9 +126,10 @@ class Engine(LoopMethods):
             trained = self._gradients.trained
             self._offloaded = offload_states(self._optimizer, optimizer, head_groups, sharded, trained, mesh, slots)
             self._gradients.offloaded = self._offloaded.gradients
-        self._optimizer.register_step_pre_hook(lambda *_: check_transfers(slots, mesh.world_group, self._offloaded))
-        self._optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
-        self._optimizer.register_step_post_hook(lambda *_: self._follow_update())
+        before_update = (lambda: check_transfers(slots, mesh.world_group, self._offloaded), sharded.finish_backward)
+        for work in before_update:
+            self._optimizer.register_step_pre_hook(hook_beside_update(work))
+        self._optimizer.register_step_post_hook(hook_beside_update(self._follow_update))
         self._own_loop = OwnLoop(
             sharded,
             plan,

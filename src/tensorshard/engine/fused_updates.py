@@ -5,14 +5,14 @@ in the first one of a model with hundreds of parameters. An update works on each
 equal placement need none of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.dispatch import TorchDispatchMode, innermost_dispatch_mode
 from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.operators import FUSED_UPDATES
 from tensorshard.torch_private.pytree import tree_map
@@ -23,6 +23,24 @@ def fused_updates_of_shards(optimizer: torch.optim.Optimizer) -> AbstractContext
     groups = optimizer.param_groups
     is_wanted = any(group.get("fused") and any(isinstance(p, DTensor) for p in group["params"]) for group in groups)
     return _FusedUpdates() if is_wanted else nullcontext()
+
+
+def hook_beside_update(work: Callable[[], object]) -> Callable[..., None]:
+    """`work` as a hook of an optimizer's step. It is not part of the update: its own operations, which are collectives
+    of many small messages, do not go through :func:`fused_updates_of_shards`."""
+
+    def hook(*_: Any) -> None:
+        mode = innermost_dispatch_mode()
+        if not isinstance(mode, _FusedUpdates):
+            work()
+            return
+        mode.__exit__(None, None, None)
+        try:
+            work()
+        finally:
+            mode.__enter__()
+
+    return hook
 
 
 class _FusedUpdates(TorchDispatchMode):

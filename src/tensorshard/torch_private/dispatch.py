@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "TorchDispatchMode",
     "has_dispatch_mode",
+    "innermost_dispatch_mode",
     "make_wrapper_tensor",
     "without_dispatch_modes",
     "without_torch_functions_of_tensors",
@@ -35,6 +36,19 @@ def has_dispatch_mode() -> bool:
     Public way: none.
     """
     return _get_current_dispatch_mode() is not None
+
+
+def innermost_dispatch_mode() -> TorchDispatchMode | None:
+    """The dispatch mode that sees operations first; None if there is none.
+
+    Why: a mode that is there for one kernel is left for the work that a hook does before and after it.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    found: TorchDispatchMode | None = _get_current_dispatch_mode()
+    return found
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
