@@ -8,13 +8,15 @@ from tensorshard.plan import Plan
 
 _PIPELINE = ("tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank")
 _DATA = ("zero", "dp_shard", "dp_replicate")
+_SURE = 0.8  # the part of what estimates had beyond their predicted bytes that other plans are taken to have as well
 
 
 @dataclass
 class Corrections:
-    """Ratios of estimated to predicted seconds."""
+    """Ratios of estimated to predicted seconds and bytes."""
 
     _known: dict[tuple[Any, ...], list[tuple[Plan, float]]] = field(default_factory=dict)
+    _bytes: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
     def note(self, plan: Plan, predicted: float, estimated: float) -> None:
         """Notes the seconds of a plan that was predicted and then estimated."""
@@ -25,6 +27,20 @@ class Corrections:
         same split of layers; None if there is none."""
         known = self._known.get(_kind(plan))
         return None if known is None else min(known, key=lambda one: _distance(plan, one[0]))[1]
+
+    def note_memory(self, plan: Plan, predicted: int, estimated: int) -> None:
+        """Notes the bytes of a plan that was predicted and then estimated, on as many ranks as were run."""
+        kind, ratio = _kind_of_memory(plan), max(1.0, estimated / predicted)
+        self._bytes[kind] = min(ratio, self._bytes.get(kind, ratio))
+
+    def of_memory(self, plan: Plan) -> float:
+        """The factor for the predicted bytes of `plan`: most of the least ratio of the estimated plans that shard and
+        recompute alike, with or without a pipeline as it is; 1 if there are none."""
+        return 1 + _SURE * (self._bytes.get(_kind_of_memory(plan), 1.0) - 1)
+
+
+def _kind_of_memory(plan: Plan) -> tuple[Any, ...]:
+    return plan.pp > 1, plan.zero, plan.recompute, plan.offload
 
 
 def _kind(plan: Plan) -> tuple[Any, ...]:

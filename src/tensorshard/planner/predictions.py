@@ -34,6 +34,7 @@ _ADDED = 3
 _SUMMED = 3
 _COPIED = 6
 _SUMS = 4  # collectives of a block along tp, if its attention and its MLP are split
+_FEW = 8  # ranks of a schedule that stand for many
 _PLAYED = 256  # a schedule is not simulated if its ranks times its micro-batches are more than this
 
 
@@ -126,7 +127,8 @@ class Predictions:
                 parameters = gathered if zero == 3 and shard > 1 else whole * copies
         activations = self._activations(plan, trace, known) * candidate.micro_batch / split
         if plan.pp > 1:
-            activations *= _UNEVEN * min(plan.micro_batches, plan.pp)
+            times = plan.micro_batches / plan.pp
+            activations *= _UNEVEN * plan.pp * _kept(plan.pp_schedule, plan.stages_per_rank, plan.pp, times)
         kept = gradients if plan.micro_batches > 1 else 0.0
         if plan.pp == 1 and known == family_of(plan):
             # The working memory of a step has a fixed part, and a part for each sample. So for fewer samples it shrinks
@@ -390,6 +392,23 @@ def _both(seconds: float) -> _Moved:
 def _coarse(share: float) -> float:
     """`share` rounded to 2%. So more schedules are equal, and each is simulated once."""
     return round(share * 50) / 50
+
+
+@cache
+def _kept(schedule: str, stages: int, ranks: int, times: float) -> float:
+    """The part of a micro-batch's activations that the rank with the most keeps, if all stages have equal ones. It is
+    the same for many ranks as for a few, or a little more.
+
+    Args:
+        times: how many micro-batches there are for each rank.
+    """
+    from tensorshard.pipeline.run.draw_schedule import timeline
+
+    if times < 1:  # as no schedule allows but gpipe, which keeps them all
+        return times
+    few = min(ranks, _FEW)
+    played = timeline(schedule, ranks=few, stages_per_rank=stages, micro_batches=few * min(4, int(times)))
+    return max(played.kept(rank) for rank in range(few)) / (few * stages)
 
 
 @cache

@@ -236,7 +236,8 @@ class Search:
         for one in among:
             ratio = beyond if one.outlined else self._corrections.of(one.plan) or 1.0
             seconds = max(one.first.seconds * ratio, self._floors.get(one.candidate.order, 0.0))
-            memory = max(one.first.memory, self._memory_floors.get(one.candidate.order, 0))
+            likely = one.first.memory * (1.0 if one.outlined else self._corrections.of_memory(one.plan))
+            memory = max(int(likely), self._memory_floors.get(one.candidate.order, 0))
             same = (seconds, memory) == (one.first.seconds, one.first.memory)
             one.predicted = one.first if same else replace(one.first, seconds=seconds, memory=memory)
 
@@ -279,6 +280,8 @@ class Search:
             for other in self._alike(one.plan):
                 other.refused = one.refused
             return
+        if not one.outlined:
+            self._corrections.note_memory(one.plan, one.first.memory, one.memory)
         if one.memory > self.question.memory:
             self._scarce.add(family_of(one.plan))
             self._raise_memory_floors(one)

@@ -110,7 +110,8 @@ def _excess(search: Search, group: list[Considered]) -> str:
             return "was not estimated, and may fit"
         least = min(too_large, key=lambda one: one.memory)
         return f"does not fit by {size_text(least.memory - limit)} as far as it was estimated"
-    return f"does not fit by {'' if least.is_estimated else 'at least '}{size_text(least.memory - limit)}"
+    how = "" if least.is_estimated else "at least " if least.memory == least.first.memory else "about "
+    return f"does not fit by {how}{size_text(least.memory - limit)}"
 
 
 def _region(name: str, value: object) -> str:
