@@ -81,7 +81,7 @@ def test_estimates_teach_the_memory_of_plans_that_shard_alike():
 
 def test_a_plan_that_fits_is_found_where_the_fastest_do_not(monkeypatch):
     fixed = {"tp": 1, "pp": 1, "offload": None}
-    question = ask(Model, **{"memory": None} | asked(**ARGUMENTS, fixed=fixed))
+    question = ask(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))
     least = Search(question).run(BY_MEMORY, 1, Progress()).found[0].memory
     monkeypatch.setattr(
         import_module("tensorshard.planner.find_plans"), "_TRIES", 2

@@ -102,7 +102,7 @@ def _best(search: Search, key: Key, top: int, progress: Progress) -> Search:
     """Runs the search. If none of the best plans fits, those that take the least memory are tried next."""
     search.run(key, top, progress, most_too_large=_TRIES)
     if not search.found and not search.exhausted:
-        search.run(BY_MEMORY, 1, progress, most_too_large=2 * _TRIES, any_will_do=True)
+        search.run(BY_MEMORY, 1, progress, any_will_do=True)
         if search.found:
             search.run(key, top, progress)
     return search
