@@ -26,6 +26,7 @@ from tensorshard.heads.under_plan.head_updates import (
     take_updates,
 )
 from tensorshard.host_allocator import set_for_training
+from tensorshard.host_scheduler import schedule_as_batch
 from tensorshard.lay_out.apply_plan import apply_plan
 from tensorshard.lay_out.decisions import Decisions
 from tensorshard.lay_out.laid_out_mark import check_not_laid_out, mark_laid_out
@@ -92,6 +93,8 @@ def lay_out_engine(
         mesh = Mesh(plan, device.type, timeout=patience)
         if device.type == "cpu" and active_fake_mode() is None:
             set_for_training(spare_memory=plan.spares_memory)
+            if mesh.world_size > 1:
+                schedule_as_batch()
         slots = open_tiers(plan, mesh, device, off_device=off_device)
         broadcast = not agreed and mesh.world_size > 1
         cache = GenerationCache(source.module)

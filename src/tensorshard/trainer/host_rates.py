@@ -16,6 +16,7 @@ from tensorshard.estimate.hardware import HostCosts, Rates
 from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.operations import FORWARD, Operations
 from tensorshard.estimate.step_time import host_time, kernel_time, sending_time
+from tensorshard.host_scheduler import schedule_as_batch
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.parallelize import parallelize
 from tensorshard.plan import Plan
@@ -38,6 +39,7 @@ def with_host_costs(rates: Rates) -> Rates:
     micro-batches mean more kernels: the time that each of these adds is that of a launch. The rest of a step's time,
     beyond kernels and messages, is divided over the step's other work.
     """
+    schedule_as_batch()  # as an Engine does
     host = _message_costs()
     free = replace(rates, launch=0.0)
     (found, seconds, _), (more, longer, _) = _steps(Plan(zero=0)), _steps(Plan(zero=0, micro_batches=_MANY))
