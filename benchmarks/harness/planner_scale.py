@@ -111,8 +111,7 @@ SCALES = {
     scale.name: scale
     for scale in (
         Scale("ResNet-50 with 1M classes", 8, "titan-xp", 256, partial(Classifier, 1_000_000), _images, _first, SGD,
-              fixed={"precision": "fp32", "tp_plan": {"head": "classes"}, "tp_check": False},
-              published={"zero": 0, "tp": 8}, source="TorchShard"),
+              fixed={"precision": "fp32", "tp_plan": {"head": "classes"}, "tp_check": False}),
         Scale("BERT-Large", 16, "v100-32", 1024, bert_large(), partial(_tokens, 512),
               published={"zero": 1, "recompute": "full"}, source="Paddle Fleet"),
         Scale("BERT-Large, 24 GB", 8, "rtx-3090", 1024, bert_large(), partial(_tokens, 512)),

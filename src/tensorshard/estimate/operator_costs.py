@@ -111,6 +111,8 @@ def _describe(func: Any) -> _Operator:
     is_view = bool(described.returns) and not written and not returns_new
     free = name in _FREE or is_view or described.name.startswith("prim::")
     formula = flop_registry.get(func.overloadpacket)
+    if formula is None and name.endswith("_"):  # addmm_ does what addmm does
+        formula = flop_registry.get(getattr(torch.ops.aten, name[:-1], None))
     if name == _FLASH_FOR_CPU:
         formula = _attention_flops
     elif name == f"{_FLASH_FOR_CPU}_backward":
