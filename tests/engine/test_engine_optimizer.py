@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from engines import ADAMW, LEVELS, assert_same_state, engine_of, own_shard
-from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.dispatch import TorchDispatchMode, has_dispatch_mode
 from tensorshard.torch_private.operators import FUSED_UPDATES
 from toys import Regular, data, plain_loop
 
@@ -123,3 +124,24 @@ def test_fused_updates_are_given_the_shards_and_compute_what_one_process_does(ra
     list(plain_loop(model, optimizer, [[data(step)] for step in range(3)]))
     assert_same_state(state, model.state_dict())
     assert of_dtensors == {False}
+
+
+def _modes_around_the_update(level: int) -> list[bool]:
+    engine = engine_of(Regular(), _FUSED["AdamW"], zero=level)
+    seen = []
+
+    def noted(*_: object) -> None:
+        seen.append(has_dispatch_mode())
+
+    with (
+        mock.patch.object(engine.sharded, "all_gather_parameters", noted),
+        mock.patch("tensorshard.engine.engine.check_transfers", noted),
+    ):
+        engine.step(*own_shard(engine, *data(0)))
+    return seen
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_collectives_before_and_after_a_fused_update_see_no_mode(ranks, level):
+    for seen in ranks(2, _modes_around_the_update, level):
+        assert len(seen) >= 2 and not any(seen)

@@ -300,6 +300,15 @@ def test_recurrent_layers_count_their_products_and_weights():
     assert kernels["aten.mkldnn_rnn_layer_backward"].flops == 2 * forward.flops
 
 
+def test_products_in_place_count_as_products():
+    a, b, total = torch.zeros(6, 4), torch.zeros(4, 8), torch.zeros(6, 8)
+    with OperationLedger() as ledger, ledger.apart(FORWARD) as counts:
+        torch.addmm(total, a, b)
+        total.addmm_(a, b)
+    flops = {kernel.name: kernel.flops for kernel in counts.kernels}
+    assert flops == {"aten.addmm": 2 * 6 * 4 * 8, "aten.addmm_": 2 * 6 * 4 * 8}
+
+
 def test_hardware_is_found_by_its_name(tmp_path, monkeypatch):
     names = known_hardware()
     expected = {"h200", "h100", "a100-80", "a100-40", "v100-16", "v100-32", "rtx-3090", "rtx-4090", "titan-xp"}

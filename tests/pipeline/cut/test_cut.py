@@ -1,12 +1,15 @@
 """Where models are cut, what a run of them shows, and what cannot be cut."""
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import tensorshard as ts
 from pipeline_models import EXAMPLES, Mixer
 from tensorshard.models import GPT
 from tensorshard.pipeline.cut.balance import balanced_positions
@@ -54,6 +57,30 @@ def test_the_head_and_the_embedding_count():
     ]
     assert sum(blocks) == 12
     assert blocks[-1] < min(blocks[1:-1]) and blocks[0] <= min(blocks[1:-1])
+
+
+class _TiledHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = ts.nn.ParallelLinearCrossEntropy(8, 40_000)
+
+    def forward(self, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            features = block(features)
+        return self.head(features, targets)
+
+
+def test_a_head_of_many_tiles_counts_in_full_though_few_are_traced():
+    inputs = (torch.zeros(64, 8), torch.zeros(64, dtype=torch.long))
+    short = graph_of(_TiledHead(), inputs)
+    with mock.patch("tensorshard.pipeline.trace.tracer.shortened", lambda _: nullcontext()):
+        whole = graph_of(_TiledHead(), inputs)
+    assert short.calls[-1].flops > 50 * short.calls[0].flops
+    for one, other in zip(short.calls, whole.calls, strict=True):
+        assert (one.unit, one.flops, one.saved_bytes) == (other.unit, other.flops, other.saved_bytes)
+        assert one.written_bytes == pytest.approx(other.written_bytes, rel=1e-3)
+    assert (short.output, short.calls[-1].reads) == (whole.output, whole.calls[-1].reads)
 
 
 def test_equal_blocks_are_spread_evenly():
