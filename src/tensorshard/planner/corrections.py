@@ -4,11 +4,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensorshard.plan import Plan
+from tensorshard.plan import RECOMPUTE_MODES, Plan
 
 _PIPELINE = ("tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank")
 _DATA = ("zero", "dp_shard", "dp_replicate")
 _SURE = 0.8  # the part of what estimates had beyond their predicted bytes that other plans are taken to have as well
+_LIKELY = 0.5  # the same part for plans that recompute otherwise, which decides no more than the order of estimates
 
 
 @dataclass
@@ -28,6 +29,12 @@ class Corrections:
         known = self._known.get(_kind(plan))
         return None if known is None else min(known, key=lambda one: _distance(plan, one[0]))[1]
 
+    def doubt_of(self, plan: Plan) -> float | None:
+        """How far that factor may be off: half of the range of the ratios for plans with the same stages and the same
+        split of layers; None if there are none."""
+        known = self._known.get(_kind(plan))
+        return None if known is None else (max(ratio for _, ratio in known) - min(ratio for _, ratio in known)) / 2
+
     def note_memory(self, plan: Plan, predicted: int, estimated: int) -> None:
         """Notes the bytes of a plan that was predicted and then estimated, on as many ranks as were run."""
         kind, ratio = _kind_of_memory(plan), max(1.0, estimated / predicted)
@@ -37,6 +44,15 @@ class Corrections:
         """The factor for the predicted bytes of `plan`: most of the least ratio of the estimated plans that shard and
         recompute alike, with or without a pipeline as it is; 1 if there are none."""
         return 1 + _SURE * (self._bytes.get(_kind_of_memory(plan), 1.0) - 1)
+
+    def likely_of_memory(self, plan: Plan) -> float:
+        """The same, guessed from plans that recompute otherwise if none of those with the same recomputation was
+        estimated."""
+        pipeline, zero, _, offload = kind = _kind_of_memory(plan)
+        if kind in self._bytes:
+            return self.of_memory(plan)
+        alike = [self._bytes.get((pipeline, zero, recompute, offload), 1.0) for recompute in RECOMPUTE_MODES]
+        return 1 + _LIKELY * (max(alike) - 1)
 
 
 def _kind_of_memory(plan: Plan) -> tuple[Any, ...]:

@@ -27,8 +27,10 @@ MOST_ESTIMATES = 48
 """The most plans that are estimated. A search that ends there says that others may be better."""
 
 # A plan is estimated, too, if it is predicted to be slower than the best by less than this share, or by less than a
-# quarter of it if a plan with the same stages was estimated before.
+# quarter of it if a plan with the same stages was estimated before. Where such plans were mispredicted by different
+# shares, it is half of their range.
 _DOUBT = 0.02
+_MOST_DOUBT = 0.1
 
 _AS_MUCH = 0.95  # a plan that saves less memory than another takes at least this part of its memory: buffers differ
 
@@ -149,9 +151,8 @@ class Search:
         queue = self._in_order((one for one in self.considered if one.estimate is None), key)
         while queue and not (any_will_do and self.found):
             one = queue[0]
-            if self._is_over(one, key, top):
-                break
-            if one.refused or one.memory > self.question.memory or one.likely_seconds > longest * (1 + _DOUBT):
+            is_out = one.refused or one.memory > self.question.memory or one.likely_seconds > longest * (1 + _DOUBT)
+            if is_out or self._is_worse(one, key, top):
                 queue.popleft()
                 continue
             family = self._traced_as(one)
@@ -197,18 +198,23 @@ class Search:
     def _in_order(self, among: Iterable[Considered], key: Key) -> deque[Considered]:
         """The most promising plans first; those that are refused are left out."""
         left = [one for one in among if not one.refused]
-        return deque(sorted(left, key=lambda one: (self._rank(one, key), one.candidate.order)))
+        rank = self._rank if self.found or key is not BY_MEMORY else self._likely_rank
+        return deque(sorted(left, key=lambda one: (rank(one, key), one.candidate.order)))
 
-    def _is_over(self, one: Considered, key: Key, top: int) -> bool:
-        """Whether the search is over, if `one` is the most promising plan that is left."""
+    def _is_worse(self, one: Considered, key: Key, top: int) -> bool:
+        """Whether a plan is not among the `top` best, as far as predictions can be trusted."""
         if len(self.found) < top:
             return False
         best, last = self.found[0], self.found[top - 1]
         if self._rank(one, key) < key(last.memory, last.seconds):
             return False
         # Predicted times may be too high. So a plan that is predicted to be near the best is estimated, too.
-        doubt = _DOUBT if self._corrections.of(one.plan) is None else _DOUBT / 4
-        return key is not BY_TIME or one.likely_seconds * (1 - doubt) >= best.seconds
+        return key is not BY_TIME or one.likely_seconds * (1 - self._doubt(one)) >= best.seconds
+
+    def _doubt(self, one: Considered) -> float:
+        """The part of a plan's predicted time by which it may be too high."""
+        known = self._corrections.doubt_of(one.plan)
+        return _DOUBT if known is None else max(_DOUBT / 4, 0.0 if one.outlined else min(known, _MOST_DOUBT))
 
     def _prepare(self, progress: Progress) -> None:
         question = self.question
@@ -230,6 +236,11 @@ class Search:
     def _rank(self, one: Considered, key: Key) -> tuple[float, float]:
         return key(one.predicted.memory, one.predicted.seconds)
 
+    def _likely_rank(self, one: Considered, key: Key) -> tuple[float, float]:
+        """The rank by the bytes that a plan likely takes, rather than by a lower bound of them."""
+        likely = one.first.memory * self._corrections.likely_of_memory(one.plan)
+        return key(max(one.predicted.memory, int(likely)), one.predicted.seconds)
+
     def _correct(self, among: Iterable[Considered]) -> None:
         """Corrects the predictions by the estimates so far."""
         beyond = min(self._beyond_outlines, default=1.0)
@@ -244,11 +255,16 @@ class Search:
     def _first_to_outline(self, queue: Sequence[Considered]) -> Considered | None:
         """The first plan that can be outlined, if the estimate of the first in the queue should wait for that: it may
         turn out to be as good."""
-        first = queue[0]
+        first, split_alike = queue[0], {family[:2] for family in self.traces}
         for one in queue:
-            if one is not first and one.predicted.seconds * (1 - 2 * _DOUBT) > first.predicted.seconds:
+            if one.predicted.seconds * (1 - 2 * _MOST_DOUBT) > first.predicted.seconds:
                 return None
-            if one.memory > self.question.memory or one.outlined is not None or self._traced_as(one) not in self.traces:
+            if one.memory > self.question.memory or one.outlined is not None:
+                continue
+            if family_of(one.plan)[:2] not in split_alike:
+                continue
+            doubt = 2 * max(_DOUBT, self._doubt(one))
+            if one is not first and one.predicted.seconds * (1 - doubt) > first.predicted.seconds:
                 continue
             if can_outline(self.question, one.plan, self._equal_blocks):
                 return one
