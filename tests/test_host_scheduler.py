@@ -1,6 +1,8 @@
 """How Linux schedules ranks on CPUs."""
 
+import ctypes
 import os
+import platform
 import sys
 import threading
 from unittest import mock
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import tensorshard as ts
+from tensorshard import host_scheduler
 from tensorshard.host_scheduler import schedule_as_batch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policies")
@@ -28,6 +31,39 @@ def _laid_out() -> tuple[set[int], int]:
 
 def test_ranks_on_cpus_are_batch_jobs_with_all_their_threads(ranks):
     assert ranks(2, _laid_out) == [({os.SCHED_BATCH}, 2)] * 2
+
+
+def _slices() -> set[tuple[int, int]]:
+    """Nanoseconds of the slices, and the niceness, of the threads of this process. One of them is nicer."""
+    ready, done = threading.Event(), threading.Event()
+
+    def nicer() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        ready.set()
+        done.wait()
+
+    thread = threading.Thread(target=nicer)
+    thread.start()
+    ready.wait()
+    schedule_as_batch()
+    found = set()
+    for name in os.listdir("/proc/self/task"):
+        of_thread = host_scheduler._Attributes()
+        size = ctypes.sizeof(of_thread)
+        assert ctypes.CDLL(None).syscall(315, int(name), ctypes.byref(of_thread), size, 0) == 0  # sched_getattr
+        found.add((of_thread.runtime, of_thread.nice))
+    done.set()
+    thread.join()
+    return found
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or tuple(map(int, platform.release().split(".")[:2])) < (6, 12),
+    reason="Linux has slices of its own before 6.12, and other numbers for this call elsewhere",
+)
+def test_ranks_compute_for_long_without_an_interruption(ranks):
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    assert ranks(1, _slices) == [{(30_000_000, nice), (30_000_000, 5)}]
 
 
 def _of_idle_and_new_threads() -> tuple[int, int]:

@@ -1,15 +1,20 @@
 """Ten plans of one model at one global batch: predicted against measured times."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 
 import tensorshard as ts
 from benchmarks.harness.jobs import run_job
 from benchmarks.workload import OPTIMIZER, Workload, loss_fn
-from tensorshard.estimate.hardware import THIS_MACHINE, Hardware, rates_from_json
+from tensorshard.estimate.hardware import THIS_MACHINE, Hardware, find_hardware
 
 SEQUENCES = 8  # of the global batch
 MODEL = Workload("4M", num_layers=4, num_heads=4, width=256, vocab_size=2048, context_length=128, batch_size=SEQUENCES)
@@ -31,15 +36,15 @@ _TIMEOUT = 600.0
 
 @dataclass(frozen=True)
 class TimeJob:
-    """What a world's ranks measure: a plan or, without one, how fast the machine is.
+    """What a world's ranks measure.
 
     Args:
-        fields: of the plan; None for no plan.
+        fields: of the plan.
         steps: how many steps are timed. The fastest counts.
     """
 
     model: Workload
-    fields: dict[str, Any] | None = None
+    fields: dict[str, Any]
     steps: int = 5
 
 
@@ -53,15 +58,21 @@ class Timed:
 
 
 def measure_plans(steps: int = 5) -> list[Timed]:
-    """Measures all of :data:`PLANS`, with the machine's rates that two ranks measure right before."""
+    """Measures all of :data:`PLANS`, with the machine's rates as measured right before."""
     hardware = measured_hardware()
     return [_measure(world, fields, hardware, steps) for world, fields in PLANS]
 
 
 def measured_hardware() -> Hardware:
-    """This machine, as two ranks measure it at once."""
-    found = _run(TimeJob(MODEL), 2)[0]
-    return Hardware(THIS_MACHINE, found["memory"], found["context"], rates_from_json(found["rates"]))
+    """This machine, as ``tensorshard check`` measures it."""
+    with TemporaryDirectory() as folder:
+        environment = os.environ | _ENVIRONMENT | {"TENSORSHARD_CACHE": folder}
+        command = [sys.executable, "-c", "from tensorshard.cli import main; raise SystemExit(main())", "check"]
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=_TIMEOUT)
+        with mock.patch.dict(os.environ, {"TENSORSHARD_CACHE": folder}):
+            found = find_hardware(THIS_MACHINE)
+    assert found is not None  # the command would have failed
+    return found
 
 
 def _measure(world: int, fields: dict[str, Any], hardware: Hardware, steps: int) -> Timed:

@@ -264,6 +264,15 @@ def test_cpu_ranks_compute_for_messages_and_around_layers():
     assert busy(ts.Plan(pp=2, micro_batches=4)) == pytest.approx(1e4 + 8 * 1000, abs=1e-6)
 
 
+def test_ranks_that_share_cores_have_costs_of_their_own():
+    host = HostCosts(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    shared = replace(host, byte=6.0)
+    rates = replace(RATES, host=host, crowded=shared)
+    assert rates.shared_by(2, cores=2) == rates
+    assert rates.shared_by(4, cores=2).host == shared
+    assert replace(RATES, host=host).shared_by(4, cores=2).host == host  # the rest was not measured
+
+
 def _sends() -> set[tuple[str, bool, str]]:
     """Axis, whether it overlaps, and what it is part of, of all sends in a step of a CPU rank."""
     if dist.is_initialized():
@@ -321,6 +330,7 @@ def test_hardware_is_found_by_its_name(tmp_path, monkeypatch):
         find_hardware(THIS_MACHINE)
     host = HostCosts(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
     rates = replace(RATES, operators={"aten.mm": ((1.0, 2.0), (2.0, 3.0))}, host=host)
+    rates = replace(rates, crowded=replace(host, message=2.0))
     save_measured(1 << 30, 0, rates, "a test")
     found = find_hardware(THIS_MACHINE)
     assert found.rates == rates and found.is_measured and found.context == 0

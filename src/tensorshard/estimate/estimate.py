@@ -29,6 +29,7 @@ from tensorshard.estimate.rank_estimate import RankEstimate, summarize
 from tensorshard.estimate.step_time import StepTime, step_time
 from tensorshard.estimate.watched_steps import watch_steps
 from tensorshard.field_checks import check_choice, size_in_bytes
+from tensorshard.host_cores import cores_here
 from tensorshard.lay_out.decisions import Decisions
 from tensorshard.lay_out_engine import lay_out_engine
 from tensorshard.modules.batches import batch_size
@@ -89,7 +90,8 @@ class Estimate:
         """
         if self.hardware is None or self.hardware.rates is None or not self.complete:
             return None
-        return step_time(self.ranks, self.plan, self.world_size, self.hardware.rates)
+        rates = self.hardware.rates.shared_by(self.world_size, cores_here())
+        return step_time(self.ranks, self.plan, self.world_size, rates)
 
     @property
     def time_by_category(self) -> dict[str, float] | None:

@@ -8,7 +8,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ class Link:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Processor seconds that CPU ranks take in addition to kernels. ``tensorshard check`` measures them on two ranks.
+    """Processor seconds that CPU ranks take in addition to kernels. ``tensorshard check`` measures them on two ranks,
+    and on four that share two cores: where ranks share cores, messages and their bytes take longer.
 
     Waiting is not included. The costs of messages come from collectives of several sizes. The others come from steps of
     small Engines: their time without kernels and messages, divided by the number of actions.
@@ -86,6 +87,7 @@ class Rates:
             with the same roofline if they multiply, and as "aten.add" if they do not. Empty if nothing was measured.
         host: what else CPU ranks compute; None if it was not measured. Then ranks compute all the time that messages
             take.
+        crowded: the same where ranks share cores; None if it was not measured.
     """
 
     flops: Mapping[str, float]
@@ -101,6 +103,11 @@ class Rates:
     disk_bandwidth: float | None = None
     operators: Mapping[str, Curve] = field(default_factory=dict)
     host: HostCosts | None = None
+    crowded: HostCosts | None = None
+
+    def shared_by(self, ranks: int, cores: int) -> "Rates":
+        """The rates of a world of `ranks` CPU ranks on `cores` cores."""
+        return replace(self, host=self.crowded) if ranks > cores and self.crowded is not None else self
 
 
 @dataclass(frozen=True)
@@ -230,6 +237,7 @@ def rates_from_json(values: Mapping[str, Any]) -> Rates:
     rates["operators"] = {
         name: tuple((bound, seconds) for bound, seconds in curve) for name, curve in values.get("operators", {}).items()
     }
-    if values.get("host") is not None:
-        rates["host"] = HostCosts(**values["host"])
+    for name in ("host", "crowded"):
+        if values.get(name) is not None:
+            rates[name] = HostCosts(**values[name])
     return Rates(**rates)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.estimate.estimate import Estimate, estimate
 from tensorshard.estimate.hardware import Hardware, Rates, find_hardware
 from tensorshard.field_checks import check_choice, check_int, check_positive, size_in_bytes, unknown_field
+from tensorshard.host_cores import cores_here
 from tensorshard.lay_out.decisions import Decisions
 from tensorshard.modules.batches import batch_size
 from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
@@ -70,11 +71,11 @@ class Question:
     captures: Captures = field(default_factory=dict)
     shortened: dict[int, "Question"] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def rates(self) -> Rates:
         """How fast a device is."""
         assert self.hardware.rates is not None  # checked by `ask`
-        return self.hardware.rates
+        return self.hardware.rates.shared_by(self.world_size, cores_here())
 
     @property
     def on_cpus(self) -> bool:

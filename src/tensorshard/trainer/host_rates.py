@@ -21,7 +21,8 @@ from tensorshard.models import GPT, next_token_loss
 from tensorshard.parallelize import parallelize
 from tensorshard.plan import Plan
 
-_SMALL, _LARGE = 1 << 12, 4 << 20  # bytes that each rank sends
+_SMALL = 1 << 12  # bytes that each rank sends
+_LARGE = 8 << 20  # bytes that all ranks together have; the heap keeps tensors of this size
 _AT_ONCE = 8  # messages that are under way together
 _WINDOWS = 40  # timings of _CALLS messages each; the shortest counts, since other programs may use the machine
 _CALLS = 5
@@ -35,17 +36,27 @@ _NONE = HostCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 def with_host_costs(rates: Rates) -> Rates:
     """`rates` with those of the host, and with a time for a kernel's launch that includes Python, views and autograd.
 
-    A collective of two ranks on CPUs. Small Engines take steps, whose kernels and messages are counted. More
-    micro-batches mean more kernels: the time that each of these adds is that of a launch. The rest of a step's time,
-    beyond kernels and messages, is divided over the step's other work.
+    A collective of CPU ranks, at least two. More micro-batches of a small Engine mean more kernels: the time that each
+    of these adds is that of a launch.
     """
     schedule_as_batch()  # as an Engine does
-    host = _message_costs()
     free = replace(rates, launch=0.0)
     (found, seconds, _), (more, longer, _) = _steps(Plan(zero=0)), _steps(Plan(zero=0, micro_batches=_MANY))
     launches = (longer - _work(more, free)) - (seconds - _work(found, free))
     launch = _mean(launches) / _mean(sum(more.kernels.values()) - sum(found.kernels.values()))
     rates = replace(rates, launch=max(launch, rates.launch))
+    return replace(rates, host=host_costs(rates))
+
+
+def host_costs(rates: Rates) -> HostCosts:
+    """What the ranks of this world compute besides kernels. A collective of CPU ranks, at least two.
+
+    Small Engines take steps, whose kernels and messages are counted. The rest of a step's time is divided over the
+    step's other work.
+    """
+    schedule_as_batch()
+    host = _message_costs()
+    found, seconds, _ = _steps(Plan(zero=0))
     host = replace(host, step=max(0.0, _mean(seconds - _work(found, rates) - _messages(found, host))))
     for name, fields in (
         ("unit", {"zero": 3}),
@@ -56,7 +67,7 @@ def with_host_costs(rates: Rates) -> Rates:
         left = seconds - _work(found, rates) - _messages(found, host) - host_time(found, plan, host)
         actions = host_time(found, plan, replace(_NONE, **{name: 1.0}))
         host = replace(host, **{name: max(0.0, _mean(left) / _mean(actions))})
-    return replace(rates, host=host)
+    return host
 
 
 def _message_costs() -> HostCosts:
@@ -79,7 +90,8 @@ def _message_costs() -> HostCosts:
         return _mean(found) / (_CALLS * count * messages)
 
     waited, queued = seconds(_SMALL, 1, at_once=False), seconds(_SMALL, _AT_ONCE, at_once=True)
-    byte = max(0.0, seconds(_LARGE, 1, at_once=True) - waited) / (_LARGE - _SMALL)
+    large = _LARGE // group.size()
+    byte = max(0.0, seconds(large, 1, at_once=True) - waited) / (large - _SMALL)
     return replace(_NONE, message=waited, queued=queued, byte=byte)
 
 

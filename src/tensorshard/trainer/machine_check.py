@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import default_device, join_world
-from tensorshard.estimate.hardware import Hardware, Link, Rates
+from tensorshard.estimate.hardware import Hardware, HostCosts, Link, Rates, rates_from_json
 from tensorshard.estimate.machine_rates import (
     disk_rate,
     host_rate,
@@ -21,11 +21,14 @@ from tensorshard.estimate.machine_rates import (
     operator_overhead,
 )
 from tensorshard.estimate.operator_rates import operator_curves
-from tensorshard.trainer.host_rates import with_host_costs
+from tensorshard.trainer.host_rates import host_costs, with_host_costs
 from tensorshard.trainer.memory import own_bytes
 from tensorshard.trainer.self_test import run as run_plans
 
 PLANS = ("ZeRO 3", "tp 2")
+SHARED = 2
+"""The cores that twice as many ranks share in :func:`run_crowded`."""
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NEAR_MATMUL = (0.6, 1.0)  # of the rate of a large product; a model's products are smaller
 _NEAR_MEMORY = (0.6, 1.5)  # caches make it faster
@@ -45,6 +48,20 @@ def run(results: str) -> None:
     rates, notes = measure_rates(device, size)
     if dist.get_rank() == 0:
         found = {"memory": memory_of(device), "context": context, "rates": asdict(rates), "notes": notes}
+        Path(results).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def run_crowded(results: str) -> None:
+    """Measures what ranks compute besides kernels if they share cores; adds it to the JSON in the file `results`, in
+    which :func:`run` left the other rates. All CPU ranks of a node run this, on as many cores as :data:`SHARED`."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:SHARED])
+    join_world(torch.device("cpu"))
+    found = json.loads(Path(results).read_text())
+    found["rates"]["crowded"] = asdict(host_costs(rates_from_json(found["rates"])))
+    dist.barrier()  # every rank has read the file
+    if dist.get_rank() == 0:
         Path(results).write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -117,16 +134,24 @@ def describe(rates: Rates, seconds: float) -> str:
     if rates.operators:
         lines["operators"] = f"{len(rates.operators)} timed, at {sum(map(len, rates.operators.values()))} sizes"
     if rates.host is not None:
-        host = rates.host
-        lines["messages (CPU time)"] = (
-            f"{host.message * 1e6:.0f} us, {host.queued * 1e6:.0f} us among others, {host.byte * 1e9:.2f} ns a byte"
-        )
-        lines["Engine (CPU time)"] = (
-            f"{host.unit * 1e6:.0f} us a unit of ZeRO 3, {host.split * 1e6:.0f} us a collective of tp, "
-            f"{host.action * 1e6:.0f} us an action of a stage"
-        )
+        lines["messages (CPU time)"] = _messages(rates.host)
+        lines["Engine (CPU time)"] = _engine(rates.host)
+    if rates.crowded is not None:
+        lines["messages (shared cores)"] = _messages(rates.crowded)
+        lines["Engine (shared cores)"] = _engine(rates.crowded)
     if rates.disk_bandwidth is not None:
         lines["disk (direct)"] = f"{rates.disk_bandwidth / 1e9:,.2f} GB/s"
     lines["took"] = f"{seconds:.0f} s"
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def _messages(host: HostCosts) -> str:
+    return f"{host.message * 1e6:.0f} us, {host.queued * 1e6:.0f} us among others, {host.byte * 1e9:.2f} ns a byte"
+
+
+def _engine(host: HostCosts) -> str:
+    return (
+        f"{host.unit * 1e6:.0f} us a unit of ZeRO 3, {host.split * 1e6:.0f} us a collective of tp, "
+        f"{host.action * 1e6:.0f} us an action of a stage"
+    )
