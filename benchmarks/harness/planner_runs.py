@@ -194,6 +194,7 @@ def _predict(run: PlanRun, case: Case, plan: ts.Plan, hardware: Hardware) -> Non
         device="cpu",
     )
     assert found.step_time is not None
-    run.predicted = on_cores(found.step_time.seconds, found.step_time.busy, hardware)
+    time = found.step_time
+    run.predicted = on_cores(time.seconds, time.busy, hardware, time.active)
     run.predicted_busy = found.step_time.busy
     run.memory = found.largest.peak_device

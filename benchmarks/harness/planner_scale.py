@@ -123,7 +123,7 @@ SCALES = {
         Scale("115B", 128, "v100-32", 128, partial(GPT, 51200, 1024, 70, 96, 11712), partial(_tokens, 1024),
               published={"zero": 3, "recompute": "full"}, source="Paddle Fleet"),
         Scale("Llama 405B", 1024, "h100", 1024, _llama(126, 16384, 128, 53248), partial(_tokens, 8192), _logits,
-              published={"tp": 8, "pp": 16, "zero": 1, "micro_batches": 128},
+              published={"tp": 8, "sequence_parallel": True, "pp": 16, "zero": 1, "micro_batches": 128},
               source="Llama 3, its 16,384 devices scaled down to eight data ranks"),
     )
 }  # fmt: skip

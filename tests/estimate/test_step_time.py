@@ -25,8 +25,9 @@ from tensorshard.estimate.hardware import (
 from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Kernel, Operations, Transfer
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate
-from tensorshard.estimate.step_time import kernel_time, link_of, step_time, transfer_time
+from tensorshard.estimate.step_time import kernel_time, link_of, seconds_on_cores, step_time, transfer_time
 from tensorshard.models import GPT, next_token_loss
+from tensorshard.pipeline.run.draw_schedule import timeline
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 2, 32, 2, 16, 64, 4
 TABLE = {
@@ -362,3 +363,25 @@ def test_loops_within_loops_count_what_they_leave_out():
     assert counted.flops == run.flops
     assert counted.memory_traffic == pytest.approx(run.memory_traffic, rel=1e-3)
     assert counted.peak_allocated == run.peak_allocated
+
+
+@pytest.mark.parametrize(
+    ("active", "cores", "expected"),
+    [
+        ((), 2, 6.0),  # without a pipeline: all ranks are at work all the time
+        (((2.0, 1), (4.0, 2)), 2, 7.2),  # 12 seconds of computing, and one of two cores is idle for a third of the time
+        (((2.0, 1), (4.0, 2)), 1, 12.0),
+        (((2.0, 1), (4.0, 2)), 8, 7.2),
+        (((3.0, 4),), 2, 6.0),
+    ],
+)
+def test_ranks_that_share_cores_take_turns(active, cores, expected):
+    assert seconds_on_cores(5.0, 12.0, active, cores) == pytest.approx(expected)
+
+
+def test_a_pipeline_says_how_many_of_its_ranks_are_at_work():
+    played = timeline("gpipe", ranks=2, stages_per_rank=1, micro_batches=1)
+    assert played.active == ((6.0, 1),)  # a forward and a backward of each stage, one after another
+    played = timeline("gpipe", ranks=2, stages_per_rank=1, micro_batches=2)
+    assert sum(time * count for time, count in played.active) == 2 * 2 * 3
+    assert {count: time for time, count in played.active}[1] == 6.0

@@ -10,11 +10,18 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tensorshard.estimate.hardware import HostCosts, Link, Rates
 from tensorshard.estimate.operations import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Operations, Transfer
 from tensorshard.estimate.rank_estimate import RankEstimate
 from tensorshard.plan import AXES, Plan
+
+if TYPE_CHECKING:
+    from tensorshard.pipeline.run.draw_schedule import Timeline
+
+Active = tuple[tuple[float, int], ...]
+"""How long so many ranks are at work at once: times, each with a number of ranks."""
 
 COMPUTE = "compute"
 COMMUNICATION = "exposed communication"
@@ -36,6 +43,8 @@ class StepTime:
         seconds: the middle. low, high: the times if the hardware reaches the most, and the least, of its peaks.
         by_category: seconds by what they are spent on (:data:`TIME_CATEGORIES`); they add up to `seconds`.
         busy: seconds in which ranks compute or send, of all ranks together.
+        active: how long so many ranks of the pipelines are at work at once, in seconds. Empty without a pipeline: then
+            all of them always are.
     """
 
     seconds: float
@@ -43,6 +52,7 @@ class StepTime:
     high: float
     by_category: dict[str, float]
     busy: float
+    active: Active = ()
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,22 @@ def step_time(ranks: Sequence[RankEstimate], plan: Plan, world_size: int, rates:
     )
     seconds, by_category = _slowest(middle, plan)
     low, high = _slowest(best, plan)[0], _slowest(worst, plan)[0]
-    busy = sum(time.busy for time in middle) * (world_size // len(ranks))
-    return StepTime(seconds, low, high, by_category, busy)
+    copies = world_size // len(ranks)
+    busy = sum(time.busy for time in middle) * copies
+    active = tuple((time, count * copies) for time, count in _played(middle, plan).active) if plan.pp > 1 else ()
+    return StepTime(seconds, low, high, by_category, busy, active)
+
+
+def seconds_on_cores(seconds: float, busy: float, active: Active, cores: int) -> float:
+    """The time of a step that takes each rank `seconds`, and all ranks together `busy` seconds of computing, if they
+    share so many cores. `active`: as for :class:`StepTime`, in any unit of time.
+
+    While fewer ranks are at work than there are cores, some cores are idle; while there are more, they take turns.
+    """
+    work = sum(time * count for time, count in active)
+    taken = sum(time * max(1.0, count / cores) for time, count in active)
+    unused = taken * cores / work if work else 1.0
+    return max(seconds, busy / cores * unused)
 
 
 def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, float]]:
@@ -88,7 +112,7 @@ def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, f
     if plan.pp == 1:
         ends = [time.section(FORWARD) + time.section(BACKWARD) for time in times]
     else:
-        ends = _pipeline_ends(times, plan)
+        ends = [rank[-1].end for rank in _played(times, plan).ranks]
     totals = [
         end + time.exposed + time.update + time.blocking[UPDATE] + time.offload
         for end, time in zip(ends, times, strict=True)
@@ -105,8 +129,8 @@ def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, f
     return totals[slowest], by_category
 
 
-def _pipeline_ends(times: Sequence[_RankTime], plan: Plan) -> list[float]:
-    """When each rank's last backward is over. All stages of one rank are taken to be equally long."""
+def _played(times: Sequence[_RankTime], plan: Plan) -> "Timeline":
+    """The schedule of a plan. All stages of one rank are taken to be equally long."""
     from tensorshard.pipeline.run.draw_schedule import timeline
     from tensorshard.pipeline.split_backward import may_split_backward
 
@@ -117,7 +141,7 @@ def _pipeline_ends(times: Sequence[_RankTime], plan: Plan) -> list[float]:
         backward = time.section(BACKWARD) / each
         inputs = backward / 2 if split else backward
         durations.append({"F": time.section(FORWARD) / each, "B": backward, "I": inputs, "W": backward - inputs})
-    played = timeline(
+    return timeline(
         plan.pp_schedule,
         ranks=plan.pp,
         stages_per_rank=plan.stages_per_rank,
@@ -125,7 +149,6 @@ def _pipeline_ends(times: Sequence[_RankTime], plan: Plan) -> list[float]:
         durations=durations,
         message=max(time.message for time in times),
     )
-    return [rank[-1].end for rank in played.ranks]
 
 
 def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, place: float) -> _RankTime:

@@ -6,6 +6,7 @@ import torch
 
 from tensorshard.estimate.estimate import Estimate
 from tensorshard.estimate.hardware import THIS_MACHINE, Hardware, Link, Rates, find_hardware, known_hardware
+from tensorshard.estimate.step_time import Active, seconds_on_cores
 from tensorshard.host_cores import cores_here
 
 ASSUMED_CPU = "assumed-cpu"
@@ -64,17 +65,18 @@ def _device(name: str) -> str:
     return device if memory.isdecimal() and len(memory) < 4 else name
 
 
-def on_cores(seconds: float, busy: float, hardware: Hardware) -> float:
+def on_cores(seconds: float, busy: float, hardware: Hardware, active: Active = ()) -> float:
     """The time of a step that takes each rank `seconds`. On this machine's CPU, ranks that share a core also wait.
 
     Args:
         busy: seconds that all ranks compute, added up.
+        active: how many ranks of a pipeline are at work at once, and for how long.
     """
     waits = hardware.is_measured and hardware.rates is not None and not hardware.rates.asynchronous
-    return max(seconds, busy / cores_here()) if waits else seconds
+    return seconds_on_cores(seconds, busy, active, cores_here()) if waits else seconds
 
 
 def estimated_seconds(expected: Estimate) -> float | None:
     """Seconds of a step on this machine by its estimate; None if the speed of the hardware is not known."""
     time, hardware = expected.step_time, expected.hardware
-    return None if time is None or hardware is None else on_cores(time.seconds, time.busy, hardware)
+    return None if time is None or hardware is None else on_cores(time.seconds, time.busy, hardware, time.active)

@@ -12,7 +12,7 @@ from functools import cache
 
 from tensorshard.estimate.caching_allocator import SMALL_SEGMENT
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Transfer
-from tensorshard.estimate.step_time import sending_time, transfer_time
+from tensorshard.estimate.step_time import Active, sending_time, transfer_time
 from tensorshard.pipeline.split_backward import may_split_backward
 from tensorshard.plan import AXES, Plan
 from tensorshard.planner.candidates import Candidate
@@ -183,7 +183,8 @@ class Predictions:
         each = forward + backward + along_tp.seen  # of a micro-batch
         shares = self._shares(plan, trace)
         work = each * count * max(shares)
-        bubble = self._end(candidate, forward / each, each, shares) - work
+        end, active = self._played(candidate, forward / each, each, shares)
+        bubble = end - work
         launches = (self._launches(plan) + self._copies(plan)) / plan.pp
         work += launches
         shard = split * plan.pp * (plan.dp_shard if plan.zero else 1)
@@ -195,7 +196,7 @@ class Predictions:
         seconds = work + bubble + along_dp.seen + update + offload + actions
         computed = (forward + backward + along_tp.computed) * count / plan.pp
         busy = computed + launches + along_dp.computed + update + offload + actions
-        on_cores = question.on_cores(seconds, busy * question.world_size)
+        on_cores = question.on_cores(seconds, busy * question.world_size, active)
         return on_cores, bubble, along_tp.seen * count / plan.pp + along_dp.seen
 
     def _shares(self, plan: Plan, trace: Trace) -> tuple[float, ...]:
@@ -348,29 +349,32 @@ class Predictions:
             return states * min(self.question.world_size, rates.devices_per_node) / rates.disk_bandwidth
         return states / rates.host_bandwidth
 
-    def _end(self, candidate: Candidate, forward: float, each: float, shares: tuple[float, ...]) -> float:
-        """When the schedule is over, in seconds.
+    def _played(
+        self, candidate: Candidate, forward: float, each: float, shares: tuple[float, ...]
+    ) -> tuple[float, Active]:
+        """When the schedule is over, in seconds; and how many ranks are at work at once, in any unit of time.
 
         Args:
             forward: the share of forward in a micro-batch's time. each: that time. shares: each rank's share of it.
         """
         plan = candidate.plan
         if plan.pp == 1:
-            return each * plan.micro_batches
+            return each * plan.micro_batches, ()
         if plan.pp * plan.micro_batches > _PLAYED:  # a formula; with backward in two halves, each half is a third
             parts = 3 if find_schedule(plan.pp_schedule).splits_backward else 1
             idle = (plan.pp - 1) / (parts * plan.stages_per_rank * plan.micro_batches)
-            return each * plan.micro_batches * max(shares) * (1 + idle)
+            return each * plan.micro_batches * max(shares) * (1 + idle), ()
         message = 0.0
         if self.facts is not None and self.facts.stages is not None:
             nbytes = int(self.facts.stages.sent(plan) * candidate.micro_batch / (1 if plan.precision == "fp32" else 2))
             message = self._one(Transfer(FORWARD, "pp", "send", nbytes, 2), plan).seen
         split = may_split_backward(plan)
-        played = _played(
+        length, active = _play(
             plan.pp_schedule, plan.stages_per_rank, plan.micro_batches, _coarse(forward), split, shares,
             _coarse(message / each),
         )  # fmt: skip
-        return played * each
+        copies = self.question.world_size // plan.pp
+        return length * each, tuple((time, count * copies) for time, count in active)
 
     def _launches(self, plan: Plan) -> float:
         """Seconds of small kernels for each parameter, without a pipeline."""
@@ -412,11 +416,11 @@ def _kept(schedule: str, stages: int, ranks: int, times: float) -> float:
 
 
 @cache
-def _played(
+def _play(
     schedule: str, stages: int, micro_batches: int, forward: float, split: bool, shares: tuple[float, ...],
     message: float,
-) -> float:  # fmt: skip
-    """The end of a schedule, and how long a message takes, in units of a micro-batch's time on one rank."""
+) -> tuple[float, Active]:  # fmt: skip
+    """The end of a schedule, and how many ranks are at work at once, in units of a micro-batch's time on one rank."""
     from tensorshard.pipeline.run.draw_schedule import timeline
 
     durations = []
@@ -424,11 +428,12 @@ def _played(
         backward = (1 - forward) * share / stages
         inputs = backward / 2 if split else backward
         durations.append({"F": forward * share / stages, "B": backward, "I": inputs, "W": backward - inputs})
-    return timeline(
+    played = timeline(
         schedule,
         ranks=len(shares),
         stages_per_rank=stages,
         micro_batches=micro_batches,
         durations=durations,
         message=message,
-    ).length
+    )
+    return played.length, played.active

@@ -15,6 +15,7 @@ from tensorshard.comm.forked import run_at_once
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.estimate.estimate import Estimate, estimate
 from tensorshard.estimate.hardware import Hardware, Rates, find_hardware
+from tensorshard.estimate.step_time import Active
 from tensorshard.field_checks import check_choice, check_int, check_positive, size_in_bytes, unknown_field
 from tensorshard.host_cores import cores_here
 from tensorshard.lay_out.decisions import Decisions
@@ -182,11 +183,15 @@ class Question:
         """The step time of an estimate. On this machine's CPU, ranks without a core of their own also wait for one."""
         time = found.step_time
         assert time is not None  # the hardware has rates
-        return self.on_cores(time.seconds, time.busy)
+        return self.on_cores(time.seconds, time.busy, time.active)
 
-    def on_cores(self, seconds: float, busy: float) -> float:
-        """The time of a step that takes each rank `seconds`, if all ranks together compute for `busy` seconds."""
-        return on_cores(seconds, busy, self.hardware) * self.hardware.time_ratio
+    def on_cores(self, seconds: float, busy: float, active: Active) -> float:
+        """The time of a step that takes each rank `seconds`, if all ranks together compute for `busy` seconds.
+
+        Args:
+            active: how many ranks of a pipeline are at work at once, and for how long.
+        """
+        return on_cores(seconds, busy, self.hardware, active) * self.hardware.time_ratio
 
     def with_blocks(self, kept: int, equal_blocks: Sequence[str], tp: int, *, sequence_parallel: bool) -> "Question":
         """The same question for the model with the first `kept` of its `equal_blocks`; it must be a callable.

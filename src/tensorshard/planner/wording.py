@@ -19,7 +19,7 @@ def plan_words(plan: Plan) -> str:
     words = []
     for name in SEARCHED:
         value = getattr(plan, name)
-        says_nothing = value in (None, 1, False, "none") and name not in ("dp_shard", "zero")
+        says_nothing = value is not True and value in (None, 1, False, "none") and name not in ("dp_shard", "zero")
         if says_nothing or (name == "pp_schedule" and plan.pp == 1):
             continue
         words.append(_region(name, value))
