@@ -251,6 +251,8 @@ def test_cpu_ranks_compute_for_messages_and_around_layers():
     gather = Transfer(FORWARD, "dp_shard", "send", 100, 4, overlaps=True, part_of="all_gather")
     sums = Transfer(FORWARD, "tp", "send", 100, 2, part_of="all_reduce")
     received = replace(gather, collective="receive")
+    statistics = replace(gather, overlaps=False, part_of="all_reduce")  # of a batch normalization
+    of_update = replace(statistics, section=UPDATE)
 
     def busy(plan: ts.Plan, *transfers: Transfer, count: int = 1) -> float:
         rank = _rank(0, 0.0, *transfers)
@@ -262,6 +264,8 @@ def test_cpu_ranks_compute_for_messages_and_around_layers():
     assert busy(ts.Plan(zero=0), gather, received, count=3) == pytest.approx(1e4 + 3 * (0.1 + 0.1), abs=1e-6)
     assert busy(ts.Plan(zero=3), gather, count=3) == pytest.approx(1e4 + 3 * (0.1 + 0.1) + 10, abs=1e-6)  # one unit
     assert busy(ts.Plan(tp=2), sums) == pytest.approx(1e4 + 1 + 0.1 + 100, abs=1e-6)
+    assert busy(ts.Plan(zero=0), statistics, count=6) == pytest.approx(1e4 + 6 * (1 + 0.1) + 200, abs=1e-6)
+    assert busy(ts.Plan(zero=0), of_update, count=3) == pytest.approx(1e4 + 3 * (1 + 0.1), abs=1e-6)
     assert busy(ts.Plan(pp=2, micro_batches=4)) == pytest.approx(1e4 + 8 * 1000, abs=1e-6)
 
 

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorshard as ts
+from tensorshard.estimate.hardware import Link, Rates
 from tensorshard.modules.batches import call_model
 from tensorshard.planner.corrections import Corrections
 from tensorshard.planner.data_collectives import find_buckets, packed_sizes, sends
 from tensorshard.planner.model_facts import model_facts
-from tensorshard.planner.stage_costs import stage_costs
+from tensorshard.planner.stage_costs import StageCosts
 
 
 class Model(nn.Module):
@@ -53,19 +54,54 @@ def test_gradients_travel_in_as_many_messages_as_predicted(ranks, zero, ranks_of
     assert estimated == predicted > 0
 
 
-def test_stages_share_the_time_as_the_model_is_cut():
-    model = Model()
+class Shared(Model):
+    """The same layers are called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0], self.blocks[0]])
+
+
+def _costs(model: nn.Module) -> StageCosts:
     inputs = torch.zeros(4, 7)
     assert call_model(model, inputs).shape == (4, 512)
-    costs = stage_costs(model, inputs, 4, {})
-    assert costs is not None
+    facts = model_facts(model, inputs, 4, {})
+    assert facts is not None and facts.stages is not None
+    return facts.stages
+
+
+def _rates(*, bandwidth: float) -> Rates:
+    """Rates that reach their peaks, without time for a launch."""
+    link = Link(1e9, 0.0)
+    return Rates({"float32": 1e9}, bandwidth, (1.0, 1.0), (1.0, 1.0), 0.0, False, 8, link, link, 1e9)
+
+
+@pytest.mark.parametrize("model", [Model, Shared])
+def test_stages_share_the_time_as_the_model_is_cut(model):
+    costs = _costs(model())
     plan = ts.Plan(pp=2, zero=0, micro_batches=2).resolve(2)
-    shares = costs.shares(plan, 1.0)
-    products = [7 * 64, 64 * 64, 64 * 64, 64 * 512]  # of the layers, in order
+    ((_, cut), _) = costs.cut(plan).spans
+    products = {"first": 7 * 64, "last": 64 * 512, "blocks.0.1": 0}  # a ReLU has none
+    work = [products.get(call.unit, 64 * 64) for call in costs.graph.calls]
+    shares = costs.shares(plan, _rates(bandwidth=1e30))
     assert sum(shares) == pytest.approx(1)
-    assert any(shares[0] == pytest.approx(sum(products[:cut]) / sum(products)) for cut in (1, 2, 3))
+    assert shares[0] == pytest.approx(sum(work[:cut]) / sum(work))
+
+
+def test_kernels_that_are_bound_by_memory_count_by_their_bytes():
+    costs = _costs(Model())
+    plan = ts.Plan(pp=2, zero=0, micro_batches=2).resolve(2)
+    ((_, cut), _) = costs.cut(plan).spans
+    # elements that a layer reads and writes: its inputs, outputs and parameters; then those of a ReLU
+    layers = [4 * (i + o) + i * o + o for i, o in ((7, 64), (64, 64), (64, 64), (64, 512))]
+    moved = [one + 2 * 4 * 64 * (number in (1, 2)) for number, one in enumerate(layers)]
+    shares = costs.shares(plan, _rates(bandwidth=1.0))
+    assert shares[0] == pytest.approx(sum(moved[:cut]) / sum(moved))
+
+
+def test_a_model_cannot_be_cut_into_more_stages_than_it_has_units():
     with pytest.raises(ValueError, match="cannot make 8 stages"):
-        costs.cut(ts.Plan(pp=8, zero=0, micro_batches=8).resolve(8))
+        _costs(Model()).cut(ts.Plan(pp=8, zero=0, micro_batches=8).resolve(8))
 
 
 def test_an_estimate_corrects_the_plans_with_the_same_stages():

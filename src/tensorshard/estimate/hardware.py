@@ -54,7 +54,8 @@ class HostCosts:
         queued: for a message that is sent while others are under way, so that no thread has to be woken up.
         byte: for each byte of a message, at both ends together.
         unit: for each all-gather and each reduction of a unit's parameters under ZeRO 3.
-        split: for each collective along tp.
+        split: for each collective along tp, and each other one that forward or backward waits for, as those of batch
+            normalization.
         action: for each forward and each backward of a micro-batch on a pipeline's stage.
         step: for each step, whatever its plan.
     """

@@ -188,7 +188,8 @@ def sending_time(transfer: Transfer, host: HostCosts) -> float:
 
 
 def host_time(found: Operations, plan: Plan, host: HostCosts) -> float:
-    """Seconds of one rank's step in addition to kernels and messages: for sharded units, split layers and stages."""
+    """Seconds of one rank's step in addition to kernels and messages: for sharded units, split layers, layers that wait
+    for data ranks (batch normalization), and stages."""
     units = split = 0.0
     for transfer, count in found.transfers.items():
         if transfer.collective == "receive":
@@ -196,7 +197,8 @@ def host_time(found: Operations, plan: Plan, host: HostCosts) -> float:
         calls = count / (transfer.ranks - 1) if transfer.collective == "send" else count  # a send to each other rank
         if plan.zero == 3 and (transfer.part_of or transfer.collective) in ("all_gather", "reduce_scatter"):
             units += calls if transfer.axis == "dp_shard" else 0.0
-        split += calls if transfer.axis == "tp" else 0.0
+        waits = transfer.axis != "pp" and not transfer.overlaps and transfer.section != UPDATE
+        split += calls if transfer.axis == "tp" or waits else 0.0
     actions = 2 * plan.micro_batches * plan.stages_per_rank if plan.pp > 1 else 0
     return units * host.unit + split * host.split + actions * host.action + host.step
 

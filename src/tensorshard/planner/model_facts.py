@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from tensorshard.modules.batches import call_model
 from tensorshard.modules.blocks import find_blocks
 from tensorshard.modules.fake_copies import make_fake_copy
 from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
+from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.planner.data_collectives import Bucket, find_buckets
 from tensorshard.planner.fewer_blocks import equal_blocks
-from tensorshard.planner.stage_costs import StageCosts, stage_costs
+from tensorshard.planner.stage_costs import StageCosts, call_graph
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 from tensorshard.repetitions import FewTurns, shortened
 from tensorshard.torch_private.dispatch import TorchDispatchMode
@@ -58,24 +60,35 @@ class ModelFacts:
     equal_blocks: tuple[str, ...] = ()
 
 
-class _BlockKernels(TorchDispatchMode):
-    """Counts the kernels that run inside of blocks, while `depth` is above 0."""
+class _Kernels(TorchDispatchMode):
+    """Counts the kernels that run inside of blocks, and those of each unit of a pipeline, while the model runs.
+
+    Attributes:
+        depth: how many of the blocks that are running are inside of each other.
+        inside: the same of the units.
+        kernels: of all blocks. calls, outputs: how many blocks were called, and the bytes that they returned.
+        of_units: each called unit's name, and the kernels from the unit before it to its own end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.depth = 0
+        self.depth = self.inside = 0
         self.turns = FewTurns()
         self.kernels: Counter[Kernel] = Counter()
         self.calls = 0
         self.outputs = 0
+        self.of_units: list[tuple[str, Counter[Kernel]]] = []
+        self._since: Counter[Kernel] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        cost = cost_of(func, args, kwargs, output) if self.depth else None
+        cost = cost_of(func, args, kwargs, output)
         if cost is not None:
             kernel = Kernel(FORWARD, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes)
-            self.kernels[kernel] += self.turns.times
+            self._since[kernel] += self.turns.times
+            if self.depth:
+                self.kernels[kernel] += self.turns.times
         return output
 
     def enter(self, *_: Any) -> None:
@@ -87,6 +100,17 @@ class _BlockKernels(TorchDispatchMode):
         self.depth -= 1
         self.calls += 1
         self.outputs += sum(t.nbytes for t in tensor_leaves(output)[:1])  # the others may be caches or masks
+
+    def enter_unit(self, *_: Any) -> None:
+        """Called before a unit's forward."""
+        self.inside += 1
+
+    def leave_unit(self, name: str, *_: Any) -> None:
+        """Called after the forward of the unit `name`."""
+        self.inside -= 1
+        if not self.inside:  # not a unit that is a part of another
+            self.of_units.append((name, self._since))
+            self._since = Counter()
 
 
 def model_facts(
@@ -108,19 +132,24 @@ def model_facts(
                 batch = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), inputs)
                 buckets = find_buckets(ours, (fixed or {}).get("shard_units"))
                 equal = equal_blocks(ours)
-                facts = _one_forward(ours, batch, samples)
-            stages = None if fixed is None else stage_costs(ours, inputs, samples, fixed)
-        return replace(facts, buckets=tuple(buckets), stages=stages, equal_blocks=equal)
+            graph = None if fixed is None else call_graph(ours, inputs, fixed)
+            with fake, torch.no_grad():
+                facts = _one_forward(ours, batch, samples, graph)
+        return replace(facts, buckets=tuple(buckets), equal_blocks=equal)
     except Exception:  # a model's code may raise anything for tensors without values
         return None
 
 
-def _one_forward(model: nn.Module, batch: Any, samples: int) -> ModelFacts:
-    counter = _BlockKernels()
+def _one_forward(model: nn.Module, batch: Any, samples: int, graph: CallGraph | None) -> ModelFacts:
+    counter = _Kernels()
     blocks = find_blocks(model)
     sizes = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks.values()]
     hooks = [block.register_forward_pre_hook(counter.enter) for block in blocks.values()]
     hooks += [block.register_forward_hook(counter.leave) for block in blocks.values()]
+    for name in () if graph is None else {call.unit for call in graph.calls}:
+        unit = model.get_submodule(name)
+        hooks.append(unit.register_forward_pre_hook(counter.enter_unit))
+        hooks.append(unit.register_forward_hook(partial(counter.leave_unit, name)))
     with counter, shortened(counter.turns):
         output = call_model(model, batch)
     for hook in hooks:
@@ -134,5 +163,6 @@ def _one_forward(model: nn.Module, batch: Any, samples: int) -> ModelFacts:
         counter.outputs,
         largest_block=max(sizes, default=0),
         largest_share=max(trained, default=0) / (sum(trained) or 1),
+        stages=None if graph is None else StageCosts(graph, samples, counter.of_units),
         output=output,
     )

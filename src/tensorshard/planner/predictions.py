@@ -181,7 +181,7 @@ class Predictions:
             backward += self._computed_again(plan, size)
         along_tp = self._along_tp(trace, known, candidate)
         each = forward + backward + along_tp.seen  # of a micro-batch
-        shares = self._shares(plan, trace)
+        shares = self._shares(plan)
         work = each * count * max(shares)
         end, active = self._played(candidate, forward / each, each, shares)
         bubble = end - work
@@ -199,13 +199,13 @@ class Predictions:
         on_cores = question.on_cores(seconds, busy * question.world_size, active)
         return on_cores, bubble, along_tp.seen * count / plan.pp + along_dp.seen
 
-    def _shares(self, plan: Plan, trace: Trace) -> tuple[float, ...]:
+    def _shares(self, plan: Plan) -> tuple[float, ...]:
         """Each pipeline rank's share of a micro-batch's time."""
         if plan.pp == 1:
             return (1.0,)
         if self.facts is None or self.facts.stages is None:
             return (1 / plan.pp,) * plan.pp
-        return self.facts.stages.shares(plan, round(trace.arithmetic_share(self.question), 3))
+        return self.facts.stages.shares(plan, self.question.rates)
 
     def _computed_again(self, plan: Plan, samples: int) -> float:
         """Seconds of recomputation for one micro-batch: of all kernels of the blocks, or, if it is selective, of those

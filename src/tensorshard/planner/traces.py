@@ -74,15 +74,6 @@ class Trace:
             )
         return self._times[key]
 
-    def arithmetic_share(self, question: Question) -> float:
-        """The share of products, convolutions and attention in the time of a forward."""
-        key = ("arithmetic", 0.0, 1, 1)
-        if key not in self._times:
-            times = [(k, scaled_kernel_time(k, question, 1.0) * count) for k, count in self.kernels[FORWARD]]
-            every = sum(seconds for _, seconds in times)
-            self._times[key] = sum(seconds for k, seconds in times if k.flops) / every if every else 0.0
-        return self._times[key]
-
 
 def scaled_kernel_time(kernel: Kernel, question: Question, share: float) -> float:
     """Seconds of a kernel with `share` times the work."""

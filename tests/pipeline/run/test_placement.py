@@ -1,5 +1,6 @@
 """Stages compute what the model does where it calls other units than in the run that it was cut by."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import seeds
 from pipeline_models import Example
 from tensorshard.engine.pipeline_step_runner import _can_join, _joined
 from tensorshard.pipeline.trace.tracer import Tracer
+from tensorshard.torch_private.dispatch import TorchDispatchMode
 
 
 class Steps(nn.Module):
@@ -155,9 +157,9 @@ class Scale(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "units"),
     [
-        (lambda: [nn.Linear(4, 4), NormAct(4), Scale(), nn.Sigmoid(), nn.Linear(4, 4)], ["0", "1", "2", "4"]),
-        (lambda: [weight_norm(nn.Linear(4, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 4))], ["0", "2"]),
-        (lambda: [spectral_norm(nn.Linear(4, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 4))], ["0", "2"]),
+        (lambda: [nn.Linear(4, 4), NormAct(4), Scale(), nn.Flatten(), nn.Linear(4, 4)], ["0", "1", "2", "4"]),
+        (lambda: [weight_norm(nn.Linear(4, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 4))], ["0", "1", "2"]),
+        (lambda: [spectral_norm(nn.Linear(4, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 4))], ["0", "1", "2"]),
     ],
     ids=["norm with modules", "weight norm", "spectral norm"],
 )
@@ -167,3 +169,52 @@ def test_a_module_whose_parts_hold_no_parameters_is_one_unit(layers: Any, units:
     inputs = torch.randn(5, 4)
     assert list(Tracer(shared).unit_names) == units
     compare(example, whole, stages_of(shared, inputs, 2), inputs)
+
+
+class Images(nn.Module):
+    """A network for images with activations (one of them in place, and called again), pooling and upsampling between
+    its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.relu = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+        self.middle, self.up = nn.Conv2d(4, 4, 3, padding=1), nn.Upsample(scale_factor=2)
+        self.last, self.shuffle, self.average = nn.Conv2d(4, 8, 3), nn.PixelShuffle(2), nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.relu(self.norm(self.stem(x)))
+        pooled, indices = self.pool(x)
+        pooled = self.relu(self.middle(pooled))
+        x = self.last(x + self.unpool(pooled, indices) + self.up(pooled))
+        return self.head(self.average(self.shuffle(x)).flatten(1))
+
+
+class Named(TorchDispatchMode):
+    """Counts calls of operators by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [2, 4, 7])
+def test_one_stage_alone_computes_an_activation_or_a_pooling(count: int):
+    example = Example(Images, lambda *_: None)
+    whole, shared = _pair(Images)
+    stages = stages_of(shared, torch.randn(2, 1, 8, 8), count)
+    inputs = torch.randn(3, 1, 8, 8)
+    compare(example, whole, stages, inputs)
+    once = ("relu_", "max_pool2d_with_indices", "max_unpool2d", "upsample_nearest2d", "pixel_shuffle", "mean")
+    with Named() as alone, torch.no_grad():
+        whole(inputs)
+    with Named() as staged, torch.no_grad():
+        received: tuple[torch.Tensor, ...] = ()
+        for stage in stages:
+            received = stage(inputs, received)
+    assert [staged.counts[name] for name in once] == [alone.counts[name] for name in once] == [2, 1, 1, 1, 1, 1]
