@@ -278,14 +278,15 @@ def test_ranks_that_share_cores_have_costs_of_their_own():
     assert replace(RATES, host=host).shared_by(4, cores=2).host == host  # the rest was not measured
 
 
-def _sends() -> set[tuple[str, bool, str]]:
-    """Axis, whether it overlaps, and what it is part of, of all sends in a step of a CPU rank."""
+def _sends(zero: int, **fields: Any) -> set[tuple[str, bool, str]]:
+    """Axis, whether it overlaps, and what it is part of, of all sends in a step of a CPU rank of four, with a batch
+    normalization."""
     if dist.is_initialized():
         dist.destroy_process_group()
     found = ts.estimate(
-        partial(nn.Linear, 4, 2),
-        ts.Plan(zero=1),
-        world_size=2,
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
+        ts.Plan(zero=zero, **fields),
+        world_size=4,
         inputs=torch.zeros(2, 4),
         targets=torch.zeros(2, dtype=torch.long),
         optimizer=partial(torch.optim.SGD, lr=1e-3),
@@ -297,9 +298,15 @@ def _sends() -> set[tuple[str, bool, str]]:
 
 
 def test_sends_know_their_collective(ranks):
-    sends = ranks(1, _sends)[0]
+    sends = ranks(1, _sends, 1)[0]
     assert ("dp_shard", True, "reduce_scatter") in sends  # of gradients, while backward goes on
-    assert ("dp_shard", False, "all_reduce") in sends  # of the loss
+    assert ("dp_shard", False, "all_reduce") in sends  # of the loss and of the batch normalization
+
+
+def test_a_batch_normalization_is_waited_for_where_gradients_are_not(ranks):
+    sends = ranks(1, _sends, 3)[0]
+    assert {("dp_shard", True, "all_gather"), ("dp_shard", True, "reduce_scatter")} < sends
+    assert ("dp_shard", False, "all_reduce") in sends
 
 
 def test_recurrent_layers_count_their_products_and_weights():

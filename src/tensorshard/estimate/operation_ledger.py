@@ -136,8 +136,7 @@ class OperationLedger(TorchDispatchMode):
         for (transfer, group), count in self._counts.transfers.items():
             if transfer.ranks > 1:
                 axis = axes[group]
-                # FSDP's transfers run on streams of their own, while the model computes.
-                hidden = transfer.overlaps or (plan.zero == 3 and axis in ("dp_shard", "dp_replicate"))
+                hidden = transfer.overlaps or (plan.zero == 3 and _is_of_fsdp(transfer, axis))
                 found.transfers[replace(transfer, axis=axis, overlaps=hidden)] += count
         return found
 
@@ -241,6 +240,15 @@ def _is_waited_for(func: Any, args: Any, kwargs: Any) -> bool:
     names = [argument.name for argument in schema(func).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return not given.get("async_op", given.get("asyncOp", True))
+
+
+def _is_of_fsdp(transfer: Transfer, axis: str) -> bool:
+    """Whether FSDP makes a transfer for parameters or gradients. These run on streams of their own, while the model
+    computes; others along the same axis, such as those of a batch normalization, are the model's own."""
+    kind = transfer.part_of or transfer.collective
+    return (axis == "dp_shard" and kind in ("all_gather", "reduce_scatter")) or (
+        axis == "dp_replicate" and kind == "all_reduce"
+    )
 
 
 def axis_of(ranks: list[int], mesh: Mesh) -> str:

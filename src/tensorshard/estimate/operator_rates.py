@@ -11,6 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -63,17 +64,19 @@ def operator_curves(rates: Rates) -> dict[str, Curve]:
 
 
 def _timed(step: Callable[[], object]) -> list[tuple[Kernel, float]]:
-    """The calls of a step, each with its shortest time in several steps, since other processes may use the machine."""
-    best: list[tuple[Kernel, float]] = []
+    """The calls of a step, each with the median of its times in several steps.
+
+    The shortest would be that of a call whose operands are in the cache. Other processes count little, since times are
+    this thread's own.
+    """
+    steps: list[list[tuple[Kernel, float]]] = []
     step()
-    begin, steps = time.thread_time(), 0
-    while steps < _STEPS or time.thread_time() - begin < _SECONDS:
+    begin = time.thread_time()
+    while len(steps) < _STEPS or time.thread_time() - begin < _SECONDS:
         with _Timer() as timer:
             step()
-        both = zip(best or timer.calls, timer.calls, strict=True)
-        best = [(kernel, min(seconds, again)) for (kernel, seconds), (_, again) in both]
-        steps += 1
-    return best
+        steps.append(timer.calls)
+    return [(same[0][0], median(seconds for _, seconds in same)) for same in zip(*steps, strict=True)]
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> Curve:
