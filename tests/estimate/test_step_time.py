@@ -25,7 +25,7 @@ from tensorshard.estimate.hardware import (
 from tensorshard.estimate.operation_ledger import OperationLedger
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Kernel, Operations, Transfer
 from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate
-from tensorshard.estimate.step_time import kernel_time, link_of, seconds_on_cores, step_time, transfer_time
+from tensorshard.estimate.step_time import kernel_time, link_of, roofline, seconds_on_cores, step_time, transfer_time
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.pipeline.run.draw_schedule import timeline
 
@@ -243,6 +243,15 @@ def test_what_was_measured_of_an_operator_scales_its_time_wherever_the_hardware_
     kernel = Kernel(FORWARD, "aten.mm", "float32", int(2e12), 0)
     measured = 2 + (8**0.5 - 1) / 2  # between the two points, at the roofline of the middle
     assert kernel_time(kernel, rates, place) == pytest.approx(bound * measured / 8**0.5)
+
+
+def test_arithmetic_and_memory_traffic_add_up_where_the_rates_say_so():
+    kernel = Kernel(FORWARD, "aten.mm", "float32", int(2e12), int(1e12))
+    moved, computed = replace(kernel, flops=0), replace(kernel, nbytes=0)
+    longer, both = RATES, replace(RATES, memory_beside=True)
+    parts = roofline(computed, longer), roofline(moved, longer)
+    assert roofline(kernel, longer) == pytest.approx(max(parts)) and min(parts) > 0
+    assert roofline(kernel, both) == pytest.approx(sum(parts))
 
 
 def test_cpu_ranks_compute_for_messages_and_around_layers():

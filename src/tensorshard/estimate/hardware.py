@@ -86,6 +86,8 @@ class Rates:
         disk_bandwidth: bytes a second to and from the disk of a node, for all of its devices together; None if unknown.
         operators: the measured times of operators, by name. Operators that were not measured take as long as "aten.mm"
             with the same roofline if they multiply, and as "aten.add" if they do not. Empty if nothing was measured.
+        memory_beside: whether a kernel's time is that of its arithmetic and of its memory traffic together, and not the
+            longer of the two.
         host: what else CPU ranks compute; None if it was not measured. Then ranks compute all the time that messages
             take.
         crowded: the same where ranks share cores; None if it was not measured.
@@ -103,6 +105,7 @@ class Rates:
     host_bandwidth: float
     disk_bandwidth: float | None = None
     operators: Mapping[str, Curve] = field(default_factory=dict)
+    memory_beside: bool = False
     host: HostCosts | None = None
     crowded: HostCosts | None = None
 

@@ -3,7 +3,8 @@
 A roofline has two numbers for a processor. How much of them a kernel reaches depends on the kernel (a convolution of
 few pixels, a softmax, a sum over rows) and on its size (caches, threads, blocks of a product). On a CPU it varies by up
 to ten times. So each operator has a curve: the seconds that calls of several sizes took, and the roofline's seconds for
-the same calls.
+the same calls. Here the roofline of products and convolutions is the sum of its two parts, since a core waits for memory
+between blocks of them: with the longer part alone, calls with few operations for each byte would be off by two.
 """
 
 import itertools
@@ -11,6 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -50,17 +52,18 @@ class _Timer(TorchDispatchMode):
         return output
 
 
-def operator_curves(rates: Rates) -> dict[str, Curve]:
-    """For each operator of the networks, pairs in ascending order: the roofline's seconds by `rates`, and the seconds
-    of a call.
+def with_operators(rates: Rates) -> Rates:
+    """`rates` with a curve for each operator of the networks: pairs in ascending order, of the roofline's seconds and
+    the seconds of a call.
 
     Up to 20 us that a call takes at any size are left out of the curve. They are a part of ``Rates.launch``.
     """
+    rates = replace(rates, operators={}, memory_beside=True)
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for step in _networks():
         for kernel, seconds in _timed(step):
             found[kernel.name].append((roofline(kernel, rates), seconds))
-    return {name: _curve(points) for name, points in found.items()}
+    return replace(rates, operators={name: _curve(points) for name, points in found.items()})
 
 
 def _timed(step: Callable[[], object]) -> list[tuple[Kernel, float]]:
@@ -109,7 +112,7 @@ def _networks() -> Iterable[Callable[[], object]]:
         return _step(_Sequences(), torch.ones(samples, length, _WIDTH), classes)
 
     yield from itertools.starmap(tokens, ((1, 16), (1, 96), (4, 96), (12, 96)))
-    yield from itertools.starmap(images, ((1, 32), (2, 64), (10, 64)))
+    yield from itertools.starmap(images, ((1, 32), (2, 64), (10, 64), (40, 64)))
     yield from itertools.starmap(sequences, ((1, 24), (4, 24), (12, 24)))
 
 

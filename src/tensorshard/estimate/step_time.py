@@ -222,11 +222,12 @@ def kernel_time(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
 
 
 def roofline(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
-    """Seconds of a call's arithmetic, or of its memory traffic if that is longer. `place`: see :func:`kernel_time`."""
+    """Seconds of a call's arithmetic, or of its memory traffic if that is longer; of both together where the rates say
+    so. `place`: see :func:`kernel_time`."""
     peak = rates.flops.get(kernel.dtype, rates.flops["float32"])
     arithmetic = kernel.flops / (peak * _share(rates.matmul_efficiency, place))
     memory = kernel.nbytes / (rates.memory_bandwidth * _share(rates.memory_efficiency, place))
-    return max(arithmetic, memory)
+    return arithmetic + memory if rates.memory_beside else max(arithmetic, memory)
 
 
 def _of_roofline(kernel: Kernel, bound: float, rates: Rates) -> float:

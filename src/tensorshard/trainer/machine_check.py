@@ -3,7 +3,7 @@
 import gc
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from tensorshard.estimate.machine_rates import (
     memory_rate,
     operator_overhead,
 )
-from tensorshard.estimate.operator_rates import operator_curves
+from tensorshard.estimate.operator_rates import with_operators
 from tensorshard.trainer.host_rates import host_costs, with_host_costs
 from tensorshard.trainer.memory import own_bytes
 from tensorshard.trainer.self_test import run as run_plans
@@ -98,7 +98,7 @@ def measure_rates(device: torch.device, size: int) -> tuple[Rates, list[str]]:
         disk_bandwidth=disk,
     )
     if device.type == "cpu":
-        rates = replace(rates, operators=operator_curves(rates))
+        rates = with_operators(rates)
         if size == 2:
             rates = with_host_costs(rates)
     return rates, notes
