@@ -3,8 +3,8 @@
 A roofline has two numbers for a processor. How much of them a kernel reaches depends on the kernel (a convolution of
 few pixels, a softmax, a sum over rows) and on its size (caches, threads, blocks of a product). On a CPU it varies by up
 to ten times. So each operator has a curve: the seconds that calls of several sizes took, and the roofline's seconds for
-the same calls. Here the roofline of products and convolutions is the sum of its two parts, since a core waits for memory
-between blocks of them: with the longer part alone, calls with few operations for each byte would be off by two.
+the same calls. Here the roofline of products and convolutions is the sum of its two parts, since a core waits for
+memory between blocks of them: with the longer part alone, calls with few operations a byte would be off by two.
 """
 
 import itertools
