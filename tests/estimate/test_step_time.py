@@ -287,14 +287,14 @@ def test_ranks_that_share_cores_have_costs_of_their_own():
     assert replace(RATES, host=host).shared_by(4, cores=2).host == host  # the rest was not measured
 
 
-def _sends(zero: int, **fields: Any) -> set[tuple[str, bool, str]]:
+def _sends(zero: int) -> set[tuple[str, bool, str]]:
     """Axis, whether it overlaps, and what it is part of, of all sends in a step of a CPU rank of four, with a batch
     normalization."""
     if dist.is_initialized():
         dist.destroy_process_group()
     found = ts.estimate(
         lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
-        ts.Plan(zero=zero, **fields),
+        ts.Plan(zero=zero),
         world_size=4,
         inputs=torch.zeros(2, 4),
         targets=torch.zeros(2, dtype=torch.long),

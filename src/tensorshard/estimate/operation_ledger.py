@@ -53,6 +53,9 @@ _FUNCTIONAL: dict[str, str] = {
     "broadcast": "broadcast",
 }
 
+# Axis and collective of what FSDP sends for parameters and gradients.
+_OF_FSDP = {("dp_shard", "all_gather"), ("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")}
+
 
 @dataclass
 class Counts:
@@ -245,10 +248,7 @@ def _is_waited_for(func: Any, args: Any, kwargs: Any) -> bool:
 def _is_of_fsdp(transfer: Transfer, axis: str) -> bool:
     """Whether FSDP makes a transfer for parameters or gradients. These run on streams of their own, while the model
     computes; others along the same axis, such as those of a batch normalization, are the model's own."""
-    kind = transfer.part_of or transfer.collective
-    return (axis == "dp_shard" and kind in ("all_gather", "reduce_scatter")) or (
-        axis == "dp_replicate" and kind == "all_reduce"
-    )
+    return (axis, transfer.part_of or transfer.collective) in _OF_FSDP
 
 
 def axis_of(ranks: list[int], mesh: Mesh) -> str:
