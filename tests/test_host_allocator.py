@@ -7,14 +7,15 @@ from unittest import mock
 import pytest
 
 from tensorshard import host_allocator
+from tensorshard.host_allocator import KEEP_MOST, KEEP_SMALL, set_for_training
 
 # Large tensors with small ones between them: in a heap, these keep what was freed below them.
 _FREED = """
 import torch
 from tensorshard import host_allocator
 
-if {settings} is not None:
-    host_allocator.set_for_training(**{settings})
+if {mapped} is not None:
+    host_allocator.set_for_training({mapped})
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -34,8 +35,8 @@ print((held - resident()) / (held - before))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_large_tensors_leave_no_holes():
     shares = {}
-    for name, settings in {"glibc": None, "memory": {}, "time": {"spare_memory": False}}.items():
-        script = _FREED.format(settings=settings)
+    for name, mapped in {"glibc": None, "memory": KEEP_SMALL, "time": KEEP_MOST}.items():
+        script = _FREED.format(mapped=mapped)
         run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         shares[name] = float(run.stdout)
     assert shares["memory"] > 0.8
@@ -47,13 +48,13 @@ def test_the_users_variables_stand(monkeypatch):
     for name in host_allocator.environment_for_training():
         monkeypatch.delenv(name, raising=False)
     with mock.patch.object(host_allocator, "_set") as set_option:
-        host_allocator.set_for_training()
-        assert set_option.call_count == 3
+        assert set_for_training(KEEP_SMALL)
+        assert set_option.call_args.args == (-3, 16 << 20)
         for name, value in host_allocator.environment_for_training().items():
             monkeypatch.setenv(name, value)  # as the launcher does
-        host_allocator.set_for_training(spare_memory=False)
-        assert set_option.call_count == 7
+        assert set_for_training(KEEP_MOST)
         assert set_option.call_args.args == (-3, 32 << 20)
+        set_option.reset_mock()
         monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
-        host_allocator.set_for_training()
-        assert set_option.call_count == 7
+        assert not set_for_training(KEEP_MOST)
+        assert not set_option.called

@@ -1,11 +1,12 @@
 """The results of the planner's benchmark: on the terminal, in a results file, and in docs/planning.md."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from benchmarks.harness.hardware import hardware_name, installed_versions
 from benchmarks.harness.page_blocks import replace_block
-from benchmarks.harness.planner_memory import MODEL, MemoryRun
+from benchmarks.harness.planner_memory import MODEL, LimitedRun, MemoryRun
 from benchmarks.harness.planner_memory import WORLD as MEMORY_WORLD
 from benchmarks.harness.planner_runs import WORLD, ModelRuns, PlanRun
 from benchmarks.harness.planner_scale import ScaleFinding
@@ -42,7 +43,12 @@ class PlannerResults:
             for name, one in content["models"].items()
         }
         scales = {name: ScaleFinding(**one) for name, one in content["scales"].items()}
-        return cls(models, scales, {size: MemoryRun(**one) for size, one in content["memory"].items()})
+        return cls(models, scales, {size: _memory_run(one) for size, one in content["memory"].items()})
+
+
+def _memory_run(values: Mapping[str, Any]) -> MemoryRun:
+    runs = {name: LimitedRun(**values[name]) for name in ("within", "tight") if values[name] is not None}
+    return MemoryRun(**{**values, **runs})
 
 
 def write_planner(console: Console, results: PlannerResults) -> None:
@@ -128,25 +134,33 @@ def print_memory(console: Console, runs: Sequence[MemoryRun]) -> None:
 def markdown_memory(results: PlannerResults) -> str:
     """A row for each size."""
     lines = [
-        f"| given (a GPT of {MODEL.name} parameters, {MEMORY_WORLD} ranks) | plan | estimated, a rank | measured |",
-        "| ---: | --- | ---: | ---: |",
+        f"| given (a GPT of {MODEL.name} parameters, {MEMORY_WORLD} ranks) | plan | estimated, a rank | measured "
+        "| measured, with no more than the estimate |",
+        "| ---: | --- | ---: | ---: | ---: |",
     ]
     for run in results.memory.values():
-        if not run.plan:
-            lines.append(f"| {run.given >> 20} MiB | {run.failure} | | |")
+        if run.within is None or run.tight is None:
+            lines.append(f"| {run.given >> 20} MiB | {run.failure} | | | |")
             continue
-        sizes = f"{run.estimated >> 20} MiB | {run.peak // MEMORY_WORLD >> 20} MiB"
-        lines.append(f"| {run.given >> 20} MiB | `{run.plan}`{' **killed**' * run.killed} | {sizes} |")
+        sizes = " | ".join(map(_limited_words, (run.within, run.tight)))
+        lines.append(f"| {run.given >> 20} MiB | `{run.plan}` | {run.estimated >> 20} MiB | {sizes} |")
     return "\n".join(lines)
 
 
-def _memory_words(run: MemoryRun) -> str:
-    if not run.plan:
-        return run.failure
-    ended = "killed" if run.killed else f"failed: {run.failure}" if run.failure else "ran"
+def _limited_words(run: LimitedRun) -> str:
+    """Bytes of a rank, and how it ended if it was not at its end."""
     group = "" if run.limited else " (without a limit: no cgroup could be made)"
-    estimated, peak = (f"{size >> 20} MiB" for size in (run.estimated, run.peak // MEMORY_WORLD))
-    return f"{run.plan}: {ended}{group}; {estimated} a rank estimated, {peak} measured"
+    ended = " **killed**" if run.killed else f" **failed**: {run.failure}" if run.failure else ""
+    return f"{run.peak // MEMORY_WORLD >> 20} MiB{ended}{group}"
+
+
+def _memory_words(run: MemoryRun) -> str:
+    if run.within is None or run.tight is None:
+        return run.failure
+    return (
+        f"{run.plan}: {run.estimated >> 20} MiB a rank estimated, {_limited_words(run.within)} measured, "
+        f"{_limited_words(run.tight)} with no more than the estimate"
+    )
 
 
 def markdown_scale(results: PlannerResults) -> str:

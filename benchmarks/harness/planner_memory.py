@@ -1,4 +1,5 @@
-"""Runs plans that were found for some amount of memory in a memory cgroup of that size. It must not kill any."""
+"""Runs plans that were found for some amount of memory in a memory cgroup of that size, and in one that has no more
+than was estimated. Neither must kill any."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from tensorshard.planner.wording import plan_words
 
 WORLD = 2
 MODEL = Workload("57M", num_layers=8, num_heads=12, width=768, vocab_size=512, context_length=128, batch_size=8)
-SIZES = (3000, 2000, 1500, 1200, 1000, 800)
+SIZES = (3000, 2000, 1500, 1200, 1000, 800, 700, 600)
 """MiB per rank."""
 
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -28,7 +29,24 @@ class MemoryJob:
     work: Workload
     fields: dict[str, Any]
     samples: int
-    steps: int = 3
+    steps: int = 6  # after the first few, freed memory is kept
+
+
+@dataclass(frozen=True)
+class LimitedRun:
+    """Steps in a memory cgroup.
+
+    Args:
+        peak: bytes of all ranks together, page cache included.
+        killed: whether the limit killed a rank.
+        limited: whether there was a limit.
+        failure: the error of a rank, in a line.
+    """
+
+    peak: int
+    killed: bool
+    limited: bool
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,23 +57,21 @@ class MemoryRun:
         given: bytes of a rank.
         plan: the chosen one, in words; "" if none fits.
         estimated: bytes of the rank with the most.
-        peak: bytes of all ranks together, page cache included.
-        killed: whether the cgroup's limit killed a rank.
-        limited: whether there was a limit.
-        failure: the error of the search or of a rank, in a line.
+        within: the run with the bytes that were given for each rank.
+        tight: the run with the bytes that were estimated for each rank.
+        failure: the error of the search, in a line.
     """
 
     given: int
     plan: str = ""
     estimated: int = 0
-    peak: int = 0
-    killed: bool = False
-    limited: bool = False
+    within: LimitedRun | None = None
+    tight: LimitedRun | None = None
     failure: str = ""
 
 
 def run_size(mebibytes: int, hardware: Hardware) -> MemoryRun:
-    """Finds the best plan for `mebibytes` of memory per rank, and runs it in a cgroup of that size for each rank."""
+    """Finds the best plan for `mebibytes` of memory per rank, and runs it in both cgroups."""
     given = mebibytes << 20
     inputs, targets = MODEL.batch(0, 0)
     try:
@@ -74,9 +90,15 @@ def run_size(mebibytes: int, hardware: Hardware) -> MemoryRun:
     except ValueError as error:
         return MemoryRun(given, failure=str(error).split(" (")[0])
     best = found.best
-    job = MemoryJob(MODEL, best.plan.to_dict(), MODEL.batch_size // best.plan.dp_size)
+    within, tight = (_run_within(best.plan, size) for size in (given, best.memory))
+    return MemoryRun(given, plan_words(best.plan), best.memory, within, tight)
+
+
+def _run_within(plan: ts.Plan, limit: int) -> LimitedRun:
+    """Steps of `plan` in a cgroup of `limit` bytes for each rank."""
+    job = MemoryJob(MODEL, plan.to_dict(), MODEL.batch_size // plan.dp_size)
     failure = ""
-    with limited_memory(given * WORLD) as (variables, use):
+    with limited_memory(limit * WORLD) as (variables, use):
         try:
             run_job(
                 "benchmarks.harness.planner_memory_rank",
@@ -87,4 +109,4 @@ def run_size(mebibytes: int, hardware: Hardware) -> MemoryRun:
             )
         except RankError as error:
             failure = str(error).splitlines()[-1]
-    return MemoryRun(given, plan_words(best.plan), best.memory, use.peak_bytes, use.killed, use.limited, failure)
+    return LimitedRun(use.peak_bytes, use.killed, use.limited, failure)

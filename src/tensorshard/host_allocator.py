@@ -4,20 +4,25 @@ Each step allocates the same memory as the step before. By default, glibc return
 soon as it is free, and then has to get it again. Tensors of up to 32 MiB are freed in another order than smaller ones,
 and leave holes in the heap. With these holes, a rank of GPT-2 of 4 layers held 2.5 GB; with large tensors outside of
 the heap, it held 2.1 GB. But the system clears such tensors anew each time, which took a tenth of a step. So only plans
-that give time for memory keep them outside.
+that give time for memory keep them outside, and only where memory is scarce are all tensors outside
+(:mod:`tensorshard.engine.host_heap`).
 """
 
 import ctypes
 import os
 
-_MAPPED_BYTES = 16 << 20  # 16 MiB, since mapping smaller tensors again in each step costs time
-_MOST_MAPPED_BYTES = 32 << 20  # glibc takes no more
+KEEP_SMALL = 16 << 20
+"""With this for :func:`map_tensors_from`, the heap keeps tensors below 16 MiB."""
+
+KEEP_MOST = 32 << 20
+"""With this, it keeps tensors below 32 MiB, the most that glibc keeps."""
+
 _TOP_BYTES = 32 << 20
 _NEVER = (1 << 31) - 1
 
 # For each of glibc's environment variables: the option of mallopt (malloc.h), and the value for training.
 _OPTIONS = {
-    "MALLOC_MMAP_THRESHOLD_": (-3, _MAPPED_BYTES),
+    "MALLOC_MMAP_THRESHOLD_": (-3, KEEP_SMALL),
     "MALLOC_TRIM_THRESHOLD_": (-1, _NEVER),
     "MALLOC_TOP_PAD_": (-2, _TOP_BYTES),
 }
@@ -28,18 +33,18 @@ def environment_for_training() -> dict[str, str]:
     return {name: str(value) for name, (_, value) in _OPTIONS.items()}
 
 
-def set_for_training(*, spare_memory: bool = True) -> None:
-    """The same settings for this running process, unless the user has set one of the variables otherwise.
+def set_for_training(mapped_bytes: int) -> bool:
+    """The same settings for this running process, with tensors of at least `mapped_bytes` outside of the heap.
 
-    Args:
-        spare_memory: whether tensors of 16 to 32 MiB stay outside of the heap, too.
+    Returns:
+        Whether it was done: not if the user has set one of the variables otherwise.
     """
     if any(os.environ.get(name, value) != value for name, value in environment_for_training().items()):
-        return
+        return False
     for option, value in _OPTIONS.values():
         _set(option, value)
-    if not spare_memory:
-        map_tensors_from(_MOST_MAPPED_BYTES)
+    map_tensors_from(mapped_bytes)
+    return True
 
 
 def map_tensors_from(nbytes: int) -> None:

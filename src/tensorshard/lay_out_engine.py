@@ -11,9 +11,17 @@ from torch import nn
 from tensorshard.arguments import as_device, check_arguments
 from tensorshard.comm.decisions import check_same
 from tensorshard.comm.groups import world_group
-from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, world_size
+from tensorshard.comm.world import (
+    DEFAULT_TIMEOUT,
+    as_timedelta,
+    default_device,
+    join_world,
+    ranks_here,
+    world_size,
+)
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.engine import Engine, LossFunction
+from tensorshard.engine.host_heap import HostHeap
 from tensorshard.engine.offload import open_tiers
 from tensorshard.engine.optimizer import OptimizerFactory, check_trains_heads
 from tensorshard.engine.other_optimizers import mark_replaced
@@ -25,7 +33,6 @@ from tensorshard.heads.under_plan.head_updates import (
     log_updates,
     take_updates,
 )
-from tensorshard.host_allocator import set_for_training
 from tensorshard.host_scheduler import schedule_as_batch
 from tensorshard.lay_out.apply_plan import apply_plan
 from tensorshard.lay_out.decisions import Decisions
@@ -91,8 +98,9 @@ def lay_out_engine(
         if not isinstance(model, nn.Module):
             _check_updates(source.module, updates, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
+        heap = None
         if device.type == "cpu" and active_fake_mode() is None:
-            set_for_training(spare_memory=plan.spares_memory)
+            heap = HostHeap(plan, ranks_here(), say=mesh.rank == 0)
             if mesh.world_size > 1:
                 schedule_as_batch()
         slots = open_tiers(plan, mesh, device, off_device=off_device)
@@ -125,6 +133,7 @@ def lay_out_engine(
             head_groups=groups,
             debug=debug,
             slots=slots,
+            heap=heap,
         )
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")

@@ -1,4 +1,4 @@
-"""What is said of memory before a run starts, what is refused, and how much memory is at hand."""
+"""What is said of memory before a run starts, and what is refused."""
 
 import io
 import os
@@ -16,7 +16,6 @@ from tensorshard.config import ConfigError
 from tensorshard.estimate import Estimate, RankEstimate
 from tensorshard.estimate.rank_estimate import CATEGORIES
 from tensorshard.trainer import estimate_first as module
-from tensorshard.trainer import memory_at_hand
 from tensorshard.trainer.estimate_first import estimate_first
 from tensorshard.trainer.report import print_summary
 from tensorshard.trainer.run_directory import RunDirectory
@@ -100,22 +99,3 @@ def test_a_fork_that_fails(work: Any, why: str) -> None:
 
 def test_a_fork_hands_in_what_it_found() -> None:
     assert in_forked_process(lambda: (os.getpid(), 7), 60)[1] == 7
-
-
-def test_memory_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
-    (tmp_path / "own").write_text("0::/job/one\n")
-    outer = tmp_path / "groups" / "job"
-    (outer / "one").mkdir(parents=True)
-    monkeypatch.setattr(memory_at_hand, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory_at_hand, "_OWN_CGROUP", tmp_path / "own")
-    monkeypatch.setattr(memory_at_hand, "_CGROUPS", tmp_path / "groups")
-    assert memory_at_hand.available_on_host() == 4000 << 10
-    for folder, limit in ((outer / "one", "max"), (outer, str(3000 << 10))):
-        (folder / "memory.max").write_text(limit)
-        (folder / "memory.current").write_text(str(1000 << 10))
-        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {500 << 10}\n")
-    assert memory_at_hand.available_on_host() == 2500 << 10
-    (tmp_path / "own").unlink()
-    (tmp_path / "meminfo").unlink()
-    assert memory_at_hand.available_on_host() is None

@@ -62,5 +62,10 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if _under_torchrun() else 1
 
 
+def ranks_here() -> int:
+    """How many ranks of the world run on this machine; all of them if the launcher does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def _under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -127,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
         WorkerFailedError: a worker failed.
         LaunchInterrupted: a signal ended the run.
     """
+    from tensorshard.comm.world import ranks_here
     from tensorshard.launch.launcher import launch
 
     find_own_modules()
@@ -155,8 +156,8 @@ def run(args: argparse.Namespace) -> int:
         print(fit(to_yaml(config), terminal_width(sys.stdout)), end="")
         return 0
     if request is None and _check(config, world_size).estimate and expected is None:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if world is None else world.nproc
-        expected = _estimate(config, world_size, ranks_here, args.force)
+        here = ranks_here() if world is None else world.nproc
+        expected = _estimate(config, world_size, here, args.force)
     call = (config, args.resume, args.output, args.timeout, expected, request)
     if world is None:
         run_worker(train_worker, call, report=True)

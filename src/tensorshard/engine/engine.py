@@ -12,6 +12,7 @@ from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.final_gradients import FinalGradients, NonFiniteLossError
 from tensorshard.engine.fused_updates import hook_beside_update
 from tensorshard.engine.generation import Generator
+from tensorshard.engine.host_heap import HostHeap
 from tensorshard.engine.independent_samples import check_independent_samples
 from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loop_methods import LoopMethods
@@ -88,6 +89,7 @@ class Engine(LoopMethods):
         head_groups: Sequence[HeadGroup] = (),
         debug: bool = False,
         slots: Slots | None = None,
+        heap: HostHeap | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -98,6 +100,7 @@ class Engine(LoopMethods):
         self.sharded = sharded
         self.loss_fn = loss_fn
         self.slots = slots
+        self._heap = heap
         self.step_count = 0
         self.measure_grad_norm = False
         self.scaler = LossScaler() if plan.precision == "fp16" else None
@@ -229,6 +232,8 @@ class Engine(LoopMethods):
 
     def _count_step(self) -> None:
         self.step_count += 1
+        if self._heap is not None:
+            self._heap.after_step()
         if not self._looked_for_schedulers:
             self._looked_for_schedulers = True
             if self.mesh.rank == 0:

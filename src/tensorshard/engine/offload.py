@@ -1,7 +1,6 @@
 """Offload in an Engine: checks it before anything is allocated, and takes the place of the optimizer's own step."""
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from torch import nn
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
+from tensorshard.comm.world import ranks_here
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.mesh import Mesh
@@ -46,10 +46,9 @@ def open_tiers(plan: Plan, mesh: Mesh, device: torch.device, *, off_device: bool
     off_device = not is_host_memory(device) if off_device is None else off_device
     if off_device:
         offload = _off_device(plan, offload, say=mesh.rank == 0)
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
 
     def open_slots() -> Slots:
-        slots = Slots(offload, ranks_here, DeviceCopies(device) if off_device else None)
+        slots = Slots(offload, ranks_here(), DeviceCopies(device) if off_device else None)
         if offload.activations is not None:
             slots.activations = OffloadedActivations(slots)
         return slots

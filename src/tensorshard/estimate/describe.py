@@ -40,8 +40,10 @@ def rank_lines(rank: RankEstimate) -> list[str]:
         bar = "#" * max(1, round(_BAR * share))
         lines.append(f"  {name:<20}{size_text(rank.by_category[name]):>10}  {share:>4.0%}  {bar}")
     lines.append(f"  {'all live tensors':<20}{size_text(rank.peak_allocated):>10}")
-    reserved = "by a caching allocator (not validated)"
-    lines.append(f"  {'reserved':<20}{size_text(rank.peak_reserved):>10}  {reserved}")
+    name, made_by = "reserved", "by a caching allocator (not validated)"
+    if rank.on_host:
+        name, made_by = "resident", "with Python's objects, messages, page tables"
+    lines.append(f"  {name:<20}{size_text(rank.peak_reserved):>10}  {made_by}")
     if rank.peak_device > rank.peak_reserved:
         context = rank.peak_device - rank.peak_reserved
         lines.append(f"  {'context':<20}{size_text(context):>10}  libraries, communicators, buffers (not traced)")

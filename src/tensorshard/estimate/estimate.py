@@ -57,8 +57,8 @@ _BACKENDS = {"cuda": "fake", "cpu": "gloo"}  # an NCCL collective is one call, l
 _NOTES = (
     "bytes of live tensors in two steps of the Engine on fake tensors, one rank of each stage; what kernels take for "
     "themselves is not in it",
-    "reserved bytes are those of a model of torch's caching allocator for CUDA, and are not validated; on the "
-    "device, the context is added, which is assumed",
+    "reserved bytes are those of a model of torch's caching allocator for CUDA, and are not validated; of CPU ranks, "
+    "those of live tensors and a margin; on the device, the context is added, which is assumed",
 )
 
 
@@ -190,7 +190,7 @@ def estimate(
     optimizer: OptimizerFactory,
     loss_fn: Callable[[Any, Any], Any],
     hardware: str | Hardware | None = None,
-    device: str = "cuda",
+    device: str | None = None,
     decisions: Decisions | None = None,
     stop_above: int | None = None,
 ) -> Estimate:
@@ -206,7 +206,8 @@ def estimate(
         inputs, targets: one data rank's batch, as for :meth:`Engine.step`; only shapes and types matter.
         optimizer, loss_fn: as for :func:`tensorshard.parallelize`.
         hardware: a name such as "a100-80", or a :class:`Hardware`; without it there is no time, and no limit to fit.
-        device: what the ranks compute on: "cuda" or "cpu". Collectives of CPU ranks also hold what they receive.
+        device: what the ranks compute on: "cuda" or "cpu". Collectives of CPU ranks also hold what they receive. None:
+            "cpu" if the hardware is a machine without GPUs, else "cuda".
         decisions: those of an earlier estimate of this model, to save time. Those of this one are added to them.
         stop_above: bytes of a device. The estimate ends at the first rank that takes more, and is not complete then.
             The ranks of a pipeline that are likely to take the most are run first. None to run all.
@@ -226,6 +227,8 @@ def estimate(
         (True, True)
     """
     found = find_hardware(hardware)
+    if device is None:
+        device = "cpu" if found is not None and found.rates is not None and not found.rates.asynchronous else "cuda"
     check_choice("device", device, tuple(_BACKENDS))
     resolved = plan.resolve(world_size)
     if dist.is_initialized():
@@ -284,15 +287,16 @@ def estimate(
                 ledger, known, engine = watch_steps(build, batch, counter)
             operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
             # A CPU rank's device memory is the host's, which also holds what is offloaded to it.
-            on_host = engine.slots.held("host memory") if engine.slots is not None and device == "cpu" else 0
+            offloaded = engine.slots.held("host memory") if engine.slots is not None and device == "cpu" else 0
             return summarize(
                 ledger,
                 known,
                 rank=rank,
                 stage=stage,
-                device_bytes=device_bytes + on_host,
+                device_bytes=device_bytes + offloaded,
                 operations=operations,
                 slots=engine.slots,
+                on_host=device == "cpu",
             )
 
     calls = [partial(estimated, stage) for stage in _fullest_first(len(first_ranks))]

@@ -9,7 +9,9 @@ from torch import nn
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.forked import TriedInVain, in_forked_process
 from tensorshard.comm.groups import world_group
+from tensorshard.comm.world import ranks_here
 from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.host_memory import room_for_rank
 from tensorshard.modules.batches import batch_size
 from tensorshard.plan import Plan
 from tensorshard.planner.find_plans import find_plans
@@ -42,6 +44,8 @@ def choose_plan(
         size = batch_size(inputs)
         given = fixed_fields(fixed)
         hardware = hardware_here()  # a fork cannot ask a GPU
+        on_gpus = hardware.rates is not None and hardware.rates.asynchronous
+        memory = None if on_gpus else room_for_rank(ranks_here())  # a container may have less than the machine
 
         def search() -> tuple[dict[str, Any], str]:
             found = find_plans(
@@ -52,6 +56,7 @@ def choose_plan(
                 optimizer=optimizer,
                 loss_fn=loss_fn,
                 hardware=hardware,
+                memory=memory,
                 fixed=given,
                 top=1,
             )

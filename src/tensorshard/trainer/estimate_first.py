@@ -9,8 +9,9 @@ from tensorshard.config import ConfigError
 from tensorshard.estimate import Estimate
 from tensorshard.estimate.describe import stage_lines
 from tensorshard.estimate.sizes import size_text
+from tensorshard.host_memory import available_on_host
 from tensorshard.trainer.estimated_run import estimate_run
-from tensorshard.trainer.memory_at_hand import available_on_host, memory_of_gpus
+from tensorshard.trainer.gpu_memory import memory_of_gpus
 
 PATIENCE = 60.0
 """Seconds that an estimate may take before training starts without one."""

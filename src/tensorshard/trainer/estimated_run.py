@@ -30,7 +30,7 @@ class EstimatedRun:
     """
 
     def __init__(
-        self, config: DictConfig, world_size: int, hardware: str | None = None, *, device: str = "cuda"
+        self, config: DictConfig, world_size: int, hardware: str | None = None, *, device: str | None = None
     ) -> None:
         self._config = config
         self._world_size = world_size

@@ -21,8 +21,8 @@ from tensorshard.estimate.machine_rates import (
     operator_overhead,
 )
 from tensorshard.estimate.operator_rates import with_operators
+from tensorshard.host_memory import held_memory
 from tensorshard.trainer.host_rates import host_costs, with_host_costs
-from tensorshard.trainer.memory import own_bytes
 from tensorshard.trainer.self_test import run as run_plans
 
 PLANS = ("ZeRO 3", "tp 2")
@@ -112,7 +112,8 @@ def process_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return Hardware.context
     gc.collect()
-    return own_bytes()
+    held = held_memory()
+    return 0 if held is None else held.now
 
 
 def memory_of(device: torch.device) -> int:

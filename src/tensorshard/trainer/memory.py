@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-_STATUS = Path("/proc/self/status")
+from tensorshard.host_memory import status_bytes
+
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # this is written to /proc/self/clear_refs: see proc_pid_clear_refs(5)
 
@@ -38,27 +39,13 @@ class PeakMemory:
         """The peak in bytes."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        peak = _status("VmHWM")
+        peak = status_bytes("VmHWM")
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _ru_maxrss_unit() if peak is None else peak
 
 
 def held_now(device: torch.device) -> int:
     """Bytes that are held now, of the kind that :class:`PeakMemory` counts; 0 if the system does not say."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS") or 0
-
-
-def own_bytes() -> int:
-    """Bytes of memory that only this process holds, without the files of libraries; 0 if the system does not say."""
-    return _status("RssAnon") or _status("VmRSS") or 0
-
-
-def _status(name: str) -> int | None:
-    try:
-        status = _STATUS.read_text()
-    except OSError:
-        return None
-    line = next((line for line in status.splitlines() if line.startswith(f"{name}:")), None)
-    return None if line is None else int(line.split()[1]) * 1024
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else status_bytes("VmRSS") or 0
 
 
 def _ru_maxrss_unit() -> int:

@@ -12,12 +12,13 @@ from tensorshard.config import ConfigError, LazyCall, instantiate, load_config
 from tensorshard.config.files import ASKED
 from tensorshard.config.overrides import apply_overrides
 from tensorshard.estimate.hardware import Hardware
+from tensorshard.host_memory import available_on_host
 from tensorshard.plan import Plan
 from tensorshard.planner import PlanSearch, find_plans
 from tensorshard.planner.machine import hardware_here
 from tensorshard.planner.question import SEARCHED
+from tensorshard.trainer.gpu_memory import memory_of_gpus
 from tensorshard.trainer.initial_model import initial_model
-from tensorshard.trainer.memory_at_hand import available_on_host, memory_of_gpus
 from tensorshard.trainer.settings import SECTIONS
 
 AUTO = "auto"

@@ -1,7 +1,6 @@
 """A run, from its config to its summary: what every worker of ``tensorshard train`` executes."""
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import nn
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.groups import world_group
-from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world
+from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, ranks_here
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.files import values_of
 from tensorshard.engine.engine import Engine
@@ -120,11 +119,10 @@ def run(
 
 def _choose_plan(config: DictConfig, request: PlanRequest, device: torch.device) -> Estimate:
     """Rank 0 chooses the plan and prints it; every rank sets it in `config`. Returns its estimate. Collective."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     gpus = device.type == "cuda"
 
     def choose() -> tuple[Plan, Estimate]:
-        found = choose_for_run(config, request, dist.get_world_size(), here, gpus=gpus)
+        found = choose_for_run(config, request, dist.get_world_size(), ranks_here(), gpus=gpus)
         print(f"the best plan for {found.describe()}", flush=True)
         return found.best.plan, found.best.estimate
 

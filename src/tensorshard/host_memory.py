@@ -1,13 +1,48 @@
-"""How much memory this machine has for a run: that of its GPUs, or the available memory of its host."""
+"""How much of this machine's memory is still available, and how much of it this process holds."""
 
-import shutil
-import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
-_QUERY = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """Bytes of memory that only this process holds, without the files of libraries.
+
+    Args:
+        now: at this moment.
+        peak: the most so far, or since someone reset the process's peak (:class:`.PeakMemory` does).
+    """
+
+    now: int
+    peak: int
+
+
+def held_memory() -> HeldMemory | None:
+    """What this process holds; None if the system does not say."""
+    sizes = _status_sizes()
+    held, peak = sizes.get("RssAnon"), sizes.get("VmHWM")
+    if held is None or peak is None:
+        return None
+    return HeldMemory(held, max(held, peak - sizes.get("RssFile", 0)))
+
+
+def status_bytes(name: str) -> int | None:
+    """A size in Linux's status of this process, such as "VmRSS" (proc_pid_status(5)); None if it is not there."""
+    return _status_sizes().get(name)
+
+
+def _status_sizes() -> dict[str, int]:
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return {}
+    words = [line.split() for line in lines if line.endswith(" kB")]
+    return {name.removesuffix(":"): int(number) << 10 for name, number, _ in words}
 
 
 def available_on_host() -> int | None:
@@ -20,16 +55,11 @@ def available_on_host() -> int | None:
     return min(bounds, default=None)
 
 
-def memory_of_gpus() -> int | None:
-    """Bytes of the smallest GPU; None without ``nvidia-smi``. It starts no CUDA context."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    try:
-        said = subprocess.run([tool, *_QUERY], capture_output=True, text=True, timeout=20, check=True).stdout
-        return min(int(line) for line in said.split()) << 20
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+def room_for_rank(ranks_here: int) -> int | None:
+    """Bytes that this process can hold if `ranks_here` processes like it share what is available; None if the system
+    does not say."""
+    held, available = held_memory(), available_on_host()
+    return None if held is None or available is None else held.now + available // ranks_here
 
 
 def _available() -> int | None:
