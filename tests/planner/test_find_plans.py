@@ -21,7 +21,7 @@ RATES = Rates(
     {"float32": 5e9}, 5e9, (0.8, 1.0), (0.8, 1.0), launch=1e-9, asynchronous=False, devices_per_node=2,
     within_node=Link(2e9, 1e-7), between_nodes=Link(5e8, 5e-7), host_bandwidth=1e9,
 )  # fmt: skip
-SMALL = Hardware("small", 64 << 20, 0, RATES)
+SMALL = Hardware("small", 128 << 20, 0, RATES)
 
 
 class Layer(nn.Module):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tensorshard import host_memory
 from tensorshard.trainer import memory
 from tensorshard.trainer.memory import PeakMemory, format_bytes
 
@@ -43,7 +44,7 @@ def _can_reset() -> bool:
 
 
 def test_without_proc_the_peak_is_that_of_the_whole_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
+    monkeypatch.setattr(host_memory, "_STATUS", tmp_path / "none")
     monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "none" / "none")
     peak = PeakMemory(torch.device("cpu"))
     peak.reset()

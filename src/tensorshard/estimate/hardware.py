@@ -91,6 +91,8 @@ class Rates:
         host: what else CPU ranks compute; None if it was not measured. Then ranks compute all the time that messages
             take.
         crowded: the same where ranks share cores; None if it was not measured.
+        crowded_operators: the times of operators where ranks share cores: other ranks' tensors take the place of theirs
+            in caches, in the middle of a kernel, too. Empty if nothing was measured.
     """
 
     flops: Mapping[str, float]
@@ -108,10 +110,13 @@ class Rates:
     memory_beside: bool = False
     host: HostCosts | None = None
     crowded: HostCosts | None = None
+    crowded_operators: Mapping[str, Curve] = field(default_factory=dict)
 
     def shared_by(self, ranks: int, cores: int) -> "Rates":
         """The rates of a world of `ranks` CPU ranks on `cores` cores."""
-        return replace(self, host=self.crowded) if ranks > cores and self.crowded is not None else self
+        if ranks <= cores or self.crowded is None:
+            return self
+        return replace(self, host=self.crowded, operators=self.crowded_operators or self.operators)
 
 
 @dataclass(frozen=True)
@@ -238,9 +243,11 @@ def rates_from_json(values: Mapping[str, Any]) -> Rates:
         rates[name] = tuple(rates[name])
     for name in ("within_node", "between_nodes"):
         rates[name] = Link(**{**rates[name], "efficiency": tuple(rates[name]["efficiency"])})
-    rates["operators"] = {
-        name: tuple((bound, seconds) for bound, seconds in curve) for name, curve in values.get("operators", {}).items()
-    }
+    for name in ("operators", "crowded_operators"):
+        rates[name] = {
+            operator: tuple((bound, seconds) for bound, seconds in curve)
+            for operator, curve in values.get(name, {}).items()
+        }
     for name in ("host", "crowded"):
         if values.get(name) is not None:
             rates[name] = HostCosts(**values[name])

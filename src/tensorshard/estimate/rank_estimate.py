@@ -130,7 +130,7 @@ def summarize(
     for number, nbytes in held.items():
         by_category[categories[number]] += nbytes
     steady = [*_at_once(_held(ledger.events[: ledger.start])), *ledger.events[ledger.start :]]
-    reserved = peak + int(peak * _BESIDE_SHARE) + _BESIDE if on_host else _reserved(steady)
+    reserved = resident(peak) if on_host else _reserved(steady)
     return RankEstimate(
         rank,
         stage,
@@ -147,6 +147,11 @@ def summarize(
         *(0, 0) if slots is None else (slots.moved("host memory"), slots.moved("disk")),
         on_host=on_host,
     )
+
+
+def resident(live: int) -> int:
+    """Bytes that the process of a CPU rank takes for `live` bytes of tensors and beside them."""
+    return live + int(live * _BESIDE_SHARE) + _BESIDE
 
 
 def _category(allocation: Allocation) -> str:

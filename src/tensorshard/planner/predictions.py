@@ -12,6 +12,7 @@ from functools import cache
 
 from tensorshard.estimate.caching_allocator import SMALL_SEGMENT
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Transfer
+from tensorshard.estimate.rank_estimate import resident
 from tensorshard.estimate.step_time import Active, sending_time, transfer_time
 from tensorshard.pipeline.split_backward import may_split_backward
 from tensorshard.plan import AXES, Plan
@@ -135,6 +136,8 @@ class Predictions:
             # at most in proportion.
             activations = max(activations, trace.working * min(1.0, candidate.micro_batch / trace.samples))
         held = parameters + optimizer + max(gradients, kept + activations, gathered)  # gradients are of that size, too
+        if self.question.on_cpus:
+            return resident(int(held)) + self.question.hardware.context
         segments = -(-int(held) // SMALL_SEGMENT)  # an allocator reserves whole segments
         return max(1, segments) * SMALL_SEGMENT + self.question.hardware.context
 

@@ -22,6 +22,7 @@ from tensorshard.estimate.machine_rates import (
 )
 from tensorshard.estimate.operator_rates import with_operators
 from tensorshard.host_memory import held_memory
+from tensorshard.host_scheduler import schedule_as_batch
 from tensorshard.trainer.host_rates import host_costs, with_host_costs
 from tensorshard.trainer.self_test import run as run_plans
 
@@ -53,13 +54,18 @@ def run(results: str) -> None:
 
 
 def run_crowded(results: str) -> None:
-    """Measures what ranks compute besides kernels if they share cores; adds it to the JSON in the file `results`, in
-    which :func:`run` left the other rates. All CPU ranks of a node run this, on as many cores as :data:`SHARED`."""
+    """Measures operators, and what ranks compute besides them, if ranks share cores; adds it to the JSON in the file
+    `results`, in which :func:`run` left the other rates. All CPU ranks of a node run this, on as many cores as
+    :data:`SHARED`."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:SHARED])
     join_world(torch.device("cpu"))
     found = json.loads(Path(results).read_text())
-    found["rates"]["crowded"] = asdict(host_costs(rates_from_json(found["rates"])))
+    schedule_as_batch()  # as an Engine does
+    rates = rates_from_json(found["rates"])
+    crowded = with_operators(rates)
+    found["rates"]["crowded_operators"] = crowded.operators
+    found["rates"]["crowded"] = asdict(host_costs(crowded))
     dist.barrier()  # every rank has read the file
     if dist.get_rank() == 0:
         Path(results).write_text(json.dumps(found))
