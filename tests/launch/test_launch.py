@@ -1,12 +1,15 @@
 """Starting workers: what they get, what is shown when one fails, and that signals leave none behind."""
 
+import atexit
 import os
 import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,23 @@ def list_listeners(folder: str) -> None:
     Path(folder, f"listeners{os.environ['RANK']}").write_text("\n".join(sorted(set(listening.values()))))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+class _AbortsLate:
+    """Stands for a thread of Gloo that is still there when the interpreter is finalized."""
+
+    def __del__(self) -> None:
+        os.abort()
+
+
+def leave_work_for_the_end(folder: str) -> None:
+    """Leaves a thread, a pool and an exit handler, and an object that must not live to see the interpreter's end."""
+    sys.modules["aborts_late"] = _AbortsLate()  # type: ignore[assignment]
+    path = Path(folder, f"rank{os.environ['RANK']}")
+    threading.Thread(target=lambda: (time.sleep(0.2), path.with_suffix(".thread").touch())).start()
+    ThreadPoolExecutor(1).submit(path.with_suffix(".pool").touch)
+    atexit.register(path.with_suffix(".handler").touch)
+    print("the last words")
 
 
 def _listening(pid: int | str) -> dict[str, str]:
@@ -176,6 +196,15 @@ def test_a_mistake_that_workers_find_is_handed_on_as_a_sentence(tmp_path: Path) 
     parent = _parent(find_a_mistake, tmp_path)
     output, errors = parent.communicate(timeout=_PATIENCE_SECONDS)
     assert (parent.returncode, output, errors) == (2, "", "that cannot be\n")
+
+
+def test_workers_end_after_their_handlers_and_before_the_interpreter_is_finalized(tmp_path: Path) -> None:
+    parent = _parent(leave_work_for_the_end, tmp_path)
+    output, errors = parent.communicate(timeout=_PATIENCE_SECONDS)
+    assert parent.returncode == 0, errors
+    assert "the last words" in output
+    left = {f"rank{rank}.{what}" for rank in range(2) for what in ("thread", "pool", "handler")}
+    assert {path.name for path in tmp_path.iterdir()} >= left
 
 
 def test_ctrl_c_reaches_the_workers_and_leaves_none(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ This file imports nothing heavy, so that Ctrl-C is handled before anything slow 
 ``python -m tensorshard.launch.worker CALL``, where CALL is the file that :func:`write_call` wrote.
 """
 
+import atexit
 import ctypes
 import json
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -92,6 +94,18 @@ def main(call_path: str) -> None:
         entrypoint, args = pickle.load(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run_worker(entrypoint, args, report=False)
+    _exit_after_handlers()
+
+
+def _exit_after_handlers() -> None:
+    """Ends the process once its threads and exit handlers are done, but does not finalize the interpreter.
+
+    While it is finalized, a thread of Gloo that still holds a tensor may abort the process ("terminate called without
+    an active exception": torch's pull request 179291). Then a run that was over would count as failed.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does: ends pools, and waits for threads
+    atexit._run_exitfuncs()
+    _exit_at_once(0)
 
 
 def _exit_at_once(code: int) -> None:
