@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tensorshard.estimate.convolution_times import ConvolutionTimes
 from tensorshard.field_checks import size_in_bytes
 from tensorshard.tensor_parallel.search.table_cache import cache_folder
 
@@ -88,6 +89,7 @@ class Rates:
             with the same roofline if they multiply, and as "aten.add" if they do not. Empty if nothing was measured.
         memory_beside: whether a kernel's time is that of its arithmetic and of its memory traffic together, and not the
             longer of the two.
+        convolutions: times convolutions when they are met; None unless this is the CPU of this machine.
         host: what else CPU ranks compute; None if it was not measured. Then ranks compute all the time that messages
             take.
         crowded: the same where ranks share cores; None if it was not measured.
@@ -108,6 +110,7 @@ class Rates:
     disk_bandwidth: float | None = None
     operators: Mapping[str, Curve] = field(default_factory=dict)
     memory_beside: bool = False
+    convolutions: ConvolutionTimes | None = field(default=None, compare=False, repr=False)
     host: HostCosts | None = None
     crowded: HostCosts | None = None
     crowded_operators: Mapping[str, Curve] = field(default_factory=dict)
@@ -188,8 +191,15 @@ def save_measured(memory: int, context: int, rates: Rates, source: str) -> Path 
     if path is None:
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
+    _convolutions_file(path).unlink(missing_ok=True)  # they are timed anew, as all else
+    rates = replace(rates, convolutions=None)
     _write(path, {"name": THIS_MACHINE, "memory": memory, "context": context, "rates": asdict(rates), "source": source})
     return path
+
+
+def _convolutions_file(profile: Path) -> Path:
+    """Where the times of convolutions are kept beside the profile of this machine."""
+    return profile.with_name(f"{THIS_MACHINE}-convolutions.json")
 
 
 def save_ratios(**ratios: float) -> Path | None:
@@ -215,7 +225,12 @@ def _measured() -> Hardware:
             f"which takes under a minute"
         )
     try:
-        return _from_json(json.loads(path.read_text()))
+        measured = _from_json(json.loads(path.read_text()))
+        assert measured.rates is not None
+        if measured.rates.asynchronous:
+            return measured
+        times = ConvolutionTimes(_convolutions_file(path))
+        return replace(measured, rates=replace(measured.rates, convolutions=times))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); run 'tensorshard check' to write it anew") from error
 

@@ -174,9 +174,8 @@ class OperationLedger(TorchDispatchMode):
             cost = known.notes["cost"] = cost_of(func, args, kwargs, output)
         if cost is not None:
             section = self._section()
-            self._count_kernel(
-                Kernel(section, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes), section, 1
-            )
+            name = str(func.overloadpacket)
+            self._count_kernel(Kernel(section, name, cost.dtype, cost.flops, cost.nbytes, cost.convolution), section, 1)
 
     def _count_kernel(self, kernel: Kernel, section: str, count: int) -> None:
         self._now(section).kernels[kernel] += count * self.turns.times

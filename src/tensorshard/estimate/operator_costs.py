@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from tensorshard.estimate.convolution_times import ConvolutionCall, convolution_call
 from tensorshard.torch_private.operators import schema
 from tensorshard.torch_private.pytree import tree_leaves
 
@@ -49,6 +50,7 @@ class Cost:
     flops: int
     nbytes: int
     dtype: str
+    convolution: ConvolutionCall | None = None
 
 
 def cost_of(func: Any, args: Any, kwargs: Any, output: Any) -> Cost | None:
@@ -80,7 +82,7 @@ def cost_of(func: Any, args: Any, kwargs: Any, output: Any) -> Cost | None:
     dtype = largest.dtype if largest is not None else torch.float32
     if flops:  # products are computed in the type of their arguments
         dtype = next(t.dtype for t in _tensors(args) if t.is_floating_point())
-    return Cost(flops, read + written, str(dtype).removeprefix("torch."))
+    return Cost(flops, read + written, str(dtype).removeprefix("torch."), convolution_call(func, args, kwargs))
 
 
 def moved_bytes(tensor: torch.Tensor) -> int:

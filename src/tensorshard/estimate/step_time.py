@@ -214,7 +214,10 @@ def kernel_time(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
         place: between 0 for the least that hardware reaches of its peaks, and 1 for the most.
     """
     work = roofline(kernel, rates, place)
-    if rates.operators:
+    if kernel.convolution is not None and rates.convolutions is not None:
+        bound = roofline(kernel, rates)
+        work *= rates.convolutions.seconds(kernel.convolution, bound * _of_roofline(kernel, bound, rates)) / bound
+    elif rates.operators:
         work *= _of_roofline(kernel, work if place == _MIDDLE else roofline(kernel, rates), rates)
     launch = rates.launch * _LAUNCHES ** (1 - 2 * place)
     # The host launches ahead of an asynchronous device, which waits only if its work is shorter than the launch.

@@ -85,7 +85,8 @@ class _Kernels(TorchDispatchMode):
         output = func(*args, **kwargs)
         cost = cost_of(func, args, kwargs, output)
         if cost is not None:
-            kernel = Kernel(FORWARD, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes)
+            name = str(func.overloadpacket)
+            kernel = Kernel(FORWARD, name, cost.dtype, cost.flops, cost.nbytes, cost.convolution)
             self._since[kernel] += self.turns.times
             if self.depth:
                 self.kernels[kernel] += self.turns.times

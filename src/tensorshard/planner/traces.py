@@ -80,7 +80,12 @@ def scaled_kernel_time(kernel: Kernel, question: Question, share: float) -> floa
     scaled = Kernel(
         kernel.section, kernel.name, kernel.dtype, round(kernel.flops * share), round(kernel.nbytes * share)
     )
-    return kernel_time(scaled, question.rates)
+    if kernel.convolution is None:
+        return kernel_time(scaled, question.rates)
+    # Its shape with more or less work is not known, but how long it takes beside others with as much work.
+    plain = replace(kernel, convolution=None)
+    times = kernel_time(kernel, question.rates) / kernel_time(plain, question.rates)
+    return kernel_time(scaled, question.rates) * times
 
 
 def run_trace(question: Question, family: Family, samples: int, equal_blocks: Sequence[str] = ()) -> Trace:

@@ -56,7 +56,7 @@ class Shapes:
         """
         if model is not self._listed[0]:
             self._listed = model, list(model.modules())
-        training = bytes(module.training for module in self._listed[1])
+        training = bytes([module.training for module in self._listed[1]])
         mode = (training, torch.is_grad_enabled(), _autocast(self._tracer.device.type))
         key = (input_signature(inputs), mode)
         if key in self._known:
@@ -89,17 +89,6 @@ class Shapes:
                 _described(inputs),
             )
 
-    def received(self, stage: int, inputs: Any, model: nn.Module) -> tuple[Layout, ...]:
-        """What `stage` receives for `inputs`, in order."""
-        return self._crossing(self.of(inputs, model), stage)
-
-    def sent(self, stage: int, inputs: Any, model: nn.Module) -> tuple[Layout, ...]:
-        """What `stage` sends on for `inputs`, in order; nothing if it is the last."""
-        return self._crossing(self.of(inputs, model), stage + 1)
-
-    def _crossing(self, cut: Cut, stage: int) -> tuple[Layout, ...]:
-        return tuple(cut.graph.sent_layout(leaf) for leaf in cut.received(stage)) if stage < cut.stages else ()
-
     def _placed(self, graph: CallGraph, inputs: Any) -> Cut:
         before, now = [c.unit for c in self.cut.graph.calls], [c.unit for c in graph.calls]
         if before != now:
@@ -124,6 +113,16 @@ class Shapes:
                     f"did not need with the sample inputs and therefore does not hold; cut it by inputs like these"
                 )
         return placed
+
+
+def received_layouts(cut: Cut, stage: int) -> tuple[Layout, ...]:
+    """What `stage` receives, in order."""
+    return tuple(cut.graph.sent_layout(leaf) for leaf in cut.received(stage))
+
+
+def sent_layouts(cut: Cut, stage: int) -> tuple[Layout, ...]:
+    """What `stage` sends on, in order; nothing if it is the last."""
+    return received_layouts(cut, stage + 1) if stage + 1 < cut.stages else ()
 
 
 def input_signature(inputs: Any, *, numbers: bool = True) -> Any:

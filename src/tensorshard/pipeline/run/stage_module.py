@@ -11,7 +11,8 @@ from tensorshard.modules.batches import call_model
 from tensorshard.modules.blocks import find_blocks
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.modules.values import Layout, take_apart
-from tensorshard.pipeline.run.crossings import Shapes
+from tensorshard.pipeline.cut.cut import Cut
+from tensorshard.pipeline.run.crossings import Shapes, received_layouts, sent_layouts
 from tensorshard.pipeline.run.stage_run import StageLeft, StageRun
 from tensorshard.pipeline.run.stage_skeleton import put_placeholders, skeleton
 from tensorshard.torch_private.modules import clear_forward_hooks, clear_hooks, own_parameters
@@ -57,6 +58,7 @@ class StageModule:
         self.units = {name: self.module.get_submodule(name) for name in graph.parameters if name in own}
         self.blocks = {name: self.module.get_submodule(name) for name in find_blocks(model) if name in own}
         self._device: torch.device | None = None
+        self._some_parameter: tuple[nn.Module, str] | tuple[()] | None = None  # None before it was looked up
         self._attached = False
         if not self.is_last:
             clear_forward_hooks(self.module)  # they take the model's output, which a stage does not have
@@ -90,20 +92,25 @@ class StageModule:
         mine = tuple(f"{unit}." for unit in self.units)
         return [name for name, within in inside.items() if name.startswith(mine) or (not within and self.is_last)]
 
+    def cut_for(self, inputs: Any) -> Cut:
+        """Where the model is cut for the `inputs` of a micro-batch."""
+        return self._shapes.of(inputs, self.module)
+
     def received(self, inputs: Any) -> tuple[Layout, ...]:
         """What the stage receives for the `inputs` of a micro-batch, in order."""
-        return self._shapes.received(self.index, inputs, self.module)
+        return received_layouts(self.cut_for(inputs), self.index)
 
     def sent(self, inputs: Any) -> tuple[Layout, ...]:
         """What the stage sends on for the `inputs` of a micro-batch, in order."""
-        return self._shapes.sent(self.index, inputs, self.module)
+        return sent_layouts(self.cut_for(inputs), self.index)
 
-    def __call__(self, inputs: Any, received: Sequence[torch.Tensor] = ()) -> Any:
+    def __call__(self, inputs: Any, received: Sequence[torch.Tensor] = (), cut: Cut | None = None) -> Any:
         """Computes the stage's part of a micro-batch.
 
         Args:
             inputs: the model's own, as for ``Engine.step``, on the stage's device.
             received: the tensors that :meth:`received` describes: leaves, which require gradients if it says so.
+            cut: what :meth:`cut_for` says of the inputs; None to ask it.
 
         Returns:
             The tensors that :meth:`sent` describes; on the last stage the model's output.
@@ -112,7 +119,7 @@ class StageModule:
             ValueError: `received` does not have the shapes and types of :meth:`received`.
             RuntimeError: the model called other units than expected, or a unit returned another shape.
         """
-        cut = self._shapes.of(inputs, self.module)
+        cut = self.cut_for(inputs) if cut is None else cut
         if cut.graph.overwrites_inputs:  # the stages of a rank have the same inputs
             inputs = tree_map_only(torch.Tensor, torch.clone, inputs)
         self._prepare(inputs, received)
@@ -142,7 +149,7 @@ class StageModule:
         return output
 
     def _prepare(self, inputs: Any, received: Sequence[torch.Tensor]) -> None:
-        device = next((p.device for p in self.module.parameters()), None)
+        device = self._device_of_parameters()
         device = device or next((t.device for t in (*received, *take_apart(inputs)[0])), torch.device("cpu"))
         if device != self._device:
             self._device = device
@@ -153,6 +160,23 @@ class StageModule:
             for name, unit in self.units.items():
                 unit.register_forward_pre_hook(partial(self._before, name), prepend=True)
                 unit.register_forward_hook(self._after)
+
+    def _device_of_parameters(self) -> torch.device | None:
+        """The device of some parameter of the stage; None if it has none.
+
+        Which module has one is looked up once: going through all modules takes a tenth of a small stage's time.
+        """
+        if self._some_parameter is None:
+            places = ((module, name) for module in self.module.modules() for name in own_parameters(module))
+            self._some_parameter = next(places, ())
+        if not self._some_parameter:
+            return None
+        module, name = self._some_parameter
+        parameter = own_parameters(module).get(name)
+        if parameter is None:  # it was taken out of the module since
+            self._some_parameter = None
+            return self._device_of_parameters()
+        return parameter.device
 
     def _before(self, name: str, module: nn.Module, args: Any) -> None:
         if self._run is not None:  # else backward is recomputing

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.modules.values import Layout
+from tensorshard.pipeline.cut.cut import Cut
+from tensorshard.pipeline.run.crossings import received_layouts, sent_layouts
 from tensorshard.pipeline.run.split_backward import WeightBackward, backward_of_inputs
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.torch_private.pipelining import ScheduleStage
@@ -40,6 +42,7 @@ class StageHooks:
 class _MicroBatch:
     """What a stage holds of one micro-batch between its forward and its backward."""
 
+    cut: Cut
     received_layouts: tuple[Layout, ...]
     sent_layouts: tuple[Layout, ...]
     received: tuple[torch.Tensor, ...] = ()
@@ -91,7 +94,9 @@ class ScheduledStage(ScheduleStage):
         if index not in self._held:
             with self._context():
                 inputs = self._inputs[index]
-                self._held[index] = _MicroBatch(self.stage.received(inputs), self.stage.sent(inputs))
+                cut = self.stage.cut_for(inputs)
+                received, sent = received_layouts(cut, self.stage.index), sent_layouts(cut, self.stage.index)
+                self._held[index] = _MicroBatch(cut, received, sent)
         return self._held[index]
 
     # -- forward --
@@ -112,7 +117,7 @@ class ScheduledStage(ScheduleStage):
             tensor.requires_grad_(layout.requires_grad)
         self._hooks.before_forward(self.stage, fwd_chunk_id)
         with self._named("forward", fwd_chunk_id), self._context():
-            output = self.stage(self._inputs[fwd_chunk_id], held.received)
+            output = self.stage(self._inputs[fwd_chunk_id], held.received, held.cut)
         if self.is_last:
             # The schedule's loss function takes it out of this list, so that nothing else holds it.
             return fwd_chunk_id, [output]
