@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=_PARTS, help="one of the three, alone")
     parser.add_argument("--model", choices=list(MODELS), nargs="+", metavar="NAME", help=f"of: {', '.join(MODELS)}")
     parser.add_argument("--scale", choices=list(SCALES), nargs="+", metavar="NAME", help=f"of: {', '.join(SCALES)}")
-    parser.add_argument("--rounds", type=positive_int, default=5, help="steps of each plan (default %(default)s)")
+    parser.add_argument("--rounds", type=positive_int, default=9, help="steps of each plan (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="one model and two plans, of which nothing is written")
 
 

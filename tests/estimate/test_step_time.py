@@ -276,6 +276,10 @@ def test_cpu_ranks_compute_for_messages_and_around_layers():
     assert busy(ts.Plan(zero=0), statistics, count=6) == pytest.approx(1e4 + 6 * (1 + 0.1) + 200, abs=1e-6)
     assert busy(ts.Plan(zero=0), of_update, count=3) == pytest.approx(1e4 + 3 * (1 + 0.1), abs=1e-6)
     assert busy(ts.Plan(pp=2, micro_batches=4)) == pytest.approx(1e4 + 8 * 1000, abs=1e-6)
+    in_halves = ts.Plan(pp=2, micro_batches=4, pp_schedule="zbv", pp_stages_per_rank=2, zero=0)
+    assert busy(in_halves) == pytest.approx(1e4 + 3 * 8 * 1000, abs=1e-6)
+    recomputed = replace(in_halves, recompute="full")  # whose backwards are not cut in halves
+    assert busy(recomputed) == pytest.approx(1e4 + 2 * 8 * 1000, abs=1e-6)
 
 
 def test_ranks_that_share_cores_have_costs_of_their_own():
@@ -285,6 +289,10 @@ def test_ranks_that_share_cores_have_costs_of_their_own():
     assert rates.shared_by(2, cores=2) == rates
     assert rates.shared_by(4, cores=2).host == shared
     assert replace(RATES, host=host).shared_by(4, cores=2).host == host  # the rest was not measured
+    alone, beside = {"aten.mm": ((1.0, 1.0),)}, {"aten.mm": ((1.0, 1.5),)}
+    rates = replace(rates, operators=alone, crowded_operators=beside)
+    assert rates.shared_by(2, cores=2).operators == alone
+    assert rates.shared_by(4, cores=2).operators == beside
 
 
 def _sends(zero: int) -> set[tuple[str, bool, str]]:

@@ -16,6 +16,7 @@ from tensorshard.estimate.hardware import HostCosts, Link, Rates
 from tensorshard.estimate.operations import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Operations, Transfer
 from tensorshard.estimate.rank_estimate import RankEstimate
 from tensorshard.plan import AXES, Plan
+from tensorshard.schedules import find_schedule
 
 if TYPE_CHECKING:
     from tensorshard.pipeline.run.draw_schedule import Timeline
@@ -199,8 +200,18 @@ def host_time(found: Operations, plan: Plan, host: HostCosts) -> float:
             units += calls if transfer.axis == "dp_shard" else 0.0
         waits = transfer.axis != "pp" and not transfer.overlaps and transfer.section != UPDATE
         split += calls if transfer.axis == "tp" or waits else 0.0
-    actions = 2 * plan.micro_batches * plan.stages_per_rank if plan.pp > 1 else 0
-    return units * host.unit + split * host.split + actions * host.action + host.step
+    return units * host.unit + split * host.split + stage_actions(plan) * host.action + host.step
+
+
+def stage_actions(plan: Plan) -> int:
+    """How many forwards and backwards of micro-batches a rank runs in a step, without a pipeline none. A backward in
+    two halves counts twice."""
+    if plan.pp == 1:
+        return 0
+    from tensorshard.pipeline.split_backward import may_split_backward
+
+    splits = find_schedule(plan.pp_schedule).splits_backward and may_split_backward(plan)
+    return (3 if splits else 2) * plan.micro_batches * plan.stages_per_rank
 
 
 def _kernels_time(found: Operations, section: str, rates: Rates, place: float) -> float:

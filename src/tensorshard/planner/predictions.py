@@ -13,7 +13,7 @@ from functools import cache
 from tensorshard.estimate.caching_allocator import SMALL_SEGMENT
 from tensorshard.estimate.operations import BACKWARD, FORWARD, UPDATE, Transfer
 from tensorshard.estimate.rank_estimate import resident
-from tensorshard.estimate.step_time import Active, sending_time, transfer_time
+from tensorshard.estimate.step_time import Active, sending_time, stage_actions, transfer_time
 from tensorshard.pipeline.split_backward import may_split_backward
 from tensorshard.plan import AXES, Plan
 from tensorshard.planner.candidates import Candidate
@@ -299,7 +299,7 @@ class Predictions:
         host = self.question.rates.host
         if host is None:
             return 0.0
-        return host.step + (2 * plan.micro_batches * plan.stages_per_rank * host.action if plan.pp > 1 else 0.0)
+        return host.step + stage_actions(plan) * host.action
 
     def _messages(self, plan: Plan) -> Counter[float]:
         """The sizes in elements of all messages along the data axes, without a pipeline, and how often each occurs."""
