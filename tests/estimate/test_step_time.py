@@ -272,6 +272,9 @@ def test_cpu_ranks_compute_for_messages_and_around_layers():
 
     assert busy(ts.Plan(zero=0), gather, received, count=3) == pytest.approx(1e4 + 3 * (0.1 + 0.1), abs=1e-6)
     assert busy(ts.Plan(zero=3), gather, count=3) == pytest.approx(1e4 + 3 * (0.1 + 0.1) + 10, abs=1e-6)  # one unit
+    replicas = replace(gather, axis="dp_replicate", ranks=2, part_of="all_reduce")
+    hybrid = ts.Plan(zero=3, dp_replicate=2)
+    assert busy(hybrid, replicas, count=2) == pytest.approx(1e4 + 2 * (0.1 + 0.1) + 10, abs=1e-6)  # one sum
     assert busy(ts.Plan(tp=2), sums) == pytest.approx(1e4 + 1 + 0.1 + 100, abs=1e-6)
     assert busy(ts.Plan(zero=0), statistics, count=6) == pytest.approx(1e4 + 6 * (1 + 0.1) + 200, abs=1e-6)
     assert busy(ts.Plan(zero=0), of_update, count=3) == pytest.approx(1e4 + 3 * (1 + 0.1), abs=1e-6)

@@ -113,7 +113,13 @@ def _networks() -> Iterable[Callable[[], object]]:
 
     yield from itertools.starmap(tokens, ((1, 16), (1, 96), (4, 96), (12, 96)))
     yield from itertools.starmap(images, ((1, 32), (2, 64), (10, 64), (40, 64)))
+
+    def routed(tokens: int) -> Callable[[], object]:
+        return _step(_Experts(tokens), torch.ones(tokens, _WIDTH), torch.zeros(tokens, dtype=torch.long))
+
     yield from itertools.starmap(sequences, ((1, 24), (4, 24), (12, 24)))
+    if _has_grouped_products():
+        yield from map(routed, (32, 128, 512, 2048))
 
 
 def _step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], object]:
@@ -192,6 +198,32 @@ class _Images(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(F.interpolate(F.max_pool2d(x, 2), scale_factor=2).mean((2, 3)))
+
+
+class _Experts(nn.Module):
+    """Four experts, each of which gets as many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        experts = 4
+        self.up = nn.Parameter(torch.full((experts, _WIDTH, 4 * _WIDTH), 0.01))
+        self.down = nn.Parameter(torch.full((experts, 2 * _WIDTH, _WIDTH), 0.01))
+        self.head = nn.Linear(_WIDTH, _CLASSES)
+        self.ends = (torch.arange(1, experts + 1) * tokens // experts).int()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, gate = F.grouped_mm(x, self.up, offs=self.ends).chunk(2, -1)
+        return self.head(F.grouped_mm(F.silu(gate) * up, self.down, offs=self.ends))
+
+
+def _has_grouped_products() -> bool:
+    """Whether this torch multiplies groups of rows on a CPU in fp32."""
+    try:
+        routed = _Experts(8)
+        routed(torch.ones(8, _WIDTH)).square().sum().backward()
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 class _Sequences(nn.Module):

@@ -189,15 +189,18 @@ def sending_time(transfer: Transfer, host: HostCosts) -> float:
 
 
 def host_time(found: Operations, plan: Plan, host: HostCosts) -> float:
-    """Seconds of one rank's step in addition to kernels and messages: for sharded units, split layers, layers that wait
-    for data ranks (batch normalization), and stages."""
+    """Seconds of one rank's step in addition to kernels and messages: for sharded units and their sums over replicas,
+    split layers, layers that wait for data ranks (batch normalization), and stages."""
     units = split = 0.0
     for transfer, count in found.transfers.items():
         if transfer.collective == "receive":
             continue
         calls = count / (transfer.ranks - 1) if transfer.collective == "send" else count  # a send to each other rank
-        if plan.zero == 3 and (transfer.part_of or transfer.collective) in ("all_gather", "reduce_scatter"):
-            units += calls if transfer.axis == "dp_shard" else 0.0
+        of = transfer.part_of or transfer.collective
+        if plan.zero == 3 and transfer.axis == "dp_shard" and of in ("all_gather", "reduce_scatter"):
+            units += calls
+        elif plan.zero == 3 and transfer.axis == "dp_replicate" and of == "all_reduce":
+            units += calls / 2 if transfer.collective == "send" else calls  # each rank sends twice to each other one
         waits = transfer.axis != "pp" and not transfer.overlaps and transfer.section != UPDATE
         split += calls if transfer.axis == "tp" or waits else 0.0
     return units * host.unit + split * host.split + stage_actions(plan) * host.action + host.step
