@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from tensorshard.plan import Plan
 _SMALL = 1 << 12  # bytes that each rank sends
 _LARGE = 8 << 20  # bytes that all ranks together have; the heap keeps tensors of this size
 _AT_ONCE = 8  # messages that are under way together
-_WINDOWS = 40  # timings of _CALLS messages each; the shortest counts, since other programs may use the machine
+_WINDOWS = 40  # timings of _CALLS messages each
 _CALLS = 5
 _STEPS = 30
 _MANY = 8  # micro-batches
@@ -131,17 +132,20 @@ def _batch(plan: Plan) -> torch.Tensor:
 
 
 def _processor_seconds(run: Callable[[], Any], calls: int, repeats: int) -> float:
-    """Processor seconds of this process and its threads for `calls` calls of `run`: the fewest of `repeats`
-    measurements."""
-    best = float("inf")
+    """Processor seconds of this process and its threads for `calls` calls of `run`: the median of `repeats`
+    measurements.
+
+    The fewest would be those of a call that no other rank disturbed, which is rare where ranks share cores.
+    """
+    found = []
     run()
     for _ in range(repeats):
         dist.barrier()
         begin = time.process_time()
         for _ in range(calls):
             run()
-        best = min(best, time.process_time() - begin)
-    return best
+        found.append(time.process_time() - begin)
+    return median(found)
 
 
 def _mean(value: float) -> float:
