@@ -15,7 +15,7 @@ LINK = Link(1e9, 1e-5)
 RATES = Rates({"float32": 1e9}, 1e9, (1.0, 1.0), (1.0, 1.0), 1e-6, False, 8, LINK, LINK, 1e9)
 
 
-def _after_ten_steps(hardware: Hardware | None, estimated: int) -> list[str]:
+def _after_ten_steps(hardware: Hardware | None, estimated: int, *, keeps: bool = False) -> list[str]:
     """A run whose first three steps take 5 s, and the others 0.3 s, against 0.2 s."""
     expected: Any = SimpleNamespace(
         hardware=hardware,
@@ -26,10 +26,11 @@ def _after_ten_steps(hardware: Hardware | None, estimated: int) -> list[str]:
     now = iter([t for step in range(12) for t in (10.0 * step, 10.0 * step + (5.0 if step < 3 else 0.3))])
     hook = ExpectationHook(expected, memory, 100 << 20, clock=lambda: next(now))
     nothing: Any = None
+    trainer: Any = SimpleNamespace(engine=SimpleNamespace(keeps_freed_memory=keeps))
     with logged(logging.INFO) as lines:
         for _ in range(12):
-            hook.before_step(nothing)
-            hook.after_step(nothing, nothing)
+            hook.before_step(trainer)
+            hook.after_step(trainer, nothing)
     return [line for line in lines if "after 10 steps" in line]
 
 
@@ -48,5 +49,7 @@ def test_ratios_of_this_machine_are_kept_and_others_are_said_alone(tmp_path, mon
     assert after.rates == RATES
     (line,) = _after_ten_steps(after, 1 << 20)  # libraries are larger than that
     assert "memory" in line and "the estimated memory" not in line
+    (line,) = _after_ten_steps(after, 500 << 20, keeps=True)  # which it would not hold where memory is scarce
+    assert "with freed memory that is kept" in line and "the estimated memory" not in line
     (line,) = _after_ten_steps(None, 1 << 20)
     assert "step was estimated" not in line and "later searches" not in line

@@ -13,7 +13,7 @@ from tensorshard.commands.help_format import HelpFormat
 _EPILOG = """\
 examples:
   tensorshard check
-      in under a minute: versions, a step of two ranks against one process, and measured rates
+      in about a minute: versions, a step of two ranks against one process, and measured rates
   tensorshard estimate my_config.py --world-size 2 --gpu this-machine
       a step's time with the rates that were measured
 """

@@ -240,6 +240,12 @@ class Engine(LoopMethods):
                 warn_of_schedulers()
 
     @property
+    def keeps_freed_memory(self) -> bool:
+        """Whether this rank computes on a CPU and keeps the memory of freed tensors for its next step, since there is
+        room. It then holds more than its tensors take."""
+        return self._heap is not None and self._heap.keeps
+
+    @property
     def grad_norm(self) -> torch.Tensor | None:
         """L2 norm of the whole model's gradient in the last step, before clipping; None if not measured."""
         return self._gradients.norm

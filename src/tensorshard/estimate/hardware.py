@@ -222,7 +222,7 @@ def _measured() -> Hardware:
     if path is None or not path.is_file():
         raise ValueError(
             f"hardware={THIS_MACHINE!r} was asked for, and this machine was not measured yet; run 'tensorshard check', "
-            f"which takes under a minute"
+            f"which takes about a minute"
         )
     try:
         measured = _from_json(json.loads(path.read_text()))

@@ -29,8 +29,8 @@ _LEAST_MEMORY = 256 << 20  # bytes of an estimate; below this, the libraries' ow
 class ExpectationHook(Hook):
     """After :data:`STEPS` steps, says what was estimated and what was measured on rank 0, and keeps the ratios.
 
-    If the estimate was made with this machine's profile, the ratios go into that profile, for later searches. Memory is
-    compared if it is large enough.
+    If the estimate was made with this machine's profile, the ratios go into that profile, for later searches. That of
+    memory does if it is large enough, and freed memory is not kept: where memory is scarce, a rank gives it back.
 
     Args:
         expected: the run's estimate.
@@ -61,9 +61,9 @@ class ExpectationHook(Hook):
             return
         self._seconds.append(self._clock() - self._started)
         if len(self._seconds) == STEPS:
-            self._compare()
+            self._compare(keeps_freed_memory=trainer.engine.keeps_freed_memory)
 
-    def _compare(self) -> None:
+    def _compare(self, *, keeps_freed_memory: bool) -> None:
         hardware = self._expected.hardware
         lines, ratios = [], {}
         estimated = estimated_seconds(self._expected)
@@ -73,11 +73,11 @@ class ExpectationHook(Hook):
             lines.append(f"a step was estimated to take {estimated:.4g} s, and takes {measured:.4g} s")
         estimated_bytes = self._expected.ranks[0].peak_allocated
         measured_bytes = self._memory.bytes() - self._held_before
-        if estimated_bytes >= _LEAST_MEMORY:
+        if estimated_bytes >= _LEAST_MEMORY and not keeps_freed_memory:
             ratios["memory_ratio"] = max(1.0, measured_bytes / estimated_bytes)
         lines.append(
             f"memory was estimated to be {size_text(estimated_bytes)} of live tensors, and is "
-            f"{size_text(measured_bytes)} beyond the start"
+            f"{size_text(measured_bytes)} beyond the start" + ", with freed memory that is kept" * keeps_freed_memory
         )
         if ratios and hardware is not None and hardware.is_measured and save_ratios(**ratios) is not None:
             lines.append("later searches for plans on this machine use " + _words(ratios))
