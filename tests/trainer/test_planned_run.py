@@ -1,6 +1,8 @@
 """Overrides that leave a run's plan open, or take it from a file."""
 
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,21 @@ def test_the_command_finds_plans_saves_the_best_and_says_how_to_run_it(tmp_path:
     assert cli.main(["plan", *words, "--world-size", "2", "--memory", "1MiB", "--top", "1"]) == 1
     printed = capsys.readouterr().out
     assert "no plan of 2 ranks fits 1.00 MiB each" in printed and "zero=3 does not fit by" in printed
+
+
+def test_files_are_written_even_if_the_reader_of_the_output_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in ``tensorshard plan ... | head``."""
+    saved, page = tmp_path / "plan.yaml", tmp_path / "page.html"
+    options = ["--world-size", "1", "--top", "1", "--save", str(saved), "--html", str(page)]
+
+    def gone(*_: object, file: Any = None, **__: object) -> None:
+        if file is None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", gone)
+    with suppress(BrokenPipeError):
+        cli.main(["plan", *SMALL, *options])
+    assert saved.is_file() and page.is_file()
 
 
 @pytest.mark.parametrize(

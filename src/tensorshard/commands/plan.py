@@ -78,16 +78,21 @@ def run(args: argparse.Namespace) -> int:
             raise
         print(error.__cause__.describe())
         return 1
-    print(found.describe())
-    try:
+    said = [found.describe()]
+    failure = None
+    try:  # before anything is printed: the reader may be `head`, at whose end this process ends
         if args.html is not None:
             found.to_html(args.html)
-            print(f"\npage  {args.html}")
+            said.append(f"\npage  {args.html}")
         if args.save is not None:
             found.best.plan.to_yaml(args.save)
             batch = "" if args.global_batch is None else f" train.global_batch_size={args.global_batch}"
-            print(f"\nplan  {args.save}; on {world_size} processes it is run by")
-            print(f"      tensorshard train {source} train.plan={args.save}{batch}")
+            said.append(f"\nplan  {args.save}; on {world_size} processes it is run by")
+            said.append(f"      tensorshard train {source} train.plan={args.save}{batch}")
     except OSError as error:
-        raise ConfigError(f"it cannot be written: {error}") from error
+        failure = ConfigError(f"it cannot be written: {error}")
+        failure.__cause__ = error
+    print("\n".join(said))
+    if failure is not None:
+        raise failure
     return 0
