@@ -47,7 +47,7 @@ def test_freed_memory_is_kept_where_there_is_room(machine, fields, kept):
     heap = HostHeap(ts.Plan(**fields), 2)
     machine.room = 10 * machine.peak
     for _ in range(20):
-        heap.after_step()
+        heap.after_call()
     assert machine.mapped == [256 << 10, kept]
     assert not machine.given_back
 
@@ -56,7 +56,7 @@ def test_scarce_memory_is_given_back_and_said_once(machine, caplog):
     heap = HostHeap(ts.Plan(zero=0), 2, say=True)
     with caplog.at_level("INFO", logger="tensorshard"):
         for _ in range(20):
-            heap.after_step()
+            heap.after_call()
     assert machine.mapped == [256 << 10]
     [said] = [record.getMessage() for record in caplog.records]
     assert "held 100 MiB of the 150 MiB" in said
@@ -65,22 +65,22 @@ def test_scarce_memory_is_given_back_and_said_once(machine, caplog):
 def test_a_rank_that_keeps_memory_gives_it_back_before_there_is_none(machine):
     heap = HostHeap(ts.Plan(zero=0), 2)
     machine.room = 250 * MIB
-    heap.after_step()
+    heap.after_call()
     assert heap.keeps
     machine.peak = 240 * MIB  # with holes in the heap
-    heap.after_step()
+    heap.after_call()
     assert not heap.keeps
     assert machine.mapped == [256 << 10, 32 * MIB, 256 << 10]
     assert machine.given_back == 1
     for _ in range(20):
-        heap.after_step()
+        heap.after_call()
     assert machine.mapped == [256 << 10, 32 * MIB, 256 << 10]  # the peak says that there is no room for twice as much
 
 
 def test_offloaded_parameters_keep_nothing(machine):
     heap = HostHeap(ts.Plan(offload=ts.Offload(optimizer="disk", gradients="disk", parameters="disk")), 1)
     machine.room = 100 * machine.peak
-    heap.after_step()
+    heap.after_call()
     assert not heap.keeps
 
 
@@ -97,7 +97,10 @@ def _steps(plan: ts.Plan) -> list[bool]:
     output = engine.model(torch.ones(4, 64))  # a loop of one's own counts its steps, too
     engine.backward(loss(output, torch.ones(4, 64)))
     engine.optimizer.step()
-    assert engine._heap._steps == 3
+    assert engine._heap._calls == 3
+    engine.evaluate(torch.ones(4, 64), torch.ones(4, 64))
+    engine.predict(torch.ones(4, 64))
+    assert engine._heap._calls == 5
     return kept
 
 

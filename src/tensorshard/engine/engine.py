@@ -233,7 +233,7 @@ class Engine(LoopMethods):
     def _count_step(self) -> None:
         self.step_count += 1
         if self._heap is not None:
-            self._heap.after_step()
+            self._heap.after_call()
         if not self._looked_for_schedulers:
             self._looked_for_schedulers = True
             if self.mesh.rank == 0:
@@ -339,6 +339,8 @@ class Engine(LoopMethods):
             compiling,
         ):
             yield
+        if self._heap is not None and name != "step":  # steps are counted one by one, in a loop of one's own, too
+            self._heap.after_call()
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ logger = logging.getLogger("tensorshard")
 
 _ROOM = 2.0  # a rank keeps what is freed if it may hold so many times its peak
 _NO_ROOM = 1.1  # below this, it gives it back again
-_FIRST, _EVERY = 8, 8  # it looks at the memory after each of the first steps, then after every so many
+_FIRST, _EVERY = 8, 8  # it looks at the memory after each of the first calls, then after every so many
 
 _SPARING = 256 << 10  # bytes of tensors that are given back at once. Smaller ones leave no holes to speak of
 
@@ -36,14 +36,15 @@ class HostHeap:
         self._keeping_from = KEEP_SMALL if plan.spares_memory else KEEP_MOST
         self._ranks_here = ranks_here
         self._say = say
-        self._steps = 0
+        self._calls = 0
         self._is_set = set_for_training(_SPARING) and not offloads
         self.keeps = False
 
-    def after_step(self) -> None:
-        """Looks at the memory after each of the first steps of the Engine, and now and then later."""
-        self._steps += 1
-        if not self._is_set or (self._steps > _FIRST and self._steps % _EVERY):
+    def after_call(self) -> None:
+        """Looks at the memory after each of the first calls that ran the model (steps, evaluations), and now and then
+        later."""
+        self._calls += 1
+        if not self._is_set or (self._calls > _FIRST and self._calls % _EVERY):
             return
         held, room = held_memory(), room_for_rank(self._ranks_here)
         if held is None or room is None:
@@ -56,7 +57,7 @@ class HostHeap:
         elif not self.keeps and times >= _ROOM:
             self.keeps = True
             map_tensors_from(self._keeping_from)
-        if not self.keeps and self._steps > 1 and self._say:
+        if not self.keeps and self._calls > 1 and self._say:
             self._say = False
             logger.info(
                 "memory is scarce: this rank held %d MiB of the %d MiB that it can have; so memory that is freed goes "
