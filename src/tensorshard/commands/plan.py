@@ -79,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
         print(error.__cause__.describe())
         return 1
     said = [found.describe()]
-    failure = None
     try:  # before anything is printed: the reader may be `head`, at whose end this process ends
         if args.html is not None:
             found.to_html(args.html)
@@ -90,9 +89,7 @@ def run(args: argparse.Namespace) -> int:
             said.append(f"\nplan  {args.save}; on {world_size} processes it is run by")
             said.append(f"      tensorshard train {source} train.plan={args.save}{batch}")
     except OSError as error:
-        failure = ConfigError(f"it cannot be written: {error}")
-        failure.__cause__ = error
-    print("\n".join(said))
-    if failure is not None:
-        raise failure
+        raise ConfigError(f"it cannot be written: {error}") from error
+    finally:
+        print("\n".join(said))
     return 0

@@ -228,7 +228,7 @@ def estimate(
     """
     found = find_hardware(hardware)
     if device is None:
-        device = "cpu" if found is not None and found.rates is not None and not found.rates.asynchronous else "cuda"
+        device = "cpu" if found is not None and found.is_cpu else "cuda"
     check_choice("device", device, tuple(_BACKENDS))
     resolved = plan.resolve(world_size)
     if dist.is_initialized():

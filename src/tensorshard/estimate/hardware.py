@@ -149,6 +149,11 @@ class Hardware:
         """Whether the rates were measured here."""
         return self.name == THIS_MACHINE
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether its ranks are known to be CPU processes."""
+        return self.rates is not None and not self.rates.asynchronous
+
 
 def known_hardware() -> list[str]:
     """The names of the profiles that come with tensorshard, the device with the most memory first."""

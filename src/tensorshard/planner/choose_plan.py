@@ -44,8 +44,7 @@ def choose_plan(
         size = batch_size(inputs)
         given = fixed_fields(fixed)
         hardware = hardware_here()  # a fork cannot ask a GPU
-        on_gpus = hardware.rates is not None and hardware.rates.asynchronous
-        memory = None if on_gpus else room_for_rank(ranks_here())  # a container may have less than the machine
+        memory = room_for_rank(ranks_here()) if hardware.is_cpu else None  # a container may have less than the machine
 
         def search() -> tuple[dict[str, Any], str]:
             found = find_plans(

@@ -72,7 +72,7 @@ def on_cores(seconds: float, busy: float, hardware: Hardware, active: Active = (
         busy: seconds that all ranks compute, added up.
         active: how many ranks of a pipeline are at work at once, and for how long.
     """
-    waits = hardware.is_measured and hardware.rates is not None and not hardware.rates.asynchronous
+    waits = hardware.is_measured and hardware.is_cpu
     return seconds_on_cores(seconds, busy, active, cores_here()) if waits else seconds
 
 

@@ -81,7 +81,7 @@ class Question:
     @property
     def on_cpus(self) -> bool:
         """Whether ranks are CPU processes."""
-        return not self.rates.asynchronous
+        return self.hardware.is_cpu
 
     @property
     def can_be_shortened(self) -> bool:
