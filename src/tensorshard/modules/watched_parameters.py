@@ -1,0 +1,116 @@
+"""Parameters whose uses pass a *watch* first, such as one that waits for values which have yet to arrive.
+
+A watched parameter stays the same object, with the same memory. Only its class changes while it is watched, to a
+subclass with ``__torch_function__``, which torch calls for every function and attribute of the tensor, whoever uses it.
+An unwatched parameter costs nothing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+_WATCHES = "_tensorshard_watches"  # the key in a parameter's __dict__
+
+
+class Watch:
+    """What happens when code uses a watched parameter. This one does nothing."""
+
+    def before_use(self, parameter: nn.Parameter, function: Callable[..., Any]) -> None:
+        """Called before `function` gets `parameter`. For attributes it is the getter, as in ``torch.Tensor.shape``."""
+
+    def gradient(self, parameter: nn.Parameter, held: torch.Tensor | None) -> torch.Tensor | None:
+        """What ``parameter.grad`` shows, where the tensor itself holds `held`."""
+        return held
+
+    def before_set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Called before ``parameter.grad = gradient``."""
+
+
+class _Watched:
+    """The part of a watched parameter's class that stands before its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in _watched((args, kwargs.values())):
+                for watch in watches_of(parameter):
+                    watch.before_use(parameter, func)
+            return func(*args, **kwargs)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            shown: torch.Tensor | None = _GRAD.__get__(self)
+            for watch in watches_of(self):
+                shown = watch.gradient(self, shown)  # type: ignore[arg-type]
+            return shown
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for watch in watches_of(self):
+                watch.before_set_gradient(self, gradient)  # type: ignore[arg-type]
+            _GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with the values at this time, which nothing watches."""
+        plain = type(self).__mro__[2]  # before a watch removes itself
+        for watch in watches_of(self):
+            watch.before_use(self, torch.clone)  # type: ignore[arg-type]
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = plain.__deepcopy__(self, memo)  # type: ignore[attr-defined]
+        copied.__class__ = plain
+        copied.__dict__.pop(_WATCHES, None)
+        return copied
+
+
+_GRAD: Any = torch.Tensor.grad
+
+
+@cache
+def _watched_class(plain: type) -> type:
+    return type(plain.__name__, (_Watched, plain), {"__module__": plain.__module__})
+
+
+def watches_of(parameter: Any) -> list[Watch]:
+    """The watches of `parameter`, oldest first."""
+    return list(parameter.__dict__.get(_WATCHES, ()))
+
+
+def watch(parameter: nn.Parameter, watching: Watch) -> None:
+    """Adds a watch; one that is there already is not added again."""
+    watches: list[Watch] = parameter.__dict__.setdefault(_WATCHES, [])
+    if watching not in watches:
+        watches.append(watching)
+        if not isinstance(parameter, _Watched):
+            parameter.__class__ = _watched_class(type(parameter))
+
+
+def unwatch(parameter: nn.Parameter, watching: Watch) -> None:
+    """Removes a watch, if it is there."""
+    watches: list[Watch] | None = parameter.__dict__.get(_WATCHES)
+    if watches is None or watching not in watches:
+        return
+    watches.remove(watching)
+    if not watches:
+        del parameter.__dict__[_WATCHES]
+        parameter.__class__ = type(parameter).__mro__[2]
+
+
+def _watched(values: Iterable[Any]) -> Iterator[Any]:
+    """The watched parameters in `values`, at any depth of tuples, lists and dicts."""
+    for value in values:
+        if isinstance(value, _Watched):
+            yield value
+        elif isinstance(value, tuple | list | type({}.values())):
+            yield from _watched(value)
+        elif isinstance(value, dict):
+            yield from _watched(value.values())
