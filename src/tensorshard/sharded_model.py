@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tensorshard.comm.sharding import dtensor_like, on_mesh_device
+from tensorshard.comm.sharding import dtensor_like, on_mesh_device, to_local
 from tensorshard.logits.output_layers import OutputLogits
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.offload.slots import OffloadedMaster
@@ -61,13 +61,19 @@ class ParameterSplit(Protocol):
 
 
 class ShardedModel(ABC):
-    """A model whose gradients are averaged over the data ranks, and whose states are sharded as a ZeRO level says."""
+    """A model whose gradients are averaged over the data ranks, and whose states are sharded as a ZeRO level says.
+
+    Attributes:
+        writers: above 0 if user code of some data rank has written parameters since the last update, as the last
+            reduction of gradients has told all of them; None if that is not known.
+    """
 
     def __init__(self, model: nn.Module, split: ParameterSplit) -> None:
         self.model = model
         self.split = split
         self._device: torch.device | None = None  # the device that collectives need; None for any
         self.logits = OutputLogits()
+        self.writers: torch.Tensor | None = None
         self._take_gradient: TakeGradient | None = None
         self._finish_gradients: Callable[[], None] | None = None
         self._aliases = parameter_aliases(model)
@@ -162,6 +168,27 @@ class ShardedModel(ABC):
             average: whether gradients are averaged over the data ranks, regardless of :attr:`gradient_divisor`.
         """
 
+    def trained_masters(self) -> dict[str, nn.Parameter]:
+        """Those of :meth:`masters` whose parameters require a gradient now. User code may change that at any time."""
+        return {name: master for name, master in self.masters().items() if master.requires_grad}
+
+    def shown_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the module shows, by original names: the masters, or what forwards compute with."""
+        return self.masters()
+
+    def average_given_gradients(self) -> None:  # noqa: B027
+        """Called before gradients are read: averages those that user code has set, each data rank its own."""
+
+    def adopt_writes(self) -> None:  # noqa: B027
+        """Takes over what user code has written to the module's parameters. A collective, if it wrote to masters."""
+
+    def compare_written(self) -> None:
+        """Called by all data ranks if one of them has :attr:`writers`.
+
+        Raises:
+            RuntimeError: they wrote different values.
+        """
+
     def interleaved(self) -> AbstractContextManager[None]:
         """Surrounds a step in which forwards and backwards of several micro-batches take turns, as in a pipeline.
 
@@ -220,14 +247,19 @@ class ShardedModel(ABC):
     def finish_gather(self) -> None:
         """Waits for what :meth:`all_gather_parameters` started."""
 
-    def show_masters(self) -> None:  # noqa: B027
-        """Makes the modules show the masters as parameters, as between steps, if they show the computed ones now."""
+    def is_part(self, name: str) -> bool:
+        """Whether this rank can show only a part of the original model's parameter `name`."""
+        master = self.masters().get(name)
+        if self.split.num_shards(name) > 1:
+            return True
+        return isinstance(master, DTensor) and master.device_mesh.size(-1) > 1
 
-    def local_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the parameter or buffer `name`. `full` is the full value.
+    def master_shown_in_state_dicts(self, name: str) -> nn.Parameter | None:
+        """The master of the parameter `name`, if a state dict has to hold it in the parameter's place."""
+        return self.masters().get(name)
 
-        It has the layout of the parameter's master.
-        """
+    def shown_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """What the module's parameter or buffer `name` takes of its `full` value, which is being loaded."""
         local = self.split.local(name, full)
         master = self.masters().get(self._aliases.get(name, name))
         if not isinstance(master, DTensor):
@@ -236,6 +268,17 @@ class ShardedModel(ABC):
         first = -(-local.size(0) // master.device_mesh.size(-1)) * master.device_mesh.get_local_rank(-1)
         shard = local[min(first, local.size(0)) :][: own.size(0)].to(own)
         return dtensor_like(shard, master)
+
+    @torch.no_grad()
+    def set_value(self, name: str, value: torch.Tensor) -> None:
+        """Gives the shown parameter `name` a `value` of its own layout. :meth:`all_gather_loaded` is called after it."""
+        to_local(self.shown_parameters()[name]).copy_(to_local(value))
+
+    @torch.no_grad()
+    def kept_value(self, name: str) -> Callable[[], None]:
+        """Copies the parameter `name`; the function that is returned gives it that value again."""
+        kept = self.shown_parameters()[name].detach().clone()
+        return lambda: self.set_value(name, kept)
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers of a state dict, by the original model's names."""

@@ -47,6 +47,7 @@ def _held(level: int) -> dict[str, int]:
     found = {"parameters": _bytes([local(p) for p in parameters()]), "states": _bytes([local(s) for s in states])}
     engine.sharded.begin_micro_batch(last=False)
     squares(engine.model(batch), batch).backward()
+    engine.sharded.finish_micro_batch()
     found["accumulated"] = gradients()
     engine.sharded.begin_micro_batch(last=True)
     squares(engine.model(batch), batch).backward()

@@ -20,6 +20,7 @@ class Groups:
 
     shard: dist.ProcessGroup | None  # each rank keeps a shard of the sum
     sum: dist.ProcessGroup | None  # each rank keeps all of it
+    all: dist.ProcessGroup | None  # all data ranks; None for one alone
     data_ranks: int
 
     @property
@@ -49,6 +50,13 @@ class Reduction:
     A parameter that had no gradient on any rank must end without one, as on one device. If another rank had one, it
     must end with that rank's share. So the packed message also counts, for each parameter, the ranks that had a
     gradient. A rank reads the count only of parameters for which it had none.
+
+    Args:
+        scale: a factor of the sums.
+        wrote: whether user code of this rank has written parameters since the last update.
+
+    Attributes:
+        writers: after :meth:`finish`, above 0 if `wrote` is true on some data rank.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class Reduction:
         groups: Groups,
         dtype: torch.dtype,
         scale: float,
+        wrote: bool,
     ) -> None:
         self._groups = groups
         self._scale = scale
@@ -70,16 +79,19 @@ class Reduction:
                 gradient = torch.zeros_like(p.compute)
             message = gradient.to(_travelling(gradient.dtype, dtype)).contiguous()
             self._alone.append((p, *self._start(message.view(-1))))
-        self._packed = self._start(self._pack(gradients, dtype))
+        self._packed = self._start(self._pack(gradients, dtype, wrote))
+        self.writers: torch.Tensor | None = None
 
-    def _pack(self, gradients: dict[ReplicatedParameter, torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """[ranks of the shard group, parts of the packed parameters and the counts], flattened."""
+    def _pack(
+        self, gradients: dict[ReplicatedParameter, torch.Tensor | None], dtype: torch.dtype, wrote: bool
+    ) -> torch.Tensor:
+        """[ranks of the shard group, parts of the packed parameters, the counts and `wrote`], flattened."""
         bucket, num_shards = self._bucket, self._groups.num_shards
         for p in bucket.packed:
             dtype = _travelling(p.compute.dtype, dtype)
         chunk = sum(p.chunk for p in bucket.packed)
         message = torch.zeros(
-            (num_shards, chunk + len(bucket.parameters)), dtype=dtype, device=bucket.parameters[0].storage.device
+            (num_shards, chunk + len(bucket.parameters) + 1), dtype=dtype, device=bucket.parameters[0].storage.device
         )
         offset = 0
         for p in bucket.packed:
@@ -87,7 +99,9 @@ class Reduction:
             if gradient is not None:
                 p.scatter_into(message[:, offset : offset + p.chunk], gradient)
             offset += p.chunk
-        message[:, chunk:].fill_(1.0)
+        message[:, chunk:-1].fill_(1.0)
+        if wrote:
+            message[:, -1] = 1.0
         for i, p in enumerate(bucket.parameters):
             if gradients[p] is None:
                 message[:, chunk + i] = 0.0
@@ -128,10 +142,11 @@ class Reduction:
         work.wait()
         absent = self._missing
         if absent and detect_fake_mode(packed) is None:  # fake tensors have no counts; there, all ranks are alike
-            counts = packed[packed.numel() - len(bucket.parameters) :].tolist()
+            counts = packed[-1 - len(bucket.parameters) : -1].tolist()
             absent = {p for p, count in zip(bucket.parameters, counts, strict=True) if count < 0.5}
         if self._scale != 1.0:
             packed.mul_(self._scale)
+        self.writers = packed[-1]
         offset = 0
         for p in bucket.packed:
             if p not in absent:

@@ -5,33 +5,41 @@ So the gather after an update writes straight into the parameters, and a reducti
 autograd made. There are no flat copies of the model. (FSDP without resharding has a second copy of the parameters,
 bucketed data parallelism one of the gradients.) Small or uneven parameters of a unit are sent in one packed message.
 
-As with FSDP2, a module shows its master weights as parameters, except from the beginning of a forward to the end of the
-backward that follows. So optimizers and ``clip_grad_norm_`` take ``model.parameters()``.
+The module's parameters are those that forwards compute with, at any time
+(:mod:`tensorshard.data_parallel.published_weights`). The optimizer gets the masters, which may be shards.
 """
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tensorshard.comm.collectives import all_gather_into
+from tensorshard.data_parallel.published_weights import PublishedWeights
 from tensorshard.data_parallel.reduction import Bucket, Groups, Reduction
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.heads.under_plan.method_calls import call_before_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces
 from tensorshard.modules.running_statistics import keeps_statistics
+from tensorshard.modules.surrounded import as_hook
+from tensorshard.modules.watched_parameters import (
+    Watch,
+    held_gradient,
+    hold_gradient,
+    torch_functions_off,
+    unwatch,
+    watch,
+)
 from tensorshard.offload.slots import OffloadedMaster, Slots
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
-from tensorshard.torch_private.autograd import call_after_backward
-from tensorshard.torch_private.modules import own_parameters, set_parameter
+from tensorshard.torch_private.autograd import call_after_backward, current_backward
+from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.transforms.precision import master_dtype
 
 # Reductions under way at once where gradients leave when they are reduced; more would keep more of them alive.
@@ -68,47 +76,46 @@ class ReplicatedModel(ShardedModel):
         self._slots = slots
         self._device = torch.device(mesh.device_mesh.device_type)
         self._units = units
-        self._behind: UpdateBehind | None = None
-        self._to_follow: deque[Bucket] = deque()  # buckets whose update goes on, in the same order on all ranks
-        self._copied: Container[torch.Tensor] = ()  # of these
         self._reduce_dtype = reduce_dtype
         self._shard_mesh, self._groups = _layout(mesh, level)
-        everything = self._materialize(values, precision)
-        self._parameters = {name: p for name, p in everything.items() if p.compute.requires_grad}
-        self._frozen = Bucket([p for p in everything.values() if not p.compute.requires_grad])
-        self._masters = {name: p.master for name, p in everything.items()}
-        self._buckets = self._fill_buckets(units)
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        # Backward meets the units last to first.
-        self._order = list(reversed(self._buckets))
-        self._launched = 0
+        self._all = self._materialize(values, precision)
+        self._masters = {name: p.master for name, p in self._all.items()}
+        self._weights = PublishedWeights(self._all.values(), self._groups)
+        self._unit_of = self._assign_units(units)
         self._in_flight: deque[Reduction] = deque()
-        self._most_in_flight = len(self._buckets) if self._groups.shard is None else _IN_FLIGHT
+        self._trained_flags: tuple[bool, ...] = ()
+        self._arrange()
+        self._most_in_flight = len(units) + 2 if self._groups.shard is None else _IN_FLIGHT
         self._accumulated: dict[ReplicatedParameter, torch.Tensor] = {}
         self._in_backward = False
+        self._is_guided = False  # the Engine says when backwards begin and end
         self._in_step = False  # in a step of the Engine, which scales losses so that gradients only need to be summed
         self._complete = True  # the gradients of the last backward have been averaged
         self._last = True
         self._final = True  # the step's gradients are complete after its next backward
-        self._interleaved = False
+        self._late: list[Bucket] = []  # gradients came after these were reduced in the same backward
+        # A backward within a backward (reentrant checkpointing, reversible functions) adds to gradients again. The first
+        # backward shows whether there is one. If so, reductions wait for the end.
+        self._backwards_seen: set[int] | None = set()
         # The backward of a batch normalization is a collective, too. If ranks use different parameters, their units are
         # ready at different times. So all reductions come at the end: all ranks then make the same calls in one order.
         self._at_the_end = self._groups.communicate and any(map(keeps_statistics, model.modules()))
-        for parameter in self._parameters.values():
+        self._shown_gradients: dict[ReplicatedParameter, _ShownGradient] = {}
+        for parameter in self._all.values():
             self._watch(parameter)
-        self._swaps = self._registrations()
-        if self._swaps:
-            self._show(computing=False)
-            model.register_forward_pre_hook(lambda *_: self._show(computing=True), prepend=True)
-            model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
+        model.register_forward_pre_hook(as_hook(self._before_forward), prepend=True)
         if self._groups.shard is not None:
             self._wait_before_forward(units)
 
     def held_numel(self) -> int:
-        return sum(p.storage.numel() for p in [*self._parameters.values(), *self._frozen.parameters])
+        return sum(p.storage.numel() for p in self._all.values())
 
     def masters(self) -> dict[str, nn.Parameter]:
         return self._masters
+
+    def trained_masters(self) -> dict[str, nn.Parameter]:
+        self._arrange()
+        return {name: p.master for name, p in self._all.items() if p.compute.requires_grad}
 
     @property
     def gradient_divisor(self) -> int:
@@ -119,12 +126,15 @@ class ReplicatedModel(ShardedModel):
             self._in_flight.popleft().finish()
         self._launched = 0
         self._accumulated.clear()
+        self._late.clear()
         for bucket in self._buckets:
             bucket.ready.clear()
-        for parameter in self._parameters.values():
-            parameter.compute.grad = None
-        self._in_backward = False
-        super().discard_gradients()
+        for p in self._all.values():
+            if p in self._shown_gradients:
+                unwatch(p.compute, self._shown_gradients.pop(p))
+            p.compute.grad = None
+            p.forget_gradient()
+        self._in_backward = self._is_guided = False
 
     def abandon_step(self) -> None:
         while self._in_flight:
@@ -132,77 +142,97 @@ class ReplicatedModel(ShardedModel):
         self.discard_gradients()
         self._complete = True
         self._in_step = False
-        self._interleaved = False
-        self._show(computing=False)
 
     def begin_micro_batch(self, last: bool, *, average: bool = False) -> None:
         self._final = last
         self._last = last or (self._level == 2 and self._groups.shard is not None)
         self._complete = False
         self._in_step = not average
-
-    @contextmanager
-    def interleaved(self) -> Iterator[None]:
-        self._interleaved = True
-        self._show(computing=True)
-        try:
-            yield
-        finally:
-            self._interleaved = False
-            self._show(computing=False)
+        self._is_guided = True
 
     def finish_micro_batch(self) -> None:
-        if self._last and not self._final:
-            self._finish()
+        self._end_of_backward()
+        self._is_guided = True  # until finish_backward
 
     def finish_backward(self) -> None:
         if not self._complete:
             self._finish()
-        self._in_step = False
-
-    def show_masters(self) -> None:
-        self.finish_gather()
-        self._show(computing=False)
+        self._is_guided = self._in_step = False
 
     def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
         super().watch_gradients(take, finish)
         self._most_in_flight = _IN_FLIGHT
-        for parameter in self._parameters.values():
+        for parameter in self._all.values():
             parameter.take_gradient, parameter.finish_gradients = take, finish
 
     def offloaded_masters(self) -> dict[str, OffloadedMaster]:
-        return {name: p.offloaded for name, p in self._parameters.items() if p.offloaded is not None}
+        return {name: p.offloaded for name, p in self._all.items() if p.offloaded is not None}
+
+    # -- values --
 
     def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         for bucket in self._buckets:
-            self._publish(bucket, copied)
+            self._weights.publish(bucket, copied)
 
     def watch_updates(self, behind: UpdateBehind) -> None:
-        self._behind = behind
+        self._weights.updates = behind
         if self._groups.shard is None:  # else forwards already wait for gathers
             self._wait_before_forward(self._units)
         # Units that this forward did not call are gathered, too: another rank may have called them.
-        self.model.register_forward_hook(lambda *_: self._follow(), always_call=True)
+        self.model.register_forward_hook(lambda *_: self._weights.follow(), always_call=True)
 
     def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
-        self._follow()
-        self._copied = copied
-        self._to_follow.extend(self._call_order)
-        for bucket in self._to_follow:
-            bucket.is_behind = True
-
-    def _follow(self, last: Bucket | None = None) -> None:
-        """Waits for updates and copies them to what forwards compute with, up to the bucket `last`; None for all."""
-        while self._to_follow and (last is None or last.is_behind):
-            assert self._behind is not None
-            bucket = self._to_follow.popleft()
-            bucket.is_behind = False
-            self._behind.wait([p.master for p in bucket.parameters])
-            self._publish(bucket, self._copied)
+        self._weights.follow_later(self._call_order(), copied)
 
     def all_gather_loaded(self) -> None:
         self.all_gather_parameters()
-        self._publish(self._frozen)
+        self._weights.publish(self._frozen)
+
+    def finish_gather(self) -> None:
+        self._wait()
+        self.adopt_writes()
+        self._wait()
+
+    def _wait(self) -> None:
+        for bucket in [*self._buckets, self._frozen]:
+            self._weights.wait(bucket)
+
+    def adopt_writes(self) -> None:
+        if self._weights.adopt():
+            self.all_gather_loaded()
+
+    def compare_written(self) -> None:
+        self._weights.compare_written()
+
+    def shown_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p.compute for name, p in self._all.items()}
+
+    def is_part(self, name: str) -> bool:
+        p = self._all.get(name)
+        return self.split.num_shards(name) > 1 or (p is not None and p.is_copy and p.num_shards > 1)
+
+    def master_shown_in_state_dicts(self, name: str) -> nn.Parameter | None:
+        p = self._all.get(name)
+        return p.master if p is not None and p.is_copy else None
+
+    def shown_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        value = self.split.local(name, full)
+        p = self._all.get(self._aliases.get(name, name))
+        if p is not None:
+            p.set_master(value)
+        return value
+
+    @torch.no_grad()
+    def set_value(self, name: str, value: torch.Tensor) -> None:
+        p = self._all[self._aliases.get(name, name)]
+        p.compute.copy_(value)
+        p.set_master(value)
+
+    @torch.no_grad()
+    def kept_value(self, name: str) -> Callable[[], None]:
+        p = self._all[self._aliases.get(name, name)]
+        target = p.shard if p.is_copy else p.compute
+        return partial(_copy, target, target.detach().clone())
 
     # -- parameters --
 
@@ -219,42 +249,56 @@ class ReplicatedModel(ShardedModel):
             places.replace(templates[name], made[name].compute)
         return made
 
-    def _fill_buckets(self, units: list[list[nn.Module]]) -> list[Bucket]:
-        """One bucket for each unit, and two more for parameters in no unit: those before the first unit, and the
-        others."""
-        by_compute = {p.compute: p for p in self._parameters.values()}
+    def _assign_units(self, units: list[list[nn.Module]]) -> dict[ReplicatedParameter, int]:
+        """The index of each parameter's unit. Two more are for parameters in no unit: those before the first unit, and
+        the others."""
+        by_compute = {p.compute: p for p in self._all.values()}
         unit_of: dict[ReplicatedParameter, int] = {}
         for index, unit in enumerate(units):
             for module in unit:
                 for compute in module.parameters():
                     if compute in by_compute:
                         unit_of.setdefault(by_compute[compute], index)
-        members: dict[int, list[ReplicatedParameter]] = {}
+        assigned: dict[ReplicatedParameter, int] = {}
         seen_unit = False
-        for p in self._parameters.values():
+        for p in self._all.values():
             seen_unit = seen_unit or p in unit_of
-            members.setdefault(unit_of.get(p, len(units) if seen_unit else -1), []).append(p)
-        return [Bucket(members[index]) for index in sorted(members)]
+            assigned[p] = unit_of.get(p, len(units) if seen_unit else -1)
+        return assigned
 
-    def _registrations(self) -> list[tuple[nn.Module, str, ReplicatedParameter]]:
-        """The places in modules where a master weight and what forwards compute with take turns."""
-        everything = [*self._parameters.values(), *self._frozen.parameters]
-        by_compute = {p.compute: p for p in everything if p.master is not p.compute}
-        return [
-            (module, name, by_compute[compute])
-            for module in self.model.modules()
-            for name, compute in own_parameters(module).items()
-            if compute in by_compute
-        ]
+    def _arrange(self) -> None:
+        """Fills the buckets with the parameters that are trained now, if these have changed."""
+        with torch_functions_off():
+            trained = tuple([p.compute.requires_grad for p in self._all.values()])
+        if trained == self._trained_flags:
+            return
+        if self._trained_flags:
+            self.finish_gather()
+        self._trained_flags = trained
+        members: dict[int, list[ReplicatedParameter]] = {}
+        frozen = []
+        for p, is_trained in zip(self._all.values(), trained, strict=True):
+            if p.master is not p.compute:
+                p.master.requires_grad_(is_trained)
+            if is_trained:
+                members.setdefault(self._unit_of[p], []).append(p)
+            else:
+                frozen.append(p)
+        self._frozen = Bucket(frozen)
+        self._of_units = {index: Bucket(members[index]) for index in sorted(members)}
+        self._buckets = list(self._of_units.values())
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._order = list(reversed(self._buckets))  # backward meets the units last to first
+        self._launched = 0
 
-    def _show(self, computing: bool) -> None:
-        for module, name, p in self._swaps:
-            set_parameter(module, name, p.compute if computing else p.master)
+    def _call_order(self) -> list[Bucket]:
+        """The buckets in the order in which forwards wait for them."""
+        in_units = range(len(self._units))
+        rest = [bucket for index, bucket in self._of_units.items() if index not in in_units]
+        return [*rest, *(bucket for index, bucket in self._of_units.items() if index in in_units)]
 
-    def _forward_over(self) -> None:
-        # Else backward still needs them: recomputation runs the modules again.
-        if not torch.is_grad_enabled() and not self._interleaved:
-            self._show(computing=False)
+    def _before_forward(self, *_: Any) -> None:
+        self.adopt_writes()
 
     # -- gradients --
 
@@ -267,19 +311,26 @@ class ReplicatedModel(ShardedModel):
             assert this is not None and its is not None
             this._gradient_ready(its)
 
-        parameter.compute.register_post_accumulate_grad_hook(ready)
+        compute = parameter.compute
+        if not (compute.is_floating_point() or compute.is_complex()):
+            return
+        trained = compute.requires_grad
+        compute.requires_grad_(True)  # else no hook could be registered, which one needs when it is trained later
+        compute.register_post_accumulate_grad_hook(ready)
+        compute.requires_grad_(trained)
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self._arrange()
+        if not self._is_guided:
+            call_after_backward(self._end_of_backward)
 
     def _gradient_ready(self, parameter: ReplicatedParameter) -> None:
-        bucket = self._bucket_of[parameter]
-        if bucket.gathering or bucket.is_behind:
-            raise RuntimeError(
-                f"parameter {parameter.name!r} was used before its update was over, or had arrived from the other "
-                f"ranks, as the module that stands for its unit was never called itself; name the modules that are in "
-                f"shard_units"
-            )
         if not self._in_backward:
-            self._in_backward = True
-            call_after_backward(self._end_of_backward)
+            self._begin_backward()
+        bucket = self._bucket_of[parameter]
+        if self._backwards_seen is not None:
+            self._backwards_seen.add(current_backward())
         if not self._last and (self._groups.communicate or self._take_gradient is None):
             self._keep(parameter)
             return
@@ -287,16 +338,22 @@ class ReplicatedModel(ShardedModel):
         if not self._groups.communicate:
             self._take_local(parameter)
             return
-        self._bucket_of[parameter].ready.add(parameter)
-        while not self._at_the_end and self._launched < len(self._order):
+        if bucket in self._order[: self._launched]:
+            if bucket not in self._late:
+                self._late.append(bucket)
+            return
+        bucket.ready.add(parameter)
+        deferred = self._at_the_end or self._backwards_seen is not None
+        while not deferred and self._launched < len(self._order):
             bucket = self._order[self._launched]
             if len(bucket.ready) < len(bucket.parameters):
                 break
             self._reduce(bucket)
+            self._launched += 1
 
     def _keep(self, parameter: ReplicatedParameter) -> None:
         """Between micro-batches: 16-bit gradients are summed in fp32, others where autograd sums them."""
-        gradient = parameter.compute.grad
+        gradient = held_gradient(parameter.compute)
         assert gradient is not None
         if gradient.dtype == master_dtype(gradient.dtype):
             return
@@ -304,7 +361,7 @@ class ReplicatedModel(ShardedModel):
             self._accumulated[parameter].add_(gradient)
         else:
             self._accumulated[parameter] = gradient.float()
-        parameter.compute.grad = None
+        hold_gradient(parameter.compute, None)
 
     def _take_local(self, parameter: ReplicatedParameter) -> None:
         """Takes a gradient on one rank, where it needs no reduction."""
@@ -317,7 +374,9 @@ class ReplicatedModel(ShardedModel):
 
     def _take(self, parameter: ReplicatedParameter) -> torch.Tensor | None:
         """Takes the parameter's gradient of all micro-batches since the last reduction."""
-        gradient, parameter.compute.grad = parameter.compute.grad, None
+        gradient = held_gradient(parameter.compute) if parameter.given is None else parameter.given
+        parameter.given = None
+        hold_gradient(parameter.compute, None)
         earlier = self._accumulated.pop(parameter, None)
         if earlier is None:
             return gradient
@@ -325,116 +384,135 @@ class ReplicatedModel(ShardedModel):
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
-        self._end_backward()
+        if self._last and not (self._is_guided and self._final):
+            self._finish()
         if self._finish_gradients is not None:
             self._finish_gradients()
 
-    def _end_backward(self) -> None:
-        if self._interleaved:  # the code that runs the backwards says when one is over
-            return
-        self._show(computing=False)
-        if self._last:
-            self._finish()
-
     def _finish(self) -> None:
+        self._arrange()
         if self._groups.communicate:
-            while self._launched < len(self._order):
-                self._reduce(self._order[self._launched])
+            for bucket in [*self._order[self._launched :], *self._late]:
+                self._reduce(bucket)
             for reduction in self._in_flight:
                 reduction.advance()
             while self._in_flight:
-                self._in_flight.popleft().finish()
+                self._collect(self._in_flight.popleft())
             self._launched = 0
+            self._late.clear()
         else:  # parameters that had a gradient only in an earlier micro-batch
             for parameter in list(self._accumulated):
                 self._take_local(parameter)
         if self._finish_gradients is not None:
             self._finish_gradients()
+        if self._backwards_seen is not None:
+            self._at_the_end = self._at_the_end or len(self._backwards_seen) > 1
+            self._backwards_seen = None
+        self._in_backward = False
         self._complete = True
+        if not self._in_step:
+            self._show_gradients()
 
     def _reduce(self, bucket: Bucket) -> None:
         while len(self._in_flight) >= self._most_in_flight:
-            self._in_flight.popleft().finish()
+            self._collect(self._in_flight.popleft())
         for reduction in self._in_flight:
             reduction.advance()
         gradients = {p: self._take(p) for p in bucket.parameters}
         scale = 1.0 if self._in_step else 1.0 / self._groups.data_ranks
         bucket.ready.clear()
-        self._launched += 1
-        self._in_flight.append(Reduction(bucket, gradients, self._groups, self._reduce_dtype, scale))
+        wrote = bool(self._weights.written)
+        self._in_flight.append(Reduction(bucket, gradients, self._groups, self._reduce_dtype, scale, wrote))
 
-    # -- parameters after an update --
+    def _collect(self, reduction: Reduction) -> None:
+        reduction.finish()
+        self.writers = reduction.writers
 
-    @torch.no_grad()
-    def _publish(self, bucket: Bucket, copied: Container[torch.Tensor] = ()) -> None:
-        self._wait(bucket)
-        for p in bucket.parameters:
-            if p.is_copy and p.master not in copied:
-                local = p.local(p.master)
-                p.storage[p.own][: local.numel()].copy_(local.reshape(-1))
-        if self._groups.shard is not None:
-            self._gather(bucket, self._groups.shard)
+    # -- gradients as user code sees and sets them --
 
-    def _gather(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
-        for p in bucket.alone:
-            work = all_gather_into(p.storage, p.storage[p.own], group, async_op=True)
-            assert work is not None
-            bucket.gathering.append((work, None))
-        packed = [p for p in bucket.packed if p.num_shards > 1]
-        for dtype in sorted({p.storage.dtype for p in packed}, key=str):
-            alike = [p for p in packed if p.storage.dtype == dtype]
-            mine = torch.cat([p.storage[p.own] for p in alike])
-            all_parts = mine.new_empty((group.size(), mine.numel()))
-            work = all_gather_into(all_parts.view(-1), mine, group, async_op=True)
-            assert work is not None
-            bucket.gathering.append((work, (alike, all_parts)))
+    def _show_gradients(self) -> None:
+        """Makes ``p.grad`` show averaged gradients that the masters hold."""
+        for p in self._all.values():
+            if p.master is not p.compute and p.master.grad is not None and p not in self._shown_gradients:
+                if isinstance(p.storage, FakeTensor):
+                    return
+                self._shown_gradients[p] = _ShownGradient(p)
+                watch(p.compute, self._shown_gradients[p])
 
-    @torch.no_grad()
-    def _wait(self, bucket: Bucket) -> None:
-        if bucket.is_behind:
-            self._follow(bucket)
-        for work, unpack in bucket.gathering:
-            work.wait()
-            if unpack is None:
+    def average_given_gradients(self) -> None:
+        for p in self._shown_gradients:
+            p.take_back_gradient()
+        self._arrange()
+        given = {p for p in self._bucket_of if p.has_given_gradient(self._groups.communicate)}
+        if not given:
+            return
+        for bucket in self._order:
+            members = given.intersection(bucket.parameters)
+            if not members:
                 continue
-            parameters, all_parts = unpack
-            pieces = all_parts.split([p.chunk for p in parameters], dim=1)
-            for p, piece in zip(parameters, pieces, strict=True):
-                p.storage.view(p.num_shards, p.chunk).copy_(piece)
-        bucket.gathering.clear()
+            if not self._groups.communicate:
+                for p in members:
+                    self._take_local(p)
+                continue
+            # Averaged gradients of the bucket stay out of the sum.
+            averaged = {p: held_gradient(p.compute) for p in bucket.parameters if p not in members}
+            for p in averaged:
+                hold_gradient(p.compute, None)
+            self._reduce(bucket)
+            self._collect(self._in_flight.popleft())
+            for p, gradient in averaged.items():
+                hold_gradient(p.compute, gradient)
+        if self._finish_gradients is not None:
+            self._finish_gradients()
+        self._show_gradients()
+
+    # -- gathers --
 
     def _wait_before_forward(self, units: list[list[nn.Module]]) -> None:
         """Makes each unit's forward wait for the unit's gather, and the model's forward for all other parameters."""
-        bucket_of = {p.master: bucket for bucket in self._buckets for p in bucket.parameters}
-        in_units: set[int] = set()
+        by_compute = {p.compute: p for p in self._all.values()}
         for unit in units:
             for module in unit:
-                buckets = {id(bucket_of[m]): bucket_of[m] for m in module.parameters() if m in bucket_of}
-                in_units.update(buckets)
-                self._hook(module, list(buckets.values()))
-        rest = [bucket for bucket in self._buckets if id(bucket) not in in_units]
-        self._call_order = [*rest, *(bucket for bucket in self._buckets if id(bucket) in in_units)]
-        self._hook(self.model, [*rest, self._frozen])
+                self._hook(module, {self._unit_of[by_compute[c]] for c in module.parameters() if c in by_compute})
+        self._hook(self.model, set(self._unit_of.values()) - set(range(len(units))))
         self.model.register_state_dict_pre_hook(lambda *_: self.finish_gather())
 
-    def _hook(self, module: nn.Module, buckets: list[Bucket]) -> None:
+    def _hook(self, module: nn.Module, units: set[int]) -> None:
         def wait(*_: Any) -> None:
-            for bucket in buckets:
-                if bucket.gathering or bucket.is_behind:
-                    self._wait(bucket)
+            for unit in units:
+                bucket = self._of_units.get(unit)
+                if bucket is not None and (bucket.gathering or bucket.is_behind):
+                    self._weights.wait(bucket)
+            if module is self.model:
+                self._weights.wait(self._frozen)
 
         module.register_forward_pre_hook(wait)
         if module is not self.model:
             call_before_heads(module, wait)
 
-    def finish_gather(self) -> None:
-        for bucket in [*self._buckets, self._frozen]:
-            self._wait(bucket)
+
+class _ShownGradient(Watch):
+    """Shows the averaged gradient of a master, whole, as that of the parameter."""
+
+    def __init__(self, parameter: ReplicatedParameter) -> None:
+        self._parameter = parameter
+
+    def gradient(self, parameter: nn.Parameter, held: torch.Tensor | None) -> torch.Tensor | None:
+        return self._parameter.shown_gradient() if held is None else held
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> bool:
+        return self._parameter.give_gradient(gradient)
+
+
+@torch.no_grad()
+def _copy(to: torch.Tensor, values: torch.Tensor) -> None:
+    to.copy_(values)
 
 
 def _layout(mesh: Mesh, level: int) -> tuple[DeviceMesh | None, Groups]:
     """The mesh over which parts are kept, and the groups over which gradients are averaged."""
     if level == 0 or mesh.degrees["dp_shard"] == 1:
-        return None, Groups(None, mesh.dp_group if mesh.dp_size > 1 else None, mesh.dp_size)
+        everyone = mesh.dp_group if mesh.dp_size > 1 else None
+        return None, Groups(None, everyone, everyone, mesh.dp_size)
     replicate = mesh.group("dp_replicate") if mesh.degrees["dp_replicate"] > 1 else None
-    return mesh.along("dp_shard"), Groups(mesh.group("dp_shard"), replicate, mesh.dp_size)
+    return mesh.along("dp_shard"), Groups(mesh.group("dp_shard"), replicate, mesh.dp_group, mesh.dp_size)

@@ -8,11 +8,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.sharding import dtensor_like
 from tensorshard.modules.parameters import like
+from tensorshard.modules.watched_parameters import held_gradient
 from tensorshard.offload.slots import OffloadedMaster, Slots
 from tensorshard.sharded_model import TakeGradient
-from tensorshard.torch_private.dtensor import dtensor_of
+from tensorshard.torch_private.dtensor import dtensor_of, shard_of
+from tensorshard.torch_private.fake_tensors import FakeTensor
+from tensorshard.torch_private.tensors import storage_owners, tensor_version
 from tensorshard.transforms.precision import compute_dtype, master_dtype
 
 
@@ -23,7 +27,17 @@ class ReplicatedParameter:
         slots: where master weights are kept; None for the device.
 
     Attributes:
-        is_copy: whether forwards compute with a copy of the master weight, of another type or in other memory.
+        compute: the module's parameter, full and plain. Forwards compute with it.
+        master: the part that this rank's optimizer updates: a DTensor if it is a shard; `compute` itself if that is it.
+        shard: this rank's part in the memory of `master`.
+        is_copy: whether `compute` is a copy of the master weight, of another type or in other memory. Else `master` is
+            a view of it.
+        is_awaited: whether other ranks' parts of the last update have yet to arrive.
+        is_updated_behind: whether the last update goes on in the background.
+        averaged: the gradient that a reduction left in `compute`; None if there is none.
+        given: a gradient that user code has set, of a type that `compute` cannot hold; None if there is none.
+        published: the versions of `compute` and `shard` when both had the same values last.
+        owners: how many tensors show the memory of `compute`, without those of user code.
     """
 
     def __init__(
@@ -57,13 +71,22 @@ class ReplicatedParameter:
         # The host updates all master weights in its memory, those of 16-bit parameters and others.
         on_host = slots is not None and slots.copies is not None and value.dim() > 0 and template.requires_grad
         self.is_copy = narrow != wide or on_host
+        self.index = index
+        self.is_awaited = self.is_updated_behind = False
+        self.averaged: torch.Tensor | None = None
+        self.given: torch.Tensor | None = None
+        self._whole: tuple[torch.Tensor, int, int] | None = None  # the full gradient, with versions of it and the shard
+        self._group = None if shard_mesh is None else shard_mesh.get_group()
+        self.published = (0, 0)
+        self._address = _address(self.storage)
+        self.owners = 0
         if shard_mesh is None and not self.is_copy:
-            self.master = self.compute
+            self.master = self.shard = self.compute
             return
         first = min(index * self.chunk_rows, rows)
         mine = slice(first, min(first + self.chunk_rows, rows))
         if not self.is_copy:
-            local = full[mine] if value.dim() else full
+            local = (full[mine] if value.dim() else full).data  # with a version of its own, unlike a view
         else:
             local = (value[mine] if value.dim() else value).to(wide)
             local = local.clone() if slots is None or not value.dim() else self._keep(local, slots)
@@ -73,6 +96,11 @@ class ReplicatedParameter:
             self.master = like(template, shard)
         else:
             self.master = like(template, local)
+        self.shard = shard_of(self.master)
+
+    def count_owners(self) -> None:
+        """Notes how many tensors show the memory now, before user code can."""
+        self.owners = 0 if isinstance(self.storage, FakeTensor) else storage_owners(self.storage)
 
     def _keep(self, local: torch.Tensor, slots: Slots) -> torch.Tensor:
         """Moves the master weight's shard to a slot; returns the tensor that shows it there."""
@@ -97,16 +125,152 @@ class ReplicatedParameter:
             rest = flat[rows * self.chunk :]
             message[rows, : rest.numel()].copy_(rest)
 
+    # -- values --
+
+    def copy_master(self) -> None:
+        """Copies this rank's master weights to what forwards compute with."""
+        shard = self.local(self.master)
+        self.storage[self.own][: shard.numel()].copy_(shard.reshape(-1))
+
+    def receive(self, parts: torch.Tensor) -> None:
+        """Copies the other ranks' parts, [num_shards, chunk]. This rank's own may have been written meanwhile."""
+        rows = self.storage.view(self.num_shards, self.chunk)
+        rows[: self.index].copy_(parts[: self.index])
+        rows[self.index + 1 :].copy_(parts[self.index + 1 :])
+
+    def note_published(self) -> None:
+        """Notes that `compute` and the master have the same values now."""
+        self.published = (tensor_version(self.compute), tensor_version(self.shard))
+
+    def is_written(self) -> bool:
+        """Whether `compute` was written, or given other memory, since :meth:`note_published`."""
+        return tensor_version(self.compute) != self.published[0] or _address(self.compute) != self._address
+
+    def take_over(self, *, keep_master: bool) -> None:
+        """Gives the master weight what user code wrote to `compute`. Elements that it left are as exact as before.
+
+        Args:
+            keep_master: the master was written as well, and keeps its values.
+
+        Raises:
+            RuntimeError: `compute` was given memory of another type, shape or device.
+        """
+        if _address(self.compute) != self._address:
+            self._move()
+            self.count_owners()
+        if not self.is_copy or keep_master:
+            return
+        shard = self.local(self.master)
+        mine = self.storage[self.own][: shard.numel()].view(shard.shape).to(shard.device)
+        shard.copy_(torch.where(mine == shard.to(mine.dtype), shard, mine.to(shard.dtype)))
+
+    @torch.no_grad()
+    def set_master(self, value: torch.Tensor) -> None:
+        """Gives a master weight that is a copy this rank's part of the full `value`, which `compute` may round."""
+        if self.is_copy:
+            first = self.index * self.chunk_rows
+            self.shard.copy_(value if self.num_shards == 1 else value[first : first + self.shard.size(0)])
+
+    def _move(self) -> None:
+        """Takes values that user code gave as other memory (``p.data = values``). The memory before keeps its own, as
+        user code may give that back."""
+        given = self.compute.data
+        numel = given.numel()
+        wanted = self.storage
+        if given.dtype != wanted.dtype or given.device != wanted.device or numel > wanted.numel():
+            raise RuntimeError(
+                f"the parameter {self.name!r} was given other memory (p.data = ..., or model.to(...)) of {given.dtype} "
+                f"on {given.device} with {numel} elements, and the plan laid it out as {wanted.dtype} on "
+                f"{wanted.device}: copy values into it with p.copy_(values) under torch.no_grad(), or set the type in "
+                f"Plan(precision=...) and the device in parallelize(device=...)"
+            )
+        self.storage = torch.zeros_like(wanted)
+        full = self.storage[:numel].view(given.shape)
+        full.copy_(given)
+        self.compute.data = full
+        if self.shard is not self.compute and not self.is_copy:
+            self.shard.data = self.storage[self.own][: self.shard.numel()].view(self.shard.shape)
+        self._address = _address(self.storage)
+
+    def fingerprint(self) -> torch.Tensor:
+        """[sum, norm] of what forwards compute with, in fp64: equal on ranks that hold the same values."""
+        value = self.compute.detach()
+        value = value if value.is_floating_point() else value.double()
+        return torch.stack([value.sum(dtype=torch.float64), torch.linalg.vector_norm(value, dtype=torch.float64)])
+
+    # -- gradients --
+
+    @torch.no_grad()
+    def shown_gradient(self) -> torch.Tensor | None:
+        """What user code sees as the gradient of `compute`, which holds none: one that it has set, or the averaged one.
+
+        It is whole. A collective if it is sharded and was not gathered before.
+        """
+        if self.given is not None:
+            return self.given
+        gradient = self.master.grad
+        if gradient is None or self.num_shards == 1:
+            return gradient
+        local = self.local(gradient)
+        if self._whole is not None and self._whole[2] == tensor_version(local):
+            return self._whole[0]
+        numel = self.compute.numel()
+        full = local.new_zeros(self.chunk * self.num_shards)
+        full[self.own][: local.numel()].copy_(local.reshape(-1))
+        all_gather_into(full, full[self.own].clone(), self._group, what=f"the gradient of {self.name}")
+        shown = full[:numel].view(self.compute.shape)
+        self._whole = (shown, tensor_version(shown), tensor_version(local))
+        return shown
+
+    @torch.no_grad()
+    def take_back_gradient(self) -> None:
+        """Takes over what user code wrote to the gradient that :meth:`shown_gradient` gave it."""
+        if self._whole is None or self.master.grad is None:
+            return
+        shown, version, _ = self._whole
+        if tensor_version(shown) == version:
+            return
+        local = self.local(self.master.grad)
+        first = self.index * self.chunk
+        local.copy_(shown.reshape(-1)[first : first + local.numel()].view(local.shape))
+        self._whole = (shown, tensor_version(shown), tensor_version(local))
+
+    def forget_gradient(self) -> None:
+        """Drops the averaged gradient."""
+        self.master.grad = None
+        self._whole = self.averaged = self.given = None
+
+    def give_gradient(self, gradient: torch.Tensor | None) -> bool:
+        """Called where user code sets the gradient of `compute`. Returns whether `compute` need not hold it."""
+        if gradient is not None and gradient is self.shown_gradient():  # as in p.grad *= 2
+            return True
+        self.forget_gradient()
+        if gradient is None or gradient.dtype == self.compute.dtype:
+            return False
+        self.given = gradient
+        return True
+
+    def has_given_gradient(self, communicate: bool) -> bool:
+        """Whether `compute` has a gradient that is this rank's alone, which user code has set.
+
+        Args:
+            communicate: whether there are other data ranks.
+        """
+        if self.given is not None:
+            return True
+        held = held_gradient(self.compute)
+        return held is not None and held is not self.averaged and (communicate or self.master is not self.compute)
+
     def set_gradient(self, flat: torch.Tensor) -> None:
         """Adds `flat`, this rank's shard of the averaged gradient with its padding, to the master's gradient."""
-        local = self.local(self.master.detach())
-        shard = flat[: local.numel()].view(local.shape)
+        shard = flat[: self.shard.numel()].view(self.shard.shape)
         if self.offloaded is not None and self.offloaded.device_copy is not None:
             assert self.take_gradient is not None  # the master weight is in host memory, and cannot hold this gradient
             self.take_gradient(self.master, shard)
             return
         shard = shard.to(self.master.dtype)
         if self.master.grad is not None:
+            self.take_back_gradient()
             if self.finish_gradients is not None:
                 self.finish_gradients()
             self.local(self.master.grad).add_(shard)
@@ -116,3 +280,9 @@ class ReplicatedParameter:
             self.master.grad = shard
         if self.take_gradient is not None:
             self.take_gradient(self.master)
+        if self.master is self.compute:
+            self.averaged = self.master.grad
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()

@@ -27,6 +27,7 @@ from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.engine.state_dicts import GuardedStateDicts
 from tensorshard.engine.step_runner import StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
+from tensorshard.engine.trained_parameters import TrainedParameters
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.mesh import Mesh
 from tensorshard.modules.buffer_values import BufferValues, Place
@@ -133,6 +134,9 @@ class Engine(LoopMethods):
         for work in before_update:
             self._optimizer.register_step_pre_hook(hook_beside_update(work))
         self._optimizer.register_step_post_hook(hook_beside_update(self._follow_update))
+        self._trained = TrainedParameters(
+            self._optimizer, optimizer, head_groups, sharded, is_offloaded=self._offloaded is not None
+        )
         self._own_loop = OwnLoop(
             sharded,
             plan,
@@ -140,13 +144,15 @@ class Engine(LoopMethods):
             self._gradients,
             self.scaler,
             device,
+            self._trained,
             steps_taken=lambda: self.step_count,
             count_step=self._count_step,
         )
         self._own_loop.surround(sharded.model, self._optimizer)
-        if GuardedStateDicts(sharded, plan).holds_parts:
+        GuardedStateDicts(sharded, plan)
+        if plan.pp > 1 or any(count > 1 for count in sharded.num_shards().values()):
             guard_optimizer_states(self._optimizer, plan, mesh)
-        mark_trained(self._gradients.trained.values(), self._optimizer)
+        mark_trained([*sharded.masters().values(), *sharded.shown_parameters().values()], self._optimizer)
 
     # -- one step --
 
@@ -208,6 +214,7 @@ class Engine(LoopMethods):
             )
 
     def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        self._trained.check()
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)

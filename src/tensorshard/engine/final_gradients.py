@@ -49,7 +49,7 @@ class FinalGradients:
     def __init__(
         self, sharded: ShardedModel, plan: Plan, mesh: Mesh, scaler: LossScaler | None, device: torch.device
     ) -> None:
-        self.trained = {name: p for name, p in sharded.masters().items() if p.requires_grad}
+        self.trained = sharded.trained_masters()
         self.norm: torch.Tensor | None = None
         self.left: torch.Tensor | float | None = None
         self.offloaded: OffloadedGradients | None = None
@@ -59,7 +59,8 @@ class FinalGradients:
         self._scaler = scaler
         self._device = device
         self._hooks: dict[int, GradientHook] = {}
-        self._own_hooks = {name: count_gradient_hooks(p) for name, p in self.trained.items()}
+        self._sharded = sharded
+        self._own_hooks = {name: count_gradient_hooks(p) for name, p in sharded.shown_parameters().items()}
         self._registered = 0
 
     def register_hook(self, hook: GradientHook) -> HookHandle:
@@ -99,11 +100,16 @@ class FinalGradients:
             RuntimeError: a parameter has a hook of torch's, which would see gradients of one rank alone, or none.
         """
         self._check_no_hooks_of_torch()
+        self.refresh()
         if self._hooks:
             factor = self._call_hooks(factor)
         clip = self._plan.clip_grad_norm
         norm = self.measure()
-        if not _are_finite(*([] if loss is None else [loss]), norm):
+        known = [norm] if loss is None else [loss, norm]
+        are_finite, written = _read(known, self._sharded.writers)
+        if written:
+            self._sharded.compare_written()
+        if not are_finite:
             if loss is not None:
                 _check_finite(loss, "loss", steps_taken)
             norm = self.measure(torch.float64)  # squares of large numbers overflow in fp32
@@ -123,6 +129,11 @@ class FinalGradients:
         if scale and self.left is not None:
             self.scale(self.left)
         return True
+
+    def refresh(self) -> list[str]:
+        """Looks which parameters are trained now; returns the names of those that were not before."""
+        before, self.trained = self.trained, self._sharded.trained_masters()
+        return [name for name in self.trained if name not in before]
 
     def measure(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The L2 norm of the gradients as they are: a scalar in fp64, the same on every rank.
@@ -145,7 +156,7 @@ class FinalGradients:
         scale_gradients(self.trained.values(), factor)
 
     def _check_no_hooks_of_torch(self) -> None:
-        for name, parameter in self.trained.items():
+        for name, parameter in self._sharded.shown_parameters().items():
             if count_gradient_hooks(parameter) > self._own_hooks[name]:
                 raise RuntimeError(
                     f"parameter {name!r} has a hook (register_hook, register_post_accumulate_grad_hook), which sees "
@@ -187,6 +198,15 @@ def _check_finite(value: torch.Tensor, what: str, steps_taken: int) -> None:
         f"optimizer are those after step {steps_taken}. A lower learning rate, clip_grad_norm, or "
         f"precision='bf16' or 'fp32' instead of 'fp16' are the usual remedies"
     )
+
+
+def _read(values: list[torch.Tensor], flag: torch.Tensor | None) -> tuple[bool, bool]:
+    """Whether all `values` are finite, and whether `flag` is above 0. One read from the device."""
+    if detect_fake_mode(values) is not None:
+        return True, False
+    everything = values if flag is None else [*values, flag]
+    numbers = torch.stack([value.detach().double() for value in everything]).tolist()
+    return all(map(math.isfinite, numbers[: len(values)])), flag is not None and numbers[-1] > 0
 
 
 def _are_finite(*values: torch.Tensor) -> bool:

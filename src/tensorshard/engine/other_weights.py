@@ -14,12 +14,12 @@ from tensorshard.sharded_model import ShardedModel
 def using_weights(
     sharded: ShardedModel, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, torch.Tensor]
 ) -> Iterator[None]:
-    """A context in which the master weights hold `weights`; afterwards they are as before. A collective.
+    """A context in which the parameters hold `weights`; afterwards they are as before. A collective.
 
     Args:
-        parameters: the master weights, by the names of `weights`.
+        parameters: the module's, by the names of `weights`.
 
-        es:
+    Raises:
         ValueError: no parameter has a name, or a tensor is laid out differently; nothing was changed then.
     """
     for name, value in weights.items():
@@ -33,17 +33,15 @@ def using_weights(
                 f"weights hold {name!r} of shape {list(to_local(value).shape)} on this rank, and the parameter has "
                 f"{list(to_local(parameters[name]).shape)}; make it as parameter.detach().clone()"
             )
-    before = {name: to_local(parameters[name]).detach().clone() for name in weights}
-    _copy(sharded, parameters, weights)
+    sharded.finish_gather()
+    restore = [sharded.kept_value(name) for name in weights]
+    for name, value in weights.items():
+        sharded.set_value(name, value)
+    sharded.all_gather_loaded()
     try:
         yield
     finally:
-        _copy(sharded, parameters, before)
-
-
-@torch.no_grad()
-def _copy(sharded: ShardedModel, to: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]) -> None:
-    sharded.finish_gather()
-    for name, value in values.items():
-        to_local(to[name]).copy_(to_local(value))
-    sharded.all_gather_loaded()
+        sharded.finish_gather()
+        for give_back in restore:
+            give_back()
+        sharded.all_gather_loaded()

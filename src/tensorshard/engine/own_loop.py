@@ -23,6 +23,7 @@ from tensorshard.engine.gradients import clip_factor, local_gradients
 from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.loss_scaler import LossScaler
 from tensorshard.engine.same_batch import SameBatch
+from tensorshard.engine.trained_parameters import TrainedParameters, methods_beside_step
 from tensorshard.engine.wrong_batch import note_inputs
 from tensorshard.mesh import Mesh
 from tensorshard.modules.surrounded import as_hook, surround_forwards
@@ -45,6 +46,7 @@ class OwnLoop:
         gradients: shared with ``engine.step``.
         scaler: the loss scaler of fp16, or None.
         device: of this rank.
+        trained: adds parameters that are trained only later to the optimizer.
         steps_taken: how many optimizer steps there were so far.
         count_step: called after each step, skipped ones of fp16 included.
     """
@@ -57,6 +59,7 @@ class OwnLoop:
         gradients: FinalGradients,
         scaler: LossScaler | None,
         device: torch.device,
+        trained: TrainedParameters,
         *,
         steps_taken: Callable[[], int],
         count_step: Callable[[], None],
@@ -67,6 +70,7 @@ class OwnLoop:
         self._gradients = gradients
         self._scaler = scaler
         self._device = device
+        self._trained = trained
         self._steps_taken = steps_taken
         self._count_step = count_step
         self._same_batch = SameBatch(mesh, device)
@@ -140,8 +144,11 @@ class OwnLoop:
         torch_step, clear = optimizer.step, optimizer.zero_grad
 
         def update() -> Any:
+            self._trained.follow(self._gradients.trained)
             with fused_updates_of_shards(optimizer):
-                return torch_step()  # type: ignore[call-arg]
+                result = torch_step()  # type: ignore[call-arg]
+            self._sharded.adopt_writes()  # of hooks of the optimizer that are the user's
+            return result
 
         def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return update() if self._engines_own else self._step(update, closure)
@@ -155,6 +162,19 @@ class OwnLoop:
         # Bound methods: learning-rate schedulers wrap them, and expect bound ones.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+        for name in methods_beside_step(optimizer):
+            setattr(optimizer, name, MethodType(self._adopting(getattr(optimizer, name)), optimizer))
+
+    def _adopting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`method` of an optimizer, which may write to the masters, as ``eval()`` of schedule-free ones does."""
+
+        def call(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            if not self._engines_own:
+                self._sharded.adopt_writes()
+            return result
+
+        return call
 
     # -- backward --
 
@@ -216,6 +236,7 @@ class OwnLoop:
         self._in_backward = True
         try:
             (total * weight).backward()
+            self._sharded.finish_micro_batch()
         finally:
             self._in_backward = False
         if last:
@@ -281,12 +302,17 @@ class OwnLoop:
             return result
         self._check_complete("engine.optimizer.step()")
         with explained("engine.optimizer.step"), self.engines_own():
-            self._sharded.finish_backward()
+            self._complete_gradients()
             self._check_alike()
             if self._gradients.prepare(None, None, steps_taken=self._steps_taken(), measure=True):
                 update()
         self._count_step()
         return result
+
+    def _complete_gradients(self) -> None:
+        self._sharded.finish_backward()
+        self._sharded.average_given_gradients()
+        self._gradients.refresh()
 
     def _zero_grad(self, clear: Callable[[bool], None], set_to_none: bool) -> None:
         if self._accumulating and 0 < self._done < self._plan.micro_batches:
@@ -303,7 +329,7 @@ class OwnLoop:
         self._check_no_pipeline("engine.gradient_norm()")
         self._check_complete("engine.gradient_norm()")
         with explained("engine.gradient_norm"):
-            self._sharded.finish_backward()
+            self._complete_gradients()
             norm = self._gradients.measure()
         if not bool(norm.isfinite()):
             norm = self._gradients.measure(torch.float64)

@@ -33,7 +33,7 @@ class GuardedStateDicts:
         self._plan = plan
         self._loaded = False  # whether a state dict was loaded that the copies of the master weights do not have yet
         self._modules = {id(module) for module in sharded.model.modules()}
-        sharded_names = {name for name, p in sharded.masters().items() if self._is_part(name, p)}
+        sharded_names = {name for name in sharded.masters() if sharded.is_part(name)}
         self.holds_parts = plan.pp > 1 or bool(sharded_names)
         for path, module in sharded.model.named_modules():
             prefix = f"{path}." if path else ""
@@ -72,11 +72,6 @@ class GuardedStateDicts:
             self._loaded = False
             self._sharded.all_gather_loaded()
 
-    def _is_part(self, name: str, master: torch.Tensor) -> bool:
-        if self._sharded.split.num_shards(name) > 1:
-            return True
-        return isinstance(master, DTensor) and master.device_mesh.size(-1) > 1
-
     # -- state_dict --
 
     def _refuse_part(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -95,12 +90,11 @@ class GuardedStateDicts:
         return f"a plan with zero={self._plan.zero}, {split}"
 
     def _show_masters(self, names: dict[str, str], _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        """Saves the master weights, also while the module shows 16-bit copies."""
-        masters = self._sharded.masters()
+        """Saves the master weights where the module shows 16-bit copies."""
         for name, full_name in names.items():
             shown = state.get(prefix + name)
-            if isinstance(shown, torch.Tensor) and full_name in masters:
-                master = masters[full_name]
+            master = self._sharded.master_shown_in_state_dicts(full_name)
+            if isinstance(shown, torch.Tensor) and master is not None:
                 state[prefix + name] = master if isinstance(shown, nn.Parameter) else master.detach()
 
     # -- load_state_dict --
@@ -131,7 +125,6 @@ class GuardedStateDicts:
                 "assign=False, which copies into them"
             )
         self._loaded = True
-        self._sharded.show_masters()
         for name, full_name in names.items():
             self._take_part(state, prefix + name, full_name, self._sharded.full_shape(full_name), errors)
         shapes = self._sharded.buffer_shapes()
@@ -150,4 +143,4 @@ class GuardedStateDicts:
             )
             del state[key]  # else torch would compare it with this rank's part
             return
-        state[key] = self._sharded.local_value(name, value)
+        state[key] = self._sharded.shown_value(name, value)

@@ -99,6 +99,7 @@ class WholeModelStepRunner(StepRunner):
             assert tally.normalizer is not None
             # The loss is a sum over the data ranks divided by a global count, and so must the gradient be.
             (loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)).backward()
+            self._sharded.finish_micro_batch()
         self._sharded.finish_backward()
         return StepLoss(tally.mean(), tally.correction())
 

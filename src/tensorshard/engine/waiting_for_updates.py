@@ -40,9 +40,13 @@ class WaitingForUpdates:
             self._offloaded.wait()
 
     def _finish_update(self) -> None:
-        """Waits for the last update on all ranks; if it failed on one, all raise. A collective, if one goes on."""
+        """Waits for the last update on all ranks; if it failed on one, all raise. Takes over what user code wrote.
+
+        A collective, if an update goes on.
+        """
         if self._offloaded is not None:
             self._offloaded.finish()
+        self.sharded.adopt_writes()
 
     def _follow_update(self) -> None:
         copied = () if self._offloaded is None else self._offloaded.written

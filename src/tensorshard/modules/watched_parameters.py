@@ -11,8 +11,32 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass as torch_functions_off
 
 _WATCHES = "_tensorshard_watches"  # the key in a parameter's __dict__
+
+
+_TENSOR: Any = torch.Tensor
+
+METADATA = frozenset(
+    getter
+    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_meta")
+    for getter in (getattr(_TENSOR, name).__get__, getattr(_TENSOR, name).__set__)
+) | {
+    _TENSOR.size,
+    _TENSOR.dim,
+    _TENSOR.numel,
+    _TENSOR.stride,
+    _TENSOR.element_size,
+    _TENSOR.is_floating_point,
+    _TENSOR.is_complex,
+    _TENSOR.is_contiguous,
+    _TENSOR.requires_grad_,
+    _TENSOR.register_hook,
+    _TENSOR.register_post_accumulate_grad_hook,
+    _TENSOR.__hash__,
+}
+"""Functions that do not look at the values of a tensor, as ``__torch_function__`` gets them."""
 
 
 class Watch:
@@ -25,8 +49,9 @@ class Watch:
         """What ``parameter.grad`` shows, where the tensor itself holds `held`."""
         return held
 
-    def before_set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Called before ``parameter.grad = gradient``."""
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> bool:
+        """Called for ``parameter.grad = gradient``. Returns whether that is done; else the tensor will hold it."""
+        return False
 
 
 class _Watched:
@@ -35,7 +60,7 @@ class _Watched:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_functions_off():
             for parameter in _watched((args, kwargs.values())):
                 for watch in watches_of(parameter):
                     watch.before_use(parameter, func)
@@ -43,18 +68,19 @@ class _Watched:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        with torch._C.DisableTorchFunctionSubclass():
-            shown: torch.Tensor | None = _GRAD.__get__(self)
+        with torch_functions_off():
+            shown: torch.Tensor | None = _TENSOR.grad.__get__(self)
             for watch in watches_of(self):
                 shown = watch.gradient(self, shown)  # type: ignore[arg-type]
             return shown
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_functions_off():
             for watch in watches_of(self):
-                watch.before_set_gradient(self, gradient)  # type: ignore[arg-type]
-            _GRAD.__set__(self, gradient)
+                if watch.set_gradient(self, gradient):  # type: ignore[arg-type]
+                    return
+            _TENSOR.grad.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
@@ -65,14 +91,23 @@ class _Watched:
         plain = type(self).__mro__[2]  # before a watch removes itself
         for watch in watches_of(self):
             watch.before_use(self, torch.clone)  # type: ignore[arg-type]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_functions_off():
             copied = plain.__deepcopy__(self, memo)  # type: ignore[attr-defined]
         copied.__class__ = plain
         copied.__dict__.pop(_WATCHES, None)
         return copied
 
 
-_GRAD: Any = torch.Tensor.grad
+def held_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that autograd has added up in `parameter`, whatever ``parameter.grad`` shows."""
+    with torch_functions_off():
+        return _TENSOR.grad.__get__(parameter)
+
+
+def hold_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Makes `parameter` hold `gradient`, to which autograd adds, whatever ``parameter.grad`` shows."""
+    with torch_functions_off():
+        _TENSOR.grad.__set__(parameter, gradient)
 
 
 @cache

@@ -43,6 +43,18 @@ def tensor_version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def storage_owners(tensor: torch.Tensor) -> int:
+    """How many tensors (and storages in Python) share the memory of `tensor`.
+
+    Why: code that kept ``parameter.data`` reads the parameter's memory without using the parameter.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def mark_as_parameter(tensor: torch.Tensor) -> None:
     """Makes ``isinstance(tensor, nn.Parameter)`` true.
 

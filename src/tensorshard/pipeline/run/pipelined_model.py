@@ -104,6 +104,20 @@ class PipelinedModel(ShardedModel):
     def masters(self) -> dict[str, nn.Parameter]:
         return self._masters
 
+    def trained_masters(self) -> dict[str, nn.Parameter]:
+        trained = {name for part in self.parts for name in part.trained_masters()}
+        return {name: master for name, master in self._masters.items() if name in trained}
+
+    def shown_parameters(self) -> dict[str, nn.Parameter]:
+        shown: dict[str, nn.Parameter] = {}
+        for part in reversed(self.parts):  # of several copies the first counts
+            shown.update(part.shown_parameters())
+        return {name: shown[name] for name in self._masters}
+
+    def adopt_writes(self) -> None:
+        for part in self.parts:
+            part.adopt_writes()
+
     def num_shards(self) -> dict[torch.Tensor, float]:
         ways: dict[torch.Tensor, float] = {}
         for part in self.parts:

@@ -1,0 +1,241 @@
+"""What keeps the parameters that forwards compute with, and the master weights that an optimizer updates, one truth.
+
+A module's parameters are those that forwards compute with, full and plain, at any time. After an update each rank
+publishes the part that it has updated, and the gathers go on while training does. Whatever uses a parameter whose gather
+goes on waits for it: units do so before their forwards, and a :class:`~tensorshard.modules.watched_parameters.Watch`
+does for all other code.
+
+Code of the user may write a parameter at any time. Tensors count their changes in place, and a parameter that was given
+other memory (``p.data = ...``) has another address. Both are compared with those after the last publication: before a
+forward, and before an update.
+"""
+
+from collections import deque
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from tensorshard.comm.collectives import all_gather_into, all_reduce_
+from tensorshard.data_parallel.reduction import Bucket, Groups
+from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.modules.watched_parameters import METADATA, Watch, torch_functions_off, unwatch, watch
+from tensorshard.offload.update_behind import UpdateBehind
+from tensorshard.torch_private.fake_tensors import FakeTensor
+from tensorshard.torch_private.tensors import storage_owners, tensor_version
+
+
+class PublishedWeights:
+    """Publishes updates of the parameters of a model at ZeRO 0, 1 or 2, and finds what user code wrote.
+
+    Args:
+        parameters: all of them.
+        groups: of the data ranks.
+
+    Attributes:
+        written: the parameters that user code has written since :meth:`compare_written`.
+        updates: updates that go on in the background; None without offload's overlap.
+    """
+
+    def __init__(self, parameters: Iterable[ReplicatedParameter], groups: Groups) -> None:
+        self._parameters = list(parameters)
+        self._groups = groups
+        self._awaited: dict[Bucket, _Arrival] = {}
+        self._following: deque[Bucket] = deque()  # buckets whose update goes on, in the same order on all ranks
+        self._copied: Container[torch.Tensor] = ()  # of these
+        self.updates: UpdateBehind | None = None
+        self.written: dict[ReplicatedParameter, None] = {}
+        self._separate = [p for p in self._parameters if p.master is not p.compute]
+        self._whole = [p for p in self._parameters if p.master is p.compute]
+        self._are_real = not any(isinstance(p.storage, FakeTensor) for p in self._parameters)
+        for p in self._parameters:
+            p.note_published()
+            p.count_owners()
+
+    # -- after an update --
+
+    @torch.no_grad()
+    def publish(self, bucket: Bucket, copied: Container[torch.Tensor] = ()) -> None:
+        """Copies this rank's master weights to what forwards compute with, and starts to gather the other ranks'.
+
+        Args:
+            copied: masters whose copies are up to date already.
+        """
+        self.wait(bucket)
+        for p in bucket.parameters:
+            if p.is_copy and p.master not in copied:
+                p.copy_master()
+        shard = self._groups.shard
+        if shard is None:
+            for p in bucket.parameters:
+                p.note_published()
+            return
+        # Of memory that other tensors show, too (as of p.data, kept by the user), no watch would see the use.
+        shown = self._are_real and any(storage_owners(p.storage) > p.owners for p in bucket.parameters)
+        self._gather(bucket, shard)
+        if not self._are_real:
+            return
+        increment_version([p.compute for p in bucket.parameters])  # a backward through older values must not pass
+        for p in bucket.parameters:
+            p.note_published()
+        if shown:
+            self.wait(bucket)
+        else:
+            self._await(bucket)
+
+    def _await(self, bucket: Bucket) -> None:
+        arrival = self._awaited.setdefault(bucket, _Arrival(self, bucket))
+        for p in bucket.parameters:
+            p.is_awaited = True
+            watch(p.compute, arrival)
+
+    def _arrive(self, arrival: Watch, bucket: Bucket) -> None:
+        for p in bucket.parameters:
+            p.is_awaited = False
+            unwatch(p.compute, arrival)
+
+    def _gather(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
+        for p in bucket.alone:
+            work = all_gather_into(p.storage, p.storage[p.own], group, async_op=True)
+            assert work is not None
+            bucket.gathering.append((work, None))
+        packed = [p for p in bucket.packed if p.num_shards > 1]
+        for dtype in sorted({p.storage.dtype for p in packed}, key=str):
+            members = [p for p in packed if p.storage.dtype == dtype]
+            mine = torch.cat([p.storage[p.own] for p in members])
+            all_parts = mine.new_empty((group.size(), mine.numel()))
+            work = all_gather_into(all_parts.view(-1), mine, group, async_op=True)
+            assert work is not None
+            bucket.gathering.append((work, (members, all_parts)))
+
+    @torch.no_grad()
+    def wait(self, bucket: Bucket) -> None:
+        """Waits until the parameters of `bucket` have arrived from all ranks."""
+        if bucket.is_behind:
+            self.follow(bucket)
+        if not bucket.gathering:
+            return
+        arrival = self._awaited.get(bucket)
+        if arrival is not None:  # first: what follows uses the parameters
+            self._arrive(arrival, bucket)
+        for work, unpack in bucket.gathering:
+            work.wait()
+            if unpack is None:
+                continue
+            parameters, all_parts = unpack
+            pieces = all_parts.split([p.chunk for p in parameters], dim=1)
+            for p, piece in zip(parameters, pieces, strict=True):
+                p.receive(piece)
+        bucket.gathering.clear()
+        for p in bucket.parameters:
+            p.note_published()
+
+    # -- updates in the background --
+
+    def follow_later(self, buckets: Iterable[Bucket], copied: Container[torch.Tensor]) -> None:
+        """Notes that the update of `buckets` goes on, each of which is published when it is needed, in this order."""
+        self.follow()
+        self._copied = copied
+        self._following.extend(buckets)
+        for bucket in self._following:
+            bucket.is_behind = True
+            for p in bucket.parameters:
+                p.is_updated_behind = True
+            if self._are_real:
+                self._await(bucket)
+
+    def follow(self, last: Bucket | None = None) -> None:
+        """Waits for updates and publishes them, up to the bucket `last`; None for all."""
+        while self._following and (last is None or last.is_behind):
+            assert self.updates is not None
+            bucket = self._following.popleft()
+            bucket.is_behind = False
+            arrival = self._awaited.get(bucket)
+            if arrival is not None:
+                self._arrive(arrival, bucket)
+            self.updates.wait([p.master for p in bucket.parameters])
+            for p in bucket.parameters:
+                p.is_updated_behind = False
+            self.publish(bucket, self._copied)
+
+    # -- what user code writes --
+
+    def adopt(self) -> bool:
+        """Takes over what user code has written to parameters since they were published.
+
+        Returns:
+            Whether master weights were written, as by an optimizer's hook, so that they have to be published.
+        """
+        if not self._are_real:
+            return False
+        with torch_functions_off():
+            return self._adopt_all()
+
+    def _adopt_all(self) -> bool:
+        behind = False
+        for p in self._separate:
+            if p.is_updated_behind:
+                continue
+            if tensor_version(p.shard) != p.published[1] or (not p.is_awaited and p.is_written()):
+                behind = self._adopt(p) or behind
+        for p in self._whole:
+            if p.is_written():
+                self.written[p] = None
+                p.note_published()
+        if self._groups.all is None:
+            self.written.clear()  # nobody to compare them with
+        return behind
+
+    @torch.no_grad()
+    def _adopt(self, p: ReplicatedParameter) -> bool:
+        master_written = tensor_version(p.shard) != p.published[1]
+        if not p.is_awaited and p.is_written():
+            self.written[p] = None
+            p.take_over(keep_master=master_written)
+        if not master_written:
+            p.note_published()
+        return master_written
+
+    def compare_written(self) -> None:
+        """Called by all data ranks, if user code wrote parameters on one of them.
+
+        Raises:
+            RuntimeError: the ranks wrote different values. It names the first parameter.
+        """
+        group = self._groups.all
+        assert group is not None
+        flags = torch.tensor(
+            [float(p in self.written) for p in self._parameters], device=self._parameters[0].storage.device
+        )
+        self.written.clear()
+        all_reduce_(flags, group, what="which parameters were written")
+        members = [p for p, flag in zip(self._parameters, flags.tolist(), strict=True) if flag > 0]
+        prints = torch.stack([p.fingerprint() for p in members])
+        everyone = prints.new_empty((group.size(), *prints.shape))
+        all_gather_into(everyone.view(-1), prints.view(-1), group, what="the parameters that were written")
+        bits = everyone.view(torch.int64)  # NaN equals NaN
+        differ = (bits != bits[:1]).any(dim=2).any(dim=0).tolist()
+        for p, different in zip(members, differ, strict=True):
+            if different:
+                index = members.index(p)
+                sums = [f"{value:.6g}" for value in everyone[:, index, 0].tolist()]
+                raise RuntimeError(
+                    f"the data ranks have different values of the parameter {p.name!r}, which your code has written "
+                    f"since the last update (their sums by rank: {', '.join(sums)}): make the same write on every "
+                    f"rank, or write on one and call torch.distributed.broadcast(parameter, src=0)"
+                )
+
+
+class _Arrival(Watch):
+    """The gather of a bucket that goes on."""
+
+    def __init__(self, weights: PublishedWeights, bucket: Bucket) -> None:
+        self._weights = weights
+        self._bucket = bucket
+
+    def before_use(self, parameter: nn.Parameter, function: Callable[..., Any]) -> None:
+        if function not in METADATA:
+            self._weights.wait(self._bucket)
