@@ -182,7 +182,7 @@ class ShardedModel(ABC):
     def adopt_writes(self) -> None:  # noqa: B027
         """Takes over what user code has written to the module's parameters. A collective, if it wrote to masters."""
 
-    def compare_written(self) -> None:
+    def compare_written(self) -> None:  # noqa: B027
         """Called by all data ranks if one of them has :attr:`writers`.
 
         Raises:
@@ -271,7 +271,7 @@ class ShardedModel(ABC):
 
     @torch.no_grad()
     def set_value(self, name: str, value: torch.Tensor) -> None:
-        """Gives the shown parameter `name` a `value` of its own layout. :meth:`all_gather_loaded` is called after it."""
+        """Gives the shown parameter `name` a `value` of its layout. :meth:`all_gather_loaded` is called after it."""
         to_local(self.shown_parameters()[name]).copy_(to_local(value))
 
     @torch.no_grad()

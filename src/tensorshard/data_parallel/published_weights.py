@@ -1,13 +1,13 @@
 """What keeps the parameters that forwards compute with, and the master weights that an optimizer updates, one truth.
 
 A module's parameters are those that forwards compute with, full and plain, at any time. After an update each rank
-publishes the part that it has updated, and the gathers go on while training does. Whatever uses a parameter whose gather
-goes on waits for it: units do so before their forwards, and a :class:`~tensorshard.modules.watched_parameters.Watch`
-does for all other code.
+publishes the part that it has updated, and the gathers go on while training does. Whatever uses a parameter that is
+still being gathered waits for it: units do so before their forwards, and a
+:class:`~tensorshard.modules.watched_parameters.Watch` does for all other code.
 
-Code of the user may write a parameter at any time. Tensors count their changes in place, and a parameter that was given
-other memory (``p.data = ...``) has another address. Both are compared with those after the last publication: before a
-forward, and before an update.
+Code of the user may write a parameter at any time. Tensors count their changes in place, parameters note when their
+``data`` are taken, and one that was given other memory (``p.data = ...``) has another address. All are compared with
+those after the last publication: before a forward, and before an update.
 """
 
 from collections import deque
@@ -22,10 +22,11 @@ from torch.autograd.graph import increment_version
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.data_parallel.reduction import Bucket, Groups
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
-from tensorshard.modules.watched_parameters import METADATA, Watch, torch_functions_off, unwatch, watch
+from tensorshard.modules.watched_parameters import METADATA, Watch, unwatch, watch
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.tensors import storage_owners, tensor_version
+from tensorshard.torch_private.torch_functions import functions_off
 
 
 class PublishedWeights:
@@ -171,7 +172,7 @@ class PublishedWeights:
         """
         if not self._are_real:
             return False
-        with torch_functions_off():
+        with functions_off():
             return self._adopt_all()
 
     def _adopt_all(self) -> bool:

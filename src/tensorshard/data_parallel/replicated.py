@@ -31,7 +31,6 @@ from tensorshard.modules.watched_parameters import (
     Watch,
     held_gradient,
     hold_gradient,
-    torch_functions_off,
     unwatch,
     watch,
 )
@@ -40,6 +39,7 @@ from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward, current_backward
 from tensorshard.torch_private.fake_tensors import FakeTensor
+from tensorshard.torch_private.torch_functions import functions_off
 from tensorshard.transforms.precision import master_dtype
 
 # Reductions under way at once where gradients leave when they are reduced; more would keep more of them alive.
@@ -94,8 +94,8 @@ class ReplicatedModel(ShardedModel):
         self._last = True
         self._final = True  # the step's gradients are complete after its next backward
         self._late: list[Bucket] = []  # gradients came after these were reduced in the same backward
-        # A backward within a backward (reentrant checkpointing, reversible functions) adds to gradients again. The first
-        # backward shows whether there is one. If so, reductions wait for the end.
+        # A backward within a backward (reentrant checkpointing, reversible functions) adds to gradients again. The
+        # first backward shows whether there is one. If so, reductions wait for the end.
         self._backwards_seen: set[int] | None = set()
         # The backward of a batch normalization is a collective, too. If ranks use different parameters, their units are
         # ready at different times. So all reductions come at the end: all ranks then make the same calls in one order.
@@ -268,7 +268,7 @@ class ReplicatedModel(ShardedModel):
 
     def _arrange(self) -> None:
         """Fills the buckets with the parameters that are trained now, if these have changed."""
-        with torch_functions_off():
+        with functions_off():
             trained = tuple([p.compute.requires_grad for p in self._all.values()])
         if trained == self._trained_flags:
             return

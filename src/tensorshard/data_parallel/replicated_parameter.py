@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.sharding import dtensor_like
 from tensorshard.modules.parameters import like
-from tensorshard.modules.watched_parameters import held_gradient
+from tensorshard.modules.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
 from tensorshard.offload.slots import OffloadedMaster, Slots
 from tensorshard.sharded_model import TakeGradient
 from tensorshard.torch_private.dtensor import dtensor_of, shard_of
@@ -67,6 +67,8 @@ class ReplicatedParameter:
         full = self.storage[: value.numel()].view(value.shape)
         full.copy_(value)
         self.compute = like(template, full)
+        if not isinstance(full, FakeTensor):
+            note_data(self.compute)
         self.own = slice(index * self.chunk, (index + 1) * self.chunk)
         # The host updates all master weights in its memory, those of 16-bit parameters and others.
         on_host = slots is not None and slots.copies is not None and value.dim() > 0 and template.requires_grad
@@ -141,10 +143,17 @@ class ReplicatedParameter:
     def note_published(self) -> None:
         """Notes that `compute` and the master have the same values now."""
         self.published = (tensor_version(self.compute), tensor_version(self.shard))
+        forget_taken(self.compute)
 
     def is_written(self) -> bool:
         """Whether `compute` was written, or given other memory, since :meth:`note_published`."""
-        return tensor_version(self.compute) != self.published[0] or _address(self.compute) != self._address
+        compute = self.compute
+        return (
+            tensor_version(compute) != self.published[0]
+            or are_data_taken(compute)
+            or _address(compute) != self._address
+            or (self.is_copy and storage_owners(self.storage) > self.owners)  # somebody kept compute.data
+        )
 
     def take_over(self, *, keep_master: bool) -> None:
         """Gives the master weight what user code wrote to `compute`. Elements that it left are as exact as before.
@@ -174,7 +183,7 @@ class ReplicatedParameter:
     def _move(self) -> None:
         """Takes values that user code gave as other memory (``p.data = values``). The memory before keeps its own, as
         user code may give that back."""
-        given = self.compute.data
+        given = self.compute.detach()
         numel = given.numel()
         wanted = self.storage
         if given.dtype != wanted.dtype or given.device != wanted.device or numel > wanted.numel():
@@ -214,6 +223,7 @@ class ReplicatedParameter:
         local = self.local(gradient)
         if self._whole is not None and self._whole[2] == tensor_version(local):
             return self._whole[0]
+        assert self._group is not None
         numel = self.compute.numel()
         full = local.new_zeros(self.chunk * self.num_shards)
         full[self.own][: local.numel()].copy_(local.reshape(-1))

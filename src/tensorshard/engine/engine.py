@@ -18,6 +18,7 @@ from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_scaler import LossScaler
+from tensorshard.engine.module_changes import ModuleChanges
 from tensorshard.engine.offload import check_transfers, offload_states
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.engine.optimizer_parts import guard_optimizer_states
@@ -134,6 +135,7 @@ class Engine(LoopMethods):
         for work in before_update:
             self._optimizer.register_step_pre_hook(hook_beside_update(work))
         self._optimizer.register_step_post_hook(hook_beside_update(self._follow_update))
+        self._changes = ModuleChanges(sharded.model, shards_parameters=plan.shards_parameters)
         self._trained = TrainedParameters(
             self._optimizer, optimizer, head_groups, sharded, is_offloaded=self._offloaded is not None
         )
@@ -145,6 +147,7 @@ class Engine(LoopMethods):
             self.scaler,
             device,
             self._trained,
+            self._changes,
             steps_taken=lambda: self.step_count,
             count_step=self._count_step,
         )
@@ -214,6 +217,7 @@ class Engine(LoopMethods):
             )
 
     def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        self._changes.check()
         self._trained.check()
         if self._check_samples:
             self._check_independent_samples(inputs, targets)

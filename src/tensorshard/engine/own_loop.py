@@ -22,6 +22,7 @@ from tensorshard.engine.fused_updates import fused_updates_of_shards
 from tensorshard.engine.gradients import clip_factor, local_gradients
 from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.loss_scaler import LossScaler
+from tensorshard.engine.module_changes import ModuleChanges
 from tensorshard.engine.same_batch import SameBatch
 from tensorshard.engine.trained_parameters import TrainedParameters, methods_beside_step
 from tensorshard.engine.wrong_batch import note_inputs
@@ -47,6 +48,7 @@ class OwnLoop:
         scaler: the loss scaler of fp16, or None.
         device: of this rank.
         trained: adds parameters that are trained only later to the optimizer.
+        changes: of the model's modules.
         steps_taken: how many optimizer steps there were so far.
         count_step: called after each step, skipped ones of fp16 included.
     """
@@ -60,6 +62,7 @@ class OwnLoop:
         scaler: LossScaler | None,
         device: torch.device,
         trained: TrainedParameters,
+        changes: ModuleChanges,
         *,
         steps_taken: Callable[[], int],
         count_step: Callable[[], None],
@@ -71,6 +74,7 @@ class OwnLoop:
         self._scaler = scaler
         self._device = device
         self._trained = trained
+        self._changes = changes
         self._steps_taken = steps_taken
         self._count_step = count_step
         self._same_batch = SameBatch(mesh, device)
@@ -302,6 +306,8 @@ class OwnLoop:
             return result
         self._check_complete("engine.optimizer.step()")
         with explained("engine.optimizer.step"), self.engines_own():
+            self._changes.check()
+            self._trained.check()
             self._complete_gradients()
             self._check_alike()
             if self._gradients.prepare(None, None, steps_taken=self._steps_taken(), measure=True):

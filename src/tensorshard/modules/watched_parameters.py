@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as torch_functions_off
 
-_WATCHES = "_tensorshard_watches"  # the key in a parameter's __dict__
+from tensorshard.torch_private.torch_functions import NOT_CALLED, functions_off
+
+_WATCHES = "_tensorshard_watches"  # a key in a parameter's __dict__
+_TAKEN = "_tensorshard_data_taken"
 
 
 _TENSOR: Any = torch.Tensor
@@ -54,13 +56,51 @@ class Watch:
         return False
 
 
+class NotedParameter(nn.Parameter):
+    """A parameter that notes when code takes its memory by ``parameter.data``, since no version counts writes to that.
+
+    It behaves as an ``nn.Parameter``, at the same speed.
+    """
+
+    __torch_function__ = NOT_CALLED  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        data: torch.Tensor = _TENSOR.data.__get__(self)
+        self.__dict__[_TAKEN] = True  # not before: a watch may publish the parameter meanwhile
+        return data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _TENSOR.data.__set__(self, value)
+
+
+NotedParameter.__name__ = NotedParameter.__qualname__ = "Parameter"
+
+
+def note_data(parameter: nn.Parameter) -> None:
+    """Makes `parameter` note when its ``data`` are taken."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = NotedParameter
+
+
+def are_data_taken(parameter: nn.Parameter) -> bool:
+    """Whether code has taken ``parameter.data`` since :func:`forget_taken`."""
+    return _TAKEN in parameter.__dict__
+
+
+def forget_taken(parameter: nn.Parameter) -> None:
+    """Makes :func:`are_data_taken` false."""
+    parameter.__dict__.pop(_TAKEN, None)
+
+
 class _Watched:
     """The part of a watched parameter's class that stands before its own."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch_functions_off():
+        with functions_off():
             for parameter in _watched((args, kwargs.values())):
                 for watch in watches_of(parameter):
                     watch.before_use(parameter, func)
@@ -68,7 +108,7 @@ class _Watched:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        with torch_functions_off():
+        with functions_off():
             shown: torch.Tensor | None = _TENSOR.grad.__get__(self)
             for watch in watches_of(self):
                 shown = watch.gradient(self, shown)  # type: ignore[arg-type]
@@ -76,7 +116,7 @@ class _Watched:
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        with torch_functions_off():
+        with functions_off():
             for watch in watches_of(self):
                 if watch.set_gradient(self, gradient):  # type: ignore[arg-type]
                     return
@@ -91,7 +131,7 @@ class _Watched:
         plain = type(self).__mro__[2]  # before a watch removes itself
         for watch in watches_of(self):
             watch.before_use(self, torch.clone)  # type: ignore[arg-type]
-        with torch_functions_off():
+        with functions_off():
             copied = plain.__deepcopy__(self, memo)  # type: ignore[attr-defined]
         copied.__class__ = plain
         copied.__dict__.pop(_WATCHES, None)
@@ -100,13 +140,13 @@ class _Watched:
 
 def held_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The gradient that autograd has added up in `parameter`, whatever ``parameter.grad`` shows."""
-    with torch_functions_off():
+    with functions_off():
         return _TENSOR.grad.__get__(parameter)
 
 
 def hold_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Makes `parameter` hold `gradient`, to which autograd adds, whatever ``parameter.grad`` shows."""
-    with torch_functions_off():
+    with functions_off():
         _TENSOR.grad.__set__(parameter, gradient)
 
 

@@ -12,7 +12,7 @@ Checked: torch 2.11 and 2.13.
 Public way: a tuple of all public classes, which misses such layers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,7 @@ __all__ = [
     "own_buffers",
     "own_parameters",
     "refresh_recurrent_weights",
+    "registrations",
     "reset_method",
     "set_buffer",
     "set_parameter",
@@ -86,6 +87,18 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Public way: ``named_parameters(recurse=False, remove_duplicate=False)``, where a class does not override it.
     """
     return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def registrations(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """For each of `modules`, the dicts in which it registers its parameters and its submodules: not copies.
+
+    Why: what user code registers later has to be noticed in every step, at no cost.
+
+    Checked: torch 2.13.
+
+    Public way: ``named_parameters()`` and ``named_children()``, which take a tenth of a millisecond a block.
+    """
+    return [table for module in modules for table in (module._parameters, module._modules)]
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

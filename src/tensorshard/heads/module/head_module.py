@@ -152,7 +152,7 @@ class HeadModule(ParallelModule):
         held, mine = to_local(self.weight).size(0), self._range()[1]
         if held != mine:
             raise RuntimeError(
-                f"the head's weight has {held} of this rank's {mine} classes here: a Plan with zero=1 to 3 shards it "
+                f"the head's weight has {held} of this rank's {mine} classes here: a Plan with zero=3 shards it "
                 "over data ranks outside of the model's forward. Call the head in the forward of the model, which "
                 "engine.step, engine.evaluate and engine.predict run"
             )
