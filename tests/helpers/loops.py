@@ -1,0 +1,469 @@
+"""What loops do with weights and gradients, written once for one process and for an Engine under any plan."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tensorshard as ts
+
+STEPS = 4
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+class Net(nn.Module):
+    """Blocks, a head, and a tower that some inputs use."""
+
+    def __init__(self, *, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4)]
+        )
+        self.head = nn.Linear(16, 4)
+        self._reentrant = reentrant
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            if self._reentrant:
+                x = x + checkpoint(block, x, use_reentrant=True)
+                x = x + checkpoint(block, x, use_reentrant=True)
+            else:
+                x = x + block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encode(x))
+
+
+class Tower(Net):
+    """Half of the samples' batches come with an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        if image is not None:
+            for block in self.vision:
+                image = image + block(image)
+            x = x + image
+        return super().forward(x)
+
+
+class Tasks(Net):
+    """A head for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(16, 4) for _ in range(2)])
+        self.task = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encode(x)) + self.heads[self.task](x)
+
+
+class Teacher(nn.Module):
+    """A student, and its average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Net()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        return self.student(x + 0.1) + 0.5 * target
+
+
+class Side:
+    """One process, or one rank of an Engine.
+
+    Attributes:
+        extras: further values to compare.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], fields: dict[str, Any] | None, optimizer: Any, parts: int) -> None:
+        self.parts = parts  # data ranks
+        self.extras: list[float] = []
+        self.losses: list[float] = []
+        self.engine: Any = None
+        self._penalty: Callable[[nn.Module], torch.Tensor] | None = None
+        module = build()
+        if fields is None:
+            self.model = module
+            self.optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
+            return
+        self.engine = ts.parallelize(module, ts.Plan(**fields), optimizer=optimizer, loss_fn=F.cross_entropy)
+        self.model = self.engine.model
+        self.optimizer = self.engine.optimizer
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This side's samples."""
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(16, 16, generator=generator), torch.randint(4, (16,), generator=generator)
+        if self.engine is None:
+            return x, y
+        share = slice(self.engine.mesh.dp_rank, None, self.engine.mesh.dp_size)
+        return x[share], y[share]
+
+    def step(self, x: Any, y: torch.Tensor) -> None:
+        """A whole step."""
+        if self.engine is not None:
+            self.losses.append(self.engine.step(x, y).item())
+            return
+        loss = F.cross_entropy(self.model(x), y)
+        self.losses.append(loss.item())
+        loss.backward()
+        self.update()
+
+    def mean(self, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: Any, y: Any) -> None:
+        """A forward and a backward by hand: of the whole batch, or of the plan's micro-batches."""
+        if self.engine is None:
+            loss_of(x, y).backward()
+            return
+        micro = self.engine.plan.micro_batches
+        for part_x, part_y in zip(x.chunk(micro), y.chunk(micro), strict=True):
+            self.engine.backward(loss_of(part_x, part_y))
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        if self.engine is not None:
+            return self.engine.full_state_dict()
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+# -- what loops do --
+
+
+def clamp(side: Side, step: int) -> None:
+    side.step(*side.batch(step))
+    with torch.no_grad():
+        for p in side.model.parameters():
+            p.clamp_(-0.1, 0.1)
+
+
+def clamp_data(side: Side, step: int) -> None:
+    side.step(*side.batch(step))
+    for p in side.model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+
+
+def new_head(side: Side, step: int) -> None:
+    side.step(*side.batch(step))
+    if step == 1:
+        nn.init.constant_(side.model.head.weight, 0.1)
+        nn.init.zeros_(side.model.head.bias)
+
+
+def sharpness(side: Side, step: int) -> None:
+    """Sharpness-aware minimization (Foret et al. 2020)."""
+    x, y = side.batch(step)
+    loss_of = lambda x, y: F.cross_entropy(side.model(x), y)  # noqa: E731
+    side.mean(loss_of, x, y)
+    with torch.no_grad():
+        parameters = list(side.model.parameters())
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        moves = [p.grad * (0.05 / norm) for p in parameters]
+        for p, move in zip(parameters, moves, strict=True):
+            p.add_(move)
+    side.optimizer.zero_grad()
+    side.mean(loss_of, x, y)
+    with torch.no_grad():
+        for p, move in zip(parameters, moves, strict=True):
+            p.sub_(move)
+    side.update()
+
+
+def read(side: Side, step: int) -> None:
+    """Norms of weights, as a log shows them."""
+    side.step(*side.batch(step))
+    with torch.no_grad():
+        side.extras += [p.norm().item() for p in side.model.head.parameters()]
+
+
+def ema_teacher(side: Side, step: int) -> None:
+    side.step(*side.batch(step))
+    with torch.no_grad():
+        for t, s in zip(side.model.teacher.parameters(), side.model.student.parameters(), strict=True):
+            t.mul_(0.9).add_(s, alpha=0.1)
+
+
+def some_ranks_call(side: Side, step: int) -> None:
+    """Every second data rank's batch has images."""
+    generator = torch.Generator().manual_seed(step)
+    x, image = torch.randn(2, 16, 16, generator=generator)
+    y = torch.randint(4, (16,), generator=generator)
+    parts = side.parts
+    with_image = [index % 2 == 1 or parts == 1 for index in range(parts)]
+    if side.engine is None:
+        losses = [
+            F.cross_entropy(side.model(x[i::parts], image[i::parts] if with_image[i] else None), y[i::parts])
+            for i in range(parts)
+        ]
+        loss = torch.stack(losses).mean()
+        side.losses.append(loss.item())
+        loss.backward()
+        side.update()
+    else:
+        i = side.engine.mesh.dp_rank
+        inputs = (x[i::parts], image[i::parts]) if with_image[i] else x[i::parts]
+        side.step(inputs, y[i::parts])
+
+
+def steps_skip(side: Side, step: int) -> None:
+    """Modules that several steps do not call."""
+    side.model.task = 0 if step in (0, 3) else 1
+    side.step(*side.batch(step))
+
+
+def freeze(side: Side, step: int) -> None:
+    if step == 2:
+        side.model.blocks.requires_grad_(False)
+    side.step(*side.batch(step))
+
+
+def unfreeze(side: Side, step: int) -> None:
+    if step == 0:
+        side.model.blocks.requires_grad_(False)
+    if step == 2:
+        side.model.blocks.requires_grad_(True)
+    side.step(*side.batch(step))
+
+
+def frozen_from_the_start(side: Side, step: int) -> None:
+    if step == 2:
+        side.model.blocks.requires_grad_(True)
+        if side.engine is None:  # there, nobody else does it
+            side.optimizer.add_param_group({"params": list(side.model.blocks.parameters())})
+    side.step(*side.batch(step))
+
+
+def add_group(side: Side, step: int) -> None:
+    if step == 2:
+        side.model.blocks.requires_grad_(True)
+        side.optimizer.add_param_group({"params": list(side.model.blocks.parameters()), "lr": 2e-3})
+    side.step(*side.batch(step))
+
+
+def replace(side: Side, step: int) -> None:
+    if step == 2:
+        side.model.head = nn.Linear(16, 4)
+    side.step(*side.batch(step))
+
+
+def penalty(side: Side, step: int) -> None:
+    """An orthogonality penalty on every matrix."""
+
+    def squares(model: nn.Module) -> torch.Tensor:
+        matrices = [w for w in model.parameters() if w.ndim == 2]
+        return sum(0.1 * (w.t() @ w - torch.eye(w.size(1))).square().sum() for w in matrices)
+
+    x, y = side.batch(step)
+    if side.engine is None:
+        loss = F.cross_entropy(side.model(x), y) + squares(side.model)
+        loss.backward()
+        side.update()
+        return
+    if side.engine.plan.pp > 1:
+        if step == 0:
+            side.engine.add_penalty(squares)
+    elif step == 0:
+        side.engine.loss_fn = lambda o, y: F.cross_entropy(o, y) + squares(side.model)
+        side.engine._step_runner._objective = type(side.engine._step_runner._objective)(
+            side.engine.loss_fn, side.engine.plan.precision, side.engine.device
+        )
+    side.engine.step(x, y)
+
+
+def double_backward(side: Side, step: int) -> None:
+    """A gradient penalty, as of WGAN-GP."""
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        output = side.model(x)
+        (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        return F.cross_entropy(output, y) + 0.1 * (slope.norm(dim=1) - 1).square().mean()
+
+    side.mean(loss_of, *side.batch(step))
+    side.update()
+
+
+def twice(side: Side, step: int) -> None:
+    """Blocks that run twice under reentrant checkpointing."""
+    x, y = side.batch(step)
+    side.step(x, y)
+
+
+def other_method(side: Side, step: int) -> None:
+    """Parts of the model, called one by one."""
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        features = side.model.encode(x)
+        return F.cross_entropy(side.model.head(features), y) + side.model.blocks[0](x).square().mean()
+
+    side.mean(loss_of, *side.batch(step))
+    side.update()
+
+
+def swap(side: Side, step: int) -> None:
+    """An average of the weights, and an evaluation with it."""
+    side.step(*side.batch(step))
+    average = side.__dict__.setdefault("average", {n: p.detach().clone() for n, p in side.model.named_parameters()})
+    with torch.no_grad():
+        for name, p in side.model.named_parameters():
+            average[name].mul_(0.5).add_(p.detach(), alpha=0.5)
+        x, y = side.batch(step + 100)
+        if side.engine is not None:
+            with side.engine.using_weights(average):
+                side.extras.append(side.engine.evaluate(x, y).item())
+        else:
+            output = torch.func.functional_call(side.model, average, (x,))
+            side.extras.append(F.cross_entropy(output, y).item())
+
+
+def gradients_by_hand(side: Side, step: int) -> None:
+    """Two tasks' gradients, as of PCGrad."""
+    x, y = side.batch(step)
+    parameters = list(side.model.parameters())
+    output = side.model(x)
+    first = torch.autograd.grad(F.cross_entropy(output, y), parameters, retain_graph=True)
+    second = torch.autograd.grad(F.cross_entropy(output, (y + 1) % 4), parameters)
+    for p, a, b in zip(parameters, first, second, strict=True):
+        p.grad = a + 0.5 * b
+    side.update()
+
+
+def other_weights(side: Side, step: int) -> None:
+    """A forward with other weights by torch.func.functional_call, then a step."""
+    with torch.no_grad():
+        half = {name: p.detach() * 0.5 for name, p in side.model.named_parameters()}
+        x, y = side.batch(step)
+        output = torch.func.functional_call(side.model, half, (x,))
+        value = F.cross_entropy(output.float(), y)
+        if side.engine is not None and side.engine.mesh.dp_size > 1:
+            torch.distributed.all_reduce(value, group=side.engine.mesh.dp_group)
+            value = value / side.engine.mesh.dp_size
+        side.extras.append(value.item())
+    side.step(x, y)
+
+
+def clip_each(side: Side, step: int) -> None:
+    """Gradients clipped by the norm of each weight (adaptive gradient clipping, Brock et al. 2021)."""
+    side.mean(lambda x, y: F.cross_entropy(side.model(x), y), *side.batch(step))
+    with torch.no_grad():
+        for p in side.model.parameters():
+            p.grad.mul_((0.01 * p.norm() / p.grad.norm()).clamp(max=1.0))
+    side.update()
+
+
+def second_phase(side: Side, step: int) -> None:
+    """An optimizer made anew, for the head alone."""
+    if step < 2:
+        side.step(*side.batch(step))
+        return
+    if step == 2:
+        side.model.inlet.requires_grad_(False)
+        side.model.blocks.requires_grad_(False)
+        side.second = torch.optim.SGD(side.model.head.parameters(), lr=0.1)  # type: ignore[attr-defined]
+    side.mean(lambda x, y: F.cross_entropy(side.model(x), y), *side.batch(step))
+    side.second.step()  # type: ignore[attr-defined]
+    side.second.zero_grad()  # type: ignore[attr-defined]
+
+
+def two_engines(side: Side, step: int) -> None:
+    """A second model's loss goes through the first, and trains the second alone."""
+    if step == 0:
+        fields = None
+        if side.engine is not None:
+            plan = side.engine.plan
+            fields = dict(zero=plan.zero, tp=plan.tp, pp=plan.pp, micro_batches=plan.micro_batches)
+            fields |= dict(precision=plan.precision, dp_replicate=plan.dp_replicate, recompute=plan.recompute)
+        side.other = Side(lambda: nn.Sequential(Net(), nn.Linear(4, 16)), fields, ADAMW, side.parts)  # type: ignore[attr-defined]
+    other = side.other  # type: ignore[attr-defined]
+    x, y = side.batch(step)
+    other.mean(lambda x, y: F.cross_entropy(side.model(other.model(x)), y), x, y)
+    other.update()
+    side.optimizer.zero_grad()
+    with torch.no_grad():
+        made = other.model(x).float()
+    side.step(made, y)
+
+
+def frozen_blocks() -> Net:
+    net = Net()
+    net.blocks.requires_grad_(False)
+    return net
+
+
+LOOPS: dict[str, tuple[Callable[[Side, int], None], Callable[[], nn.Module], Any]] = {
+    "clamp": (clamp, Net, ADAMW),
+    "clamp_data": (clamp_data, Net, ADAMW),
+    "new_head": (new_head, Net, ADAMW),
+    "sharpness": (sharpness, Net, ADAMW),
+    "read": (read, Net, ADAMW),
+    "ema_teacher": (ema_teacher, Teacher, ADAMW),
+    "some_ranks_call": (some_ranks_call, Tower, ADAMW),
+    "steps_skip": (steps_skip, Tasks, MOMENTUM),
+    "freeze": (freeze, Net, MOMENTUM),
+    "unfreeze": (unfreeze, Net, MOMENTUM),
+    "frozen_from_the_start": (frozen_from_the_start, frozen_blocks, ADAMW),
+    "add_group": (add_group, frozen_blocks, ADAMW),
+    "replace": (replace, Net, ADAMW),
+    "penalty": (penalty, Net, ADAMW),
+    "double_backward": (double_backward, Net, ADAMW),
+    "twice": (twice, partial(Net, reentrant=True), ADAMW),
+    "other_method": (other_method, Net, ADAMW),
+    "two_engines": (two_engines, Net, ADAMW),
+    "swap": (swap, Net, ADAMW),
+    "gradients_by_hand": (gradients_by_hand, Net, ADAMW),
+    "other_weights": (other_weights, Net, ADAMW),
+    "clip_each": (clip_each, Net, ADAMW),
+    "second_phase": (second_phase, Net, ADAMW),
+}
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero0": (2, dict(zero=0)),
+    "zero1": (2, dict(zero=1)),
+    "zero2": (2, dict(zero=2)),
+    "zero3": (2, dict(zero=3)),
+    "hybrid-zero1": (4, dict(dp_replicate=2, zero=1)),
+    "hybrid-zero3": (4, dict(dp_replicate=2, zero=3)),
+    "tp": (2, dict(tp=2)),
+    "tp-zero1": (4, dict(tp=2, zero=1)),
+    "sequence-parallel": (2, dict(tp=2, sequence_parallel=True)),
+    "pp": (2, dict(pp=2, micro_batches=2)),
+    "bf16-zero1": (2, dict(zero=1, precision="bf16")),
+    "offload-zero2": (2, dict(zero=2, offload="cpu")),
+    "recompute-zero1": (2, dict(zero=1, recompute="full")),
+    "accumulate-zero2": (2, dict(zero=2, micro_batches=2)),
+}
+
+
+def run(loop: str, fields: dict[str, Any] | None, parts: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights and further values after a few steps. On ranks other than the first the weights are {}."""
+    act, build, optimizer = LOOPS[loop]
+    side = Side(build, fields, optimizer, parts)
+    for step in range(STEPS):
+        act(side, step)
+    return side.state(), side.losses + side.extras
+
+
+def try_to_run(loop: str, fields: dict[str, Any], parts: int) -> tuple[dict[str, torch.Tensor], list[float]] | str:
+    """As :func:`run`; the sentence if it is refused."""
+    try:
+        return run(loop, fields, parts)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
