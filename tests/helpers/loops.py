@@ -24,9 +24,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.inlet = nn.Linear(16, 16)
-        self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4)]
-        )
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4)])
         self.head = nn.Linear(16, 4)
         self._reentrant = reentrant
 
@@ -92,7 +90,9 @@ class Side:
         extras: further values to compare.
     """
 
-    def __init__(self, build: Callable[[], nn.Module], fields: dict[str, Any] | None, optimizer: Any, parts: int) -> None:
+    def __init__(
+        self, build: Callable[[], nn.Module], fields: dict[str, Any] | None, optimizer: Any, parts: int
+    ) -> None:
         self.parts = parts  # data ranks
         self.extras: list[float] = []
         self.losses: list[float] = []

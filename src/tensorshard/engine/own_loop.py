@@ -27,7 +27,7 @@ from tensorshard.engine.same_batch import SameBatch
 from tensorshard.engine.trained_parameters import TrainedParameters, methods_beside_step
 from tensorshard.engine.wrong_batch import note_inputs
 from tensorshard.mesh import Mesh
-from tensorshard.modules.surrounded import as_hook, surround_forwards
+from tensorshard.modules.surrounded import as_hook, surround_forwards, surround_parts
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
@@ -79,6 +79,7 @@ class OwnLoop:
         self._count_step = count_step
         self._same_batch = SameBatch(mesh, device)
         self._engines_own = False  # within the Engine's own calls
+        self._in_forward = False
         self._in_backward = False
         self._accumulating = False
         self._done = 0  # micro-batches of the step under way whose backward is over
@@ -93,7 +94,9 @@ class OwnLoop:
         self._surround_optimizer(optimizer)
         if self._plan.pp > 1:  # its stages cannot be called
             return
-        surround_forwards(model, self._forward_context)
+        surround_forwards(model, self._whole_forward)
+        if self._plan.precision != "fp32":
+            surround_parts(model, self._forward_context, self._is_called_alone)
         model.register_forward_pre_hook(as_hook(self._before_forward), prepend=True, with_kwargs=True)
         model.register_forward_hook(as_hook(self._after_forward))
         model.register_forward_hook(as_hook(self._after_failure), always_call=True, with_kwargs=True)
@@ -107,8 +110,21 @@ class OwnLoop:
         finally:
             self._engines_own = before
 
+    @contextmanager
+    def _whole_forward(self) -> Iterator[None]:
+        before, self._in_forward = self._in_forward, True
+        try:
+            with self._forward_context():
+                yield
+        finally:
+            self._in_forward = before
+
     def _forward_context(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._engines_own else autocast(self._plan.precision, self._device)
+
+    def _is_called_alone(self) -> bool:
+        """Whether user code calls a part of the model, or another method of it, itself."""
+        return not self._engines_own and not self._in_forward
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._engines_own and torch.is_grad_enabled() and self._mesh.degrees["tp"] > 1:
@@ -294,7 +310,8 @@ class OwnLoop:
 
     @property
     def _is_complete(self) -> bool:
-        return self._plan.micro_batches in (1, self._done)
+        """Whether the gradients are those of all micro-batches, or of none: user code may set gradients itself."""
+        return self._done in (0, self._plan.micro_batches) or self._plan.micro_batches == 1
 
     def _step(self, update: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
         self._check_no_pipeline("engine.optimizer.step()")

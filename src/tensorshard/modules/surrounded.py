@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+
+from tensorshard.modules.forwards import Role, roles_of
 
 
 def as_hook(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,3 +38,60 @@ def surround_forwards(model: nn.Module, context: Callable[[], AbstractContextMan
 
     model.register_forward_pre_hook(enter, prepend=True)
     model.register_forward_hook(leave, always_call=True)
+
+
+def surround_parts(
+    model: nn.Module, context: Callable[[], AbstractContextManager[object]], is_wanted: Callable[[], bool]
+) -> None:
+    """Runs calls of the modules in `model`, and of its other methods, within a ``context()``.
+
+    Modules in a compiled block are left out, as hooks on them would be compiled.
+
+    Args:
+        is_wanted: false within the model's own forward, which has the context already.
+    """
+    opened: list[tuple[nn.Module, ExitStack]] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if is_wanted():
+            opened.append((module, ExitStack()))
+            opened[-1][1].enter_context(context())
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if opened and opened[-1][0] is module:
+            opened.pop()[1].close()
+
+    compiled = [m for m in model.modules() if not roles_of(m).isdisjoint({Role.COMPILATION, Role.INNER_COMPILATION})]
+    within = {inner for block in compiled for inner in block.modules() if inner is not block}
+    for module in model.modules():
+        if module is not model and module not in within:
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_hook(leave, always_call=True)
+    for name in _own_methods(type(model)):
+        if name not in vars(model):  # deep copies of a partial object call the method of the copied model
+            vars(model)[name] = partial(_within, context, is_wanted, MethodType(getattr(type(model), name), model))
+
+
+def _own_methods(cls: type) -> list[str]:
+    """Public methods that `cls` has beside those of ``nn.Module``."""
+    names = {
+        name
+        for base in cls.__mro__
+        if base is not nn.Module and issubclass(base, nn.Module)
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType)
+    }
+    return sorted(name for name in names if not name.startswith("_") and not hasattr(nn.Module, name))
+
+
+def _within(
+    context: Callable[[], AbstractContextManager[object]],
+    is_wanted: Callable[[], bool],
+    method: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not is_wanted():
+        return method(*args, **kwargs)
+    with context():
+        return method(*args, **kwargs)
