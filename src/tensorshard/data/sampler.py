@@ -35,7 +35,9 @@ class ShardedBatchSampler(Sampler[list[int]]):
         num_epochs: how often to go through the data; None for an endless stream.
         drop_last: whether to leave out the last, incomplete batch of a stream that ends. If it is kept, it
             is split as evenly as possible; a rest too small to give every rank a sample is joined to the
-            batch before it.
+            batch before it, unless there may be empty shares.
+        empty_shares: whether such a rest is a batch of its own. The last ranks then get an empty list for it,
+            of which torch's ``DataLoader`` makes no batch; :meth:`tensorshard.Engine.loader` does.
         samples_consumed: samples of the stream, counted over all ranks and epochs, to skip.
 
     Raises:
@@ -54,6 +56,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         num_epochs: int | None = None,
         drop_last: bool = True,
         samples_consumed: int = 0,
+        empty_shares: bool = False,
     ) -> None:
         _check_sizes(num_samples, global_batch_size, dp_rank, dp_size)
         if seed < 0:
@@ -73,9 +76,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self.num_epochs = num_epochs
         self.drop_last = drop_last
         self.samples_consumed = samples_consumed
+        self._smallest = 1 if empty_shares else dp_size  # of the batches
 
         remaining = self._remaining()
-        if remaining is not None and not drop_last and 0 < remaining < dp_size:
+        if remaining is not None and not drop_last and 0 < remaining < self._smallest:
             raise ValueError(
                 f"{remaining} samples are left for {dp_size} data ranks, which is less than one each: "
                 f"use at most {remaining} data ranks, or drop_last=True."
@@ -95,7 +99,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         if remaining is None:
             raise TypeError("An endless stream of batches has no length; give num_epochs for one that ends.")
         full, rest = divmod(remaining, self.global_batch_size)
-        return full + (not self.drop_last and rest >= self.dp_size)
+        return full + (not self.drop_last and rest >= self._smallest)
 
     def _remaining(self) -> int | None:
         if self.num_epochs is None:
@@ -109,8 +113,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
             yield self.global_batch_size
         while remaining >= self.global_batch_size:
             rest = remaining - self.global_batch_size
-            # Every rank needs a sample in every batch: a rest that is too small joins the batch before it.
-            joined = rest if not self.drop_last and rest < self.dp_size else 0
+            joined = rest if not self.drop_last and rest < self._smallest else 0
             yield self.global_batch_size + joined
             remaining = rest - joined
         if remaining and not self.drop_last:
@@ -118,6 +121,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def _indices(self, first: int, last: int) -> list[int]:
         """Sample indices at the positions ``[first, last)`` of the stream."""
+        if first == last:
+            return []
         epochs, positions = np.divmod(np.arange(first, last, dtype=np.int64), self.num_samples)
         if self.shuffle:
             for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):

@@ -4,7 +4,8 @@ A module's own forward runs. While it does, the function ``batch_norm`` that it 
 samples of all data ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -24,6 +25,9 @@ from tensorshard.torch_private.modules import BatchNormBase, check_batch_norm_in
 from tensorshard.torch_private.tensors import tensor_version
 from tensorshard.transforms.compile import never_compiled
 
+_COUNTS = "_tensorshard_counts_samples"
+"""An attribute of each synchronized module: whether its inputs have a part in the statistics."""
+
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 
 
@@ -41,7 +45,21 @@ def synchronize_batch_norm(modules: Mapping[str, nn.Module], group: dist.Process
             replace_forward(module, Role.LOCAL_STATISTICS, MethodType(BatchNormBase.forward, module))
         around = None if group is None else _synchronization(name, module, group)
         if around is not None:
+            setattr(module, _COUNTS, True)
             wrap_forward(module, Role.SYNCHRONIZED_STATISTICS, around)
+
+
+@contextmanager
+def ignored_in_statistics(model: nn.Module) -> Iterator[None]:
+    """A context in which what this rank's normalizations in `model` are given has no part in their statistics."""
+    modules = [module for module in model.modules() if _COUNTS in vars(module)]
+    for module in modules:
+        setattr(module, _COUNTS, False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            setattr(module, _COUNTS, True)
 
 
 def _synchronization(name: str, module: nn.Module, group: dist.ProcessGroup) -> Forward | None:
@@ -72,8 +90,9 @@ def _plain(module: BatchNormBase, group: dist.ProcessGroup, forward: Forward, /,
             if momentum is None:  # a plain average over all batches so far
                 momentum = 1.0 / module.num_batches_tracked.double()
     share = 0.0 if momentum is None else momentum
+    counts = getattr(module, _COUNTS)
     return global_batch_norm(
-        input, running_mean, running_var, module.weight, module.bias, share, module.eps, group=group
+        input, running_mean, running_var, module.weight, module.bias, share, module.eps, group=group, counts=counts
     )
 
 
@@ -83,7 +102,7 @@ def _synchronized(
 ) -> Any:
     """The forward of a subclass, whose calls of ``batch_norm`` see the samples of all ranks."""
     before = _running(module)
-    with BatchNormCalls(partial(global_batch_norm, group=group)) as calls:
+    with BatchNormCalls(partial(global_batch_norm, group=group, counts=getattr(module, _COUNTS))) as calls:
         output = forward(*args, **kwargs)
     if module.training and not calls.count and (isinstance(module, BatchNormBase) or _running(module) != before):
         raise ValueError(by_hand(name, module))
@@ -106,6 +125,7 @@ def _averaged(module: InstanceNorm, group: dist.ProcessGroup, forward: Forward, 
         input = tensor_leaves((args, kwargs))[0]
         unbatched = 2 + next(index for index, kind in enumerate(INSTANCE_NORMS) if isinstance(module, kind))
         samples = 1 if input.dim() == unbatched else input.size(0)
+        samples = samples if getattr(module, _COUNTS) else 0
         with torch.no_grad():
             sums = torch.cat([*(buffer.reshape(-1) * samples for buffer in buffers), buffers[0].new_tensor([samples])])
             all_reduce_(sums, group, what="batch statistics")

@@ -24,6 +24,7 @@ def global_batch_norm(
     momentum: float | torch.Tensor,
     eps: float,
     group: dist.ProcessGroup,
+    counts: bool = True,
 ) -> torch.Tensor:
     """``F.batch_norm(..., training=True)``, where every rank of `group` has a part of the batch. A collective of
     `group`.
@@ -33,9 +34,10 @@ def global_batch_norm(
         running_mean, running_var: [channels], updated in place; None if none are kept.
         weight, bias: [channels].
         momentum: the share of this batch in the running statistics; a tensor of one element, or a number.
+        counts: whether `input` has a part in the statistics; else it is only normalized by them.
     """
     with torch.no_grad():
-        mean, variance, count = _statistics(input, group)
+        mean, variance, count = _statistics(input if counts else input[:0], group)
         unbiased = variance * (count / (count - 1))
         for running, value in ((running_mean, mean), (running_var, unbiased)):
             if running is not None:
@@ -43,7 +45,7 @@ def global_batch_norm(
                 running.lerp_(value.to(running.dtype), share)
     weight = None if weight is None else _wide(weight)
     bias = None if bias is None else _wide(bias)
-    return _Normalize.apply(input, weight, bias, mean, variance, count, eps, group)
+    return _Normalize.apply(input, weight, bias, mean, variance, count, eps, group, counts)
 
 
 def _statistics(input: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,9 +73,10 @@ class _Normalize(torch.autograd.Function):
         count: torch.Tensor,
         eps: float,
         group: dist.ProcessGroup,
+        counts: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight, mean, variance, count)
-        ctx.eps, ctx.group = eps, group
+        ctx.eps, ctx.group, ctx.counts = eps, group, counts
         return F.batch_norm(input, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
@@ -90,10 +93,12 @@ class _Normalize(torch.autograd.Function):
         mean_grad, mean_product = (sums / count).chunk(2)
         scale = inverse_std if weight is None else inverse_std * weight
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if not ctx.counts:  # the statistics are constants for it
+            mean_product, mean_grad = torch.zeros_like(mean_product), torch.zeros_like(mean_grad)
         grad_input = normalized.mul_(_as_channels(mean_product, input)).add_(_as_channels(mean_grad, input))
         grad_input = grad.sub(grad_input).mul_(_as_channels(scale, input)).to(input.dtype)
         grad_parameters = grad_weight if needs_weight else None, grad_bias if needs_bias else None
-        return grad_input, *grad_parameters, None, None, None, None, None
+        return grad_input, *grad_parameters, None, None, None, None, None, None
 
 
 def _reduced(input: torch.Tensor) -> list[int]:

@@ -112,6 +112,7 @@ class Engine(LoopMethods):
         self.random = random
         self._seed = seed
         self.loaders: dict[str, EngineLoader] = {}
+        self._step_runner.watch_loaders(self.loaders)
         self.loader_states: dict[str, dict[str, int]] = {}  # of a loaded checkpoint, for loaders that are not made yet
         self._cache = cache
         self._check_samples = debug  # before the first step
@@ -173,7 +174,8 @@ class Engine(LoopMethods):
             The mean loss over the global batch before the update: a scalar, the same on every rank.
 
         Raises:
-            ValueError: the batch does not split into ``plan.micro_batches``; ranks that differ only along tp, cp or pp
+            ValueError: the batch does not split into ``plan.micro_batches`` and is not an epoch's last one, as
+                :meth:`loader` gives it; ranks that differ only along tp, cp or pp
                 pass different batches; the loss does not depend on the model.
             NonFiniteLossError: the loss or the gradient's norm is NaN or infinite, on any rank.
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from tensorshard.data import ShardedBatchSampler
 from tensorshard.modules.batches import to_device
+from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
 # Options that decide the order of the data. The Engine sets them, since it divides the data over the ranks.
 _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
@@ -24,6 +25,8 @@ class EngineLoader:
     Attributes:
         epoch: of the next batch, counted from 0.
         samples_consumed: how many samples of this epoch were handed out, over all data ranks.
+        short: samples of the batch that was handed out last, over all data ranks, if it is an epoch's last, smaller
+            one; None after its pass, and for full batches.
 
     Args:
         options: as for ``DataLoader``.
@@ -49,6 +52,7 @@ class EngineLoader:
         self.batch_size = batch_size
         self.epoch = 0
         self.samples_consumed = 0
+        self.short: int | None = None
         self._continues = False  # whether the next pass is the rest of an epoch
         self._device = device
         self._options = {"pin_memory": device.type == "cuda", **options}
@@ -74,11 +78,41 @@ class EngineLoader:
         # A generator of its own: a DataLoader draws a number at each pass, and torch's global one is left to the user.
         generator = torch.Generator().manual_seed(self._order["seed"] + self.epoch)
         sizes = sampler.global_sizes()
-        for batch in self._batches(batch_sampler=sampler, generator=generator):
-            # Counted when it is handed out: a checkpoint that is saved during its step counts it as done.
-            self.samples_consumed += next(sizes)
-            yield to_device(batch, self._device)
+        try:
+            for loaded in self._batches(batch_sampler=_AtLeastOne(sampler), generator=generator):
+                size = next(sizes)
+                batch = loaded if size >= self._order["dp_size"] else self._share_of_one_or_none(loaded, size)
+                # Counted when it is handed out: a checkpoint that is saved during its step counts it as done.
+                self.samples_consumed += size
+                self.short = size if size < self.batch_size else None
+                yield to_device(batch, self._device)
+        finally:
+            self.short = None
         self._next_epoch()
+
+    def share(self, size: int) -> int:
+        """How many of a batch's `size` samples this data rank gets."""
+        dp_rank, dp_size = self._order["dp_rank"], self._order["dp_size"]
+        return size // dp_size + (dp_rank < size % dp_size)
+
+    def _share_of_one_or_none(self, batch: Any, size: int) -> Any:
+        """A batch of one sample, or without its sample on the ranks that get none.
+
+        Raises:
+            TypeError: on every rank, since all have one sample: the samples are not the first dimension.
+        """
+        shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+        if not shapes or any(shape[0] != 1 for shape in shapes):
+            held = " and ".join(str(list(shape)) for shape in shapes)
+            held = f"tensors of shapes {held}" if shapes else f"a {type(batch).__name__} without tensors"
+            raise TypeError(
+                f"the epoch's last batch has {size} samples for {self._order['dp_size']} data ranks, so that some get "
+                f"none, but collate_fn makes {held} of one sample, which cannot be cut to none: let the first "
+                f"dimension of each tensor be the samples, or leave that batch out with engine.loader(drop_last=True)"
+            )
+        if self.share(size):
+            return batch
+        return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else leaf, batch)
 
     def _next_epoch(self) -> None:
         self.epoch += 1
@@ -103,8 +137,23 @@ class EngineLoader:
             self.batch_size,
             num_epochs=self.epoch + 1,
             samples_consumed=self.epoch * samples + consumed,
+            empty_shares=True,
             **self._order,
         )
+
+
+class _AtLeastOne(Sampler[list[int]]):
+    """The batches of `sampler`. In place of an empty one there is any one sample, from which tensors of the right form
+    can be made."""
+
+    def __init__(self, sampler: ShardedBatchSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (indices or [0] for indices in self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
 
 
 def _check(dataset: Any, batch_size: Any, options: dict[str, Any]) -> None:

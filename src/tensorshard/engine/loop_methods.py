@@ -12,8 +12,11 @@ from tensorshard.engine.final_gradients import FinalGradients, GradientHook, Hoo
 from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.other_weights import using_weights
 from tensorshard.engine.own_loop import OwnLoop
+from tensorshard.engine.stand_ins import check_equal_shares, check_last_batch
 from tensorshard.engine.waiting_for_updates import WaitingForUpdates
 from tensorshard.mesh import Mesh
+from tensorshard.plan import Plan
+from tensorshard.sharded_model import ShardedModel
 
 # Names that people look for on an Engine, and where to find what they mean.
 _ELSEWHERE = {
@@ -36,7 +39,9 @@ _ELSEWHERE = {
 class LoopMethods(WaitingForUpdates):
     """The methods of an Engine for a loop of your own, beside ``engine.model`` and ``engine.optimizer``."""
 
+    plan: Plan
     mesh: Mesh
+    sharded: ShardedModel
     device: torch.device
     loaders: dict[str, EngineLoader]
     loader_states: dict[str, dict[str, int]]
@@ -57,11 +62,13 @@ class LoopMethods(WaitingForUpdates):
 
         Raises:
             TypeError: `loss` is neither.
-            ValueError: `loss` does not depend on anything that is trained.
+            ValueError: `loss` does not depend on anything that is trained; it is a mean, and the batch is the last of
+                an epoch of :meth:`loader`, of which the data ranks have different numbers of samples.
             RuntimeError: the plan has a pipeline.
 
         After any error, the gradients of this step are dropped.
         """
+        check_equal_shares(loss, self.loaders.values(), self.mesh)
         self._own_loop.backward(loss)
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -137,16 +144,23 @@ class LoopMethods(WaitingForUpdates):
             dataset: a map-style dataset, with a length.
             batch_size: samples in one batch over all data ranks, so that training is the same on any number of them.
             shuffle: whether each epoch has its own order, which depends on the seed and the epoch alone.
-            drop_last: whether to leave out an epoch's last, smaller batch. Else it is dealt as evenly as possible.
+            drop_last: whether to leave out an epoch's last, smaller batch. Else it is dealt as evenly as possible, and
+                some ranks may get none of its samples: :meth:`step` counts each sample once all the same.
             seed: of the order; None for the Engine's.
             name: the loader's name in checkpoints; by default "loader0", "loader1" and so on, in the order they are
                 made.
             options: as for ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory`` and so on.
 
         Raises:
-            ValueError: the number of data ranks does not divide `batch_size`; `name` is taken.
+            ValueError: the number of data ranks does not divide `batch_size`; `name` is taken; a pipeline with batch
+                normalization could not cut the last batch into ``plan.micro_batches``.
             TypeError: `dataset` has no length; an option would change the order of the data.
         """
+        name = name or f"loader{len(self.loaders)}"
+        if name in self.loaders:
+            raise ValueError(
+                f"there is a loader called {name!r} already, whose place checkpoints hold; give another name"
+            )
         made = EngineLoader(
             dataset,
             batch_size,
@@ -158,11 +172,8 @@ class LoopMethods(WaitingForUpdates):
             seed=self._seed if seed is None else seed,
             options=options,
         )
-        name = name or f"loader{len(self.loaders)}"
-        if name in self.loaders:
-            raise ValueError(
-                f"there is a loader called {name!r} already, whose place checkpoints hold; give another name"
-            )
+        if not drop_last:
+            check_last_batch(len(dataset) % batch_size, self.plan, self.sharded.structure)  # type: ignore[arg-type]
         self.loaders[name] = made
         if name in self.loader_states:  # from a checkpoint that was loaded before this loader was made
             made.load_state_dict(self.loader_states.pop(name))

@@ -11,7 +11,7 @@ import torch
 from tensorshard.comm.collectives import all_reduce_, finish_unasked
 from tensorshard.engine.wrong_batch import explained_loss
 from tensorshard.mesh import Mesh
-from tensorshard.modules.batches import batch_size
+from tensorshard.modules.batches import batch_size, without_samples
 from tensorshard.transforms.precision import widen_output
 
 
@@ -45,9 +45,33 @@ class Objective:
         if samples == 0:
             raise ValueError(
                 "the batch of this rank has no samples, so it has no mean loss; give at least one on every rank, "
-                "or a loss_fn that returns (sum, count)"
+                "take the batches of engine.loader(dataset, batch_size), or a loss_fn that returns (sum, count)"
             )
         return total * samples, torch.tensor(float(samples), device=self.device)
+
+    def of_none(self, output: Any, targets: Any, none: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of no samples, where one stood in for them: zero, of a count of zero.
+
+        The loss function is called without samples. So what it gathers from other ranks is theirs alone.
+
+        Args:
+            output, targets: of the sample that stood in.
+            none: the targets of no samples.
+        """
+        output = widen_output(output) if self.precision != "fp32" else output
+        try:
+            total = self._sum(without_samples(output), none)
+            works = total.requires_grad or not torch.is_grad_enabled()
+        except Exception:  # a maximum of nothing, say
+            works = False
+        if not works:
+            with explained_loss(output, targets):
+                total = self._sum(output, targets)
+        # The mean of nothing is NaN, but no element of the output has a part in it.
+        return total.nan_to_num(0.0, 0.0, 0.0) * 0, torch.zeros((), device=self.device)
+
+    def _sum(self, output: Any, targets: Any) -> torch.Tensor:
+        return sum_and_count(self.loss_fn(output, targets), self.device, "loss_fn returned", "return")[0]
 
 
 def sum_and_count(loss: Any, device: torch.device, what: str, verb: str) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
+from tensorshard.engine.stand_ins import MicroBatch
 from tensorshard.engine.step_runner import StepLoss, StepRunner
 from tensorshard.mesh import Mesh
-from tensorshard.modules.batches import batch_size, split_batch, split_unevenly, to_device
+from tensorshard.modules.batches import batch_size, split_unevenly, to_device
 from tensorshard.modules.tensors import map_tensors
 from tensorshard.modules.values import Structure, take_apart
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
@@ -60,13 +61,13 @@ class PipelineStepRunner(StepRunner):
 
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
         self._same_batch.check("step", inputs, targets)
-        parts = self._on_device(split_batch(inputs, targets, self._plan.micro_batches))
+        batches = self._batches.split(inputs, targets, self._plan.micro_batches, all_of_them=True)
+        parts = [part.on_device(self._device, targets=self._is_last) for part in batches]
         self._sharded.discard_gradients()
         tally = self._tally = LossTally(self._mesh)
 
         def loss(index: int, output: Callable[[], Any]) -> torch.Tensor:
-            loss_sum, count = self._objective(output(), *parts[index])
-            self._sharded.loss_is_over()
+            loss_sum, count = self._loss(output, parts[index])
             check_has_gradient(loss_sum)
             tally.add(loss_sum, count, micro_batches=len(parts))
             if tally.parts == len(parts):
@@ -76,24 +77,32 @@ class PipelineStepRunner(StepRunner):
 
         split, logits = self._sharded.split, self._sharded.logits
         with self._sharded.interleaved(), split.keep_outputs_split(), logits.pending():
-            self._runner.step([part for part, _ in parts], loss, hand_over=True)
+            self._runner.step([part.inputs for part in parts], loss, hand_over=True)
         self._sharded.finish_backward()
         return self._broadcast_loss(tally, len(parts))
 
     def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
         self._same_batch.check("evaluate", inputs, targets)
-        parts = self._on_device(split_unevenly(inputs, targets, micro_batches or self._plan.micro_batches))
+        batches = self._batches.split_for_evaluation(inputs, targets, micro_batches or self._plan.micro_batches)
+        parts = [part.on_device(self._device, targets=self._is_last) for part in batches]
         tally = LossTally(self._mesh)
 
         def consume(index: int, output: Callable[[], Any]) -> None:
-            tally.add(*self._objective(output(), *parts[index]), micro_batches=len(parts))
-            self._sharded.loss_is_over()
+            tally.add(*self._loss(output, parts[index]), micro_batches=len(parts))
 
         with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
-            self._forward_runner.forward([part for part, _ in parts], consume, hand_over=True)
+            self._forward_runner.forward([part.inputs for part in parts], consume, hand_over=True)
         if self._is_last:
             tally.start_total()
         return self._broadcast_loss(tally, len(parts)).mean
+
+    def _loss(self, output: Callable[[], Any], part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        if part.counts:
+            loss = self._objective(output(), part.inputs, part.targets)
+        else:
+            loss = self._objective.of_none(output(), part.targets, part.none)
+        self._sharded.loss_is_over()
+        return loss
 
     def predict(self, inputs: Any, *, compare: Any) -> Any:
         if compare is not None:

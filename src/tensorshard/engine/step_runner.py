@@ -1,16 +1,21 @@
 """Forward and backward over a batch by a whole model; :mod:`.pipeline_step_runner` does it by a pipeline."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tensorshard.data_parallel.batch_norm import ignored_in_statistics
+from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.engine.same_batch import SameBatch
+from tensorshard.engine.stand_ins import MicroBatch, ShortBatches
 from tensorshard.engine.wrong_batch import explained_forward
 from tensorshard.mesh import Mesh
-from tensorshard.modules.batches import call_model, split_batch, split_unevenly, to_device
+from tensorshard.modules.batches import call_model, to_device
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.transforms.precision import autocast, widen_output
@@ -41,7 +46,12 @@ class StepRunner(ABC):
         self._objective = objective
         self._device = device
         self._same_batch = SameBatch(mesh, device)
+        self._batches = ShortBatches(mesh, {})
         self._tally: LossTally | None = None  # of the step under way
+
+    def watch_loaders(self, loaders: Mapping[str, EngineLoader]) -> None:
+        """Lets the batches of `loaders` be smaller at the end of an epoch."""
+        self._batches = ShortBatches(self._mesh, loaders)
 
     def abandon(self) -> None:
         """Ends what a failed step left under way. A collective of the ranks on which the step failed."""
@@ -81,35 +91,43 @@ class WholeModelStepRunner(StepRunner):
 
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
         self._same_batch.check("step", inputs, targets)
-        parts = split_batch(inputs, targets, self._plan.micro_batches)
+        parts = self._batches.split(inputs, targets, self._plan.micro_batches, all_of_them=False)
         self._sharded.discard_gradients()
         with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
             return self._train(parts, loss_scale)
 
-    def _train(self, parts: list[tuple[Any, Any]], loss_scale: float) -> StepLoss:
+    def _train(self, parts: list[MicroBatch], loss_scale: float) -> StepLoss:
         tally = self._tally = LossTally(self._mesh)
-        for index, (part_inputs, part_targets) in enumerate(parts):
-            last = index == len(parts) - 1
-            self._sharded.begin_micro_batch(last)
-            loss_sum, count = self._loss(part_inputs, part_targets)
-            check_has_gradient(loss_sum)
-            tally.add(loss_sum, count, micro_batches=len(parts))
-            if last:
-                tally.start_total()
-            assert tally.normalizer is not None
-            # The loss is a sum over the data ranks divided by a global count, and so must the gradient be.
-            (loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)).backward()
-            self._sharded.finish_micro_batch()
+        for index, part in enumerate(parts):
+            with (
+                nullcontext() if part.counts else ignored_in_statistics(self._sharded.model)
+            ):  # in recomputed forwards, too
+                self._train_part(part, tally, loss_scale, last=index == len(parts) - 1, micro_batches=len(parts))
         self._sharded.finish_backward()
         return StepLoss(tally.mean(), tally.correction())
 
+    def _train_part(
+        self, part: MicroBatch, tally: LossTally, loss_scale: float, *, last: bool, micro_batches: int
+    ) -> None:
+        self._sharded.begin_micro_batch(last)
+        loss_sum, count = self._loss(part)
+        check_has_gradient(loss_sum)
+        tally.add(loss_sum, count, micro_batches=micro_batches)
+        if last:
+            tally.start_total()
+        assert tally.normalizer is not None
+        # The loss is a sum over the data ranks divided by a global count, and so must the gradient be.
+        (loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)).backward()
+        self._sharded.finish_micro_batch()
+
     def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
         self._same_batch.check("evaluate", inputs, targets)
-        parts = split_unevenly(inputs, targets, micro_batches or 1)
+        parts = self._batches.split_for_evaluation(inputs, targets, micro_batches or 1)
         tally = LossTally(self._mesh)
         with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
-            for part_inputs, part_targets in parts:
-                tally.add(*self._loss(part_inputs, part_targets), micro_batches=len(parts))
+            for part in parts:
+                with nullcontext() if part.counts else ignored_in_statistics(self._sharded.model):
+                    tally.add(*self._loss(part), micro_batches=len(parts))
         tally.start_total()
         return tally.mean()
 
@@ -118,9 +136,12 @@ class WholeModelStepRunner(StepRunner):
             self._same_batch.check("predict", compare, None)
         return widen_output(self._output(to_device(inputs, self._device)))
 
-    def _loss(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = to_device(inputs, self._device), to_device(targets, self._device)
-        loss = self._objective(self._output(inputs), inputs, targets)
+    def _loss(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        part = part.on_device(self._device)
+        if part.counts:
+            loss = self._objective(self._output(part.inputs), part.inputs, part.targets)
+        else:
+            loss = self._objective.of_none(self._output(part.inputs), part.targets, part.none)
         self._sharded.loss_is_over()  # the output is no longer needed here
         return loss
 

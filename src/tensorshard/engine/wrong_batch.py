@@ -78,6 +78,11 @@ def note_inputs(error: BaseException, model: nn.Module, inputs: Any) -> None:
     """Adds a note to an `error` of a forward: what the inputs were and, if known, what is wrong with them."""
     sentence = _missing_rows(error, model, inputs)
     error.add_note(sentence or f"{type(model).__name__} was called with inputs of {_described(inputs)}")
+    if any(tensor.dim() and not tensor.size(0) for tensor in _tensors(inputs)):
+        error.add_note(
+            "this rank has no sample of the batch, and the model does not run without one: engine.step runs one in its "
+            "place, and engine.loader(drop_last=True) leaves an epoch's last, smaller batch out"
+        )
 
 
 def _missing_rows(error: BaseException, model: nn.Module, inputs: Any) -> str | None:

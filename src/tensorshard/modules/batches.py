@@ -49,10 +49,14 @@ def split_batch(inputs: Any, targets: Any, parts: int) -> list[tuple[Any, Any]]:
 
 def split_unevenly(inputs: Any, targets: Any, parts: int) -> list[tuple[Any, Any]]:
     """Cuts a batch into at most `parts` micro-batches whose sizes differ by one at most."""
-    size = batch_size(inputs)
-    parts = max(1, min(parts, size))
+    return split_into(inputs, targets, max(1, min(parts, batch_size(inputs))))
+
+
+def split_into(inputs: Any, targets: Any, parts: int) -> list[tuple[Any, Any]]:
+    """Cuts a batch into exactly `parts` micro-batches whose sizes differ by one at most; the last ones may be empty."""
     if parts == 1:
         return [(inputs, targets)]
+    size = batch_size(inputs)
     return list(zip(_split(inputs, size, parts), _split(targets, size, parts), strict=True))
 
 
@@ -70,6 +74,13 @@ def _split(tree: Any, size: int, parts: int) -> list[Any]:
         else:
             columns.append(list(leaf.tensor_split(parts)))
     return [tree_unflatten([column[i] for column in columns], structure) for i in range(parts)]
+
+
+def without_samples(tree: Any) -> Any:
+    """`tree`, made of one sample, with no sample in those tensors whose first dimension is that of the samples."""
+    return tree_map(
+        lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == 1 else leaf, tree
+    )
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
