@@ -1,5 +1,6 @@
 """What people do with a laid-out model by hand: state dicts, other optimizers, other weights, loaders."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -153,6 +154,34 @@ def test_other_optimizers_are_told(ranks):
     ]
     for message, start in zip(ranks(2, _optimizers_by_hand)[0], expected, strict=True):
         assert message.startswith(start)
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """Steps through another optimizer, and holds it as wrappers do."""
+
+    def __init__(self, inner: torch.optim.Optimizer, hide: Callable[[torch.optim.Optimizer], Any]) -> None:
+        super().__init__(inner.param_groups, {})
+        self.held = hide(inner)
+        self.update = inner.step
+
+    def step(self, closure: Any = None) -> None:
+        self.update()
+
+
+def _optimizer_of_two_parts() -> list[str]:
+    found = []
+    for hide in (lambda inner: inner, lambda inner: [inner], lambda inner: {"inner": inner}):
+        engine = engine_of(nn.Linear(6, 3), optimizer=lambda p, hide=hide: _Lookahead(torch.optim.SGD(p, lr=0.1), hide))
+        with pytest.raises(RuntimeError) as caught:
+            engine.step(*own_shard(engine, *data(0)))
+        found.append(str(caught.value))
+    return found
+
+
+def test_an_optimizer_within_that_of_the_engine_is_told_of_what_holds_it(ranks):
+    for message in ranks(1, _optimizer_of_two_parts)[0]:
+        assert message.startswith("the _Lookahead that parallelize(optimizer=...) made updates through the SGD")
+        assert "Return the SGD itself" in message
 
 
 def _states_of_the_first_rank(plans: list[dict[str, Any]]) -> list[str]:

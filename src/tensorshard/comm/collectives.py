@@ -131,9 +131,10 @@ class _Call:
         cause = (str(error).splitlines() or ["no reason given"])[0]
         return CollectiveMismatchError(
             f"rank {ranks[self.group.rank()]} could not finish the {self._description} over the ranks {ranks}, as "
-            f"another rank has failed, has made another call, or took a branch without this one. Every rank of a group "
-            f"must make the same calls in the same order: do not compute on split or sharded tensors under an "
-            f"`if rank == 0`, or depending on a rank's own data. Its transfer ended with: {cause}"
+            f"another rank has failed, has ended its loop (a stream with fewer batches, say), has made another call, "
+            f"or took a branch without this one. Every rank of a group must make the same calls in the same order: do "
+            f"not compute on split or sharded tensors under an `if rank == 0`, or depending on a rank's own data, and "
+            f"take equally many batches on every rank. Its transfer ended with: {cause}"
         )
 
 

@@ -30,7 +30,10 @@ def explained(call: str) -> Iterator[None]:
         if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS):
             error.add_note(
                 f"{call} is a collective: every rank must call it, in the same order as all that computes on split or "
-                f"sharded tensors. Rank {dist.get_rank()} waited for a rank that has failed, did not call it, or took "
-                f"another branch in the model or the loss. The process group is of no more use: end the processes"
+                f"sharded tensors. Rank {dist.get_rank()} waited for a rank that has failed, ran out of batches before "
+                f"this one, did not call it, or took another branch in the model or the loss. Of streams whose lengths "
+                f"differ by rank, end all when the first one ends (an all-reduce over engine.mesh.dp_group of whether "
+                f"there is another batch tells), or deal a dataset by engine.loader. The process group is of no more "
+                f"use: end the processes"
             )
         raise

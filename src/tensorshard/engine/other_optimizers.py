@@ -15,6 +15,7 @@ logger = logging.getLogger("tensorshard")
 
 _PARAMETER = "_tensorshard_trained_by"
 _OPTIMIZER = "_tensorshard_engine"
+_HOLDER = "_tensorshard_held_by"
 _REPLACED, _LAID_OUT = "nobody", "engine.optimizer"
 
 
@@ -29,6 +30,8 @@ def mark_trained(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Opti
     """Notes that `optimizer`, an Engine's, trains `parameters`."""
     _watch_optimizers()
     vars(optimizer)[_OPTIMIZER] = True
+    for inner in _held_by(optimizer):
+        vars(inner)[_HOLDER] = type(optimizer).__name__
     for parameter in parameters:
         vars(parameter)[_PARAMETER] = _LAID_OUT
 
@@ -45,8 +48,35 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         RuntimeError: it is not an Engine's, and holds parameters of a model that a plan has laid out.
     """
     found = _trained_by(optimizer)
-    if found is not None:
-        raise RuntimeError(_sentence(type(optimizer).__name__, found))
+    if found is None:
+        return
+    holder = vars(optimizer).get(_HOLDER)
+    if holder is not None and found == _LAID_OUT:
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"the {holder} that parallelize(optimizer=...) made updates through the {name} that it holds. Only the "
+            f"optimizer that was returned can update under a plan: checkpoints and offload see its states alone, and "
+            f"clipping and precision surround its step(). Return the {name} itself, and do what the {holder} adds in "
+            f"the loop, around engine.optimizer.step(); or return one class of Optimizer whose step() does both"
+        )
+    raise RuntimeError(_sentence(type(optimizer).__name__, found))
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers among the attributes of `optimizer`, or in lists and dicts there, and those that they hold."""
+    found: list[torch.optim.Optimizer] = []
+    todo = [optimizer]
+    while todo:
+        for value in vars(todo.pop()).values():
+            members = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            inner = [
+                v for v in members if isinstance(v, torch.optim.Optimizer) and v is not optimizer and v not in found
+            ]
+            found += inner
+            todo += inner
+    return found
 
 
 def warn_of_schedulers() -> None:

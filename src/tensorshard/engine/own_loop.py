@@ -18,6 +18,7 @@ from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.sharding import to_local
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.final_gradients import FinalGradients
+from tensorshard.engine.foreign_backward import PartOfGraph, watch_output
 from tensorshard.engine.fused_updates import fused_updates_of_shards
 from tensorshard.engine.gradients import clip_factor, local_gradients
 from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
@@ -30,9 +31,9 @@ from tensorshard.mesh import Mesh
 from tensorshard.modules.surrounded import as_hook, surround_forwards, surround_parts
 from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
+from tensorshard.torch_private.autograd import engines_backward, is_in_engines_backward
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.operators import foreach_norm
-from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.transforms.precision import autocast, widen_output
 
 # The largest relative difference between ranks, in the norm of gradients that all hold, that rounding explains.
@@ -84,6 +85,7 @@ class OwnLoop:
         self._accumulating = False
         self._done = 0  # micro-batches of the step under way whose backward is over
         self._backwards = 0  # of all steps
+        self._foreign = False  # whether another Engine's backward has added to the gradients
         self._tally: LossTally | None = None  # of the step under way, if its losses are sums and counts
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients from before the step under way
 
@@ -98,7 +100,7 @@ class OwnLoop:
         if self._plan.precision != "fp32":
             surround_parts(model, self._forward_context, self._is_called_alone)
         model.register_forward_pre_hook(as_hook(self._before_forward), prepend=True, with_kwargs=True)
-        model.register_forward_hook(as_hook(self._after_forward))
+        model.register_forward_hook(as_hook(self._after_forward), with_kwargs=True)
         model.register_forward_hook(as_hook(self._after_failure), always_call=True, with_kwargs=True)
 
     @contextmanager
@@ -130,15 +132,13 @@ class OwnLoop:
         if not self._engines_own and torch.is_grad_enabled() and self._mesh.degrees["tp"] > 1:
             self._same_batch.check("model", (args, kwargs), None)
 
-    def _after_forward(self, _: nn.Module, args: Any, output: Any) -> Any:
+    def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._engines_own:
             return None
         if self._plan.precision != "fp32":
             output = widen_output(output)
         if torch.is_grad_enabled() and (self._scaler is not None or self._plan.micro_batches > 1):
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._check_own_backward)
+            watch_output(output, (args, kwargs), self._check_own_backward)
         return output
 
     def _after_failure(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -146,19 +146,40 @@ class OwnLoop:
         if output is None and error is not None and not self._engines_own:
             note_inputs(error, model, (*args, *([kwargs] if kwargs else [])))
 
-    def _check_own_backward(self, _: torch.Tensor) -> None:
-        """Called in every backward through the model's output."""
-        if self._in_backward:
+    def _check_own_backward(self, part: PartOfGraph) -> None:
+        """Called in every backward through the model's output.
+
+        Args:
+            part: of the graph, from the output to the model's inputs.
+
+        Raises:
+            RuntimeError: the backward is no Engine's, and adds to this Engine's gradients.
+        """
+        if self._in_backward or self._foreign or not part.reaches_parameters():
             return
-        field = f"micro_batches={self._plan.micro_batches}"
-        if self._scaler is not None:
-            field = "precision='fp16', whose losses are scaled" + (
-                f", and {field}" if self._plan.micro_batches > 1 else ""
-            )
+        if is_in_engines_backward():  # a generator's, through this critic; its zero_grad drops what is added here
+            self._foreign = True
+            return
         raise RuntimeError(
-            f"loss.backward() was called under a plan with {field}: call engine.backward(loss) in its place "
-            f"(docs/your-own-loop.md), or engine.step(inputs, targets), which does all of a step"
+            f"loss.backward() was called under a plan with {self._described_loss()}: call engine.backward(loss) in its "
+            f"place (docs/your-own-loop.md), or engine.step(inputs, targets), which does all of a step; the gradient "
+            f"by inputs alone is torch.autograd.grad(loss, inputs)"
         )
+
+    def _described_loss(self) -> str:
+        field = f"micro_batches={self._plan.micro_batches}"
+        if self._scaler is None:
+            return field
+        return "precision='fp16', whose losses are scaled" + (f", and {field}" if self._plan.micro_batches > 1 else "")
+
+    def _check_no_foreign_gradient(self, call: str) -> None:
+        """Refuses gradients that another Engine's backward has added to."""
+        if self._foreign:
+            raise RuntimeError(
+                f"{call} was called with gradients to which another Engine's backward has added, through this Engine's "
+                f"model, under a plan with {self._described_loss()}: call engine.optimizer.zero_grad() after that "
+                f"backward, or let this model's parameters need no gradient in it (requires_grad_(False))"
+            )
 
     def _surround_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         torch_step, clear = optimizer.step, optimizer.zero_grad
@@ -232,6 +253,7 @@ class OwnLoop:
             raise
 
     def _backward(self, total: torch.Tensor, count: torch.Tensor | None) -> None:
+        self._check_no_foreign_gradient("engine.backward(loss)")
         micro_batches = self._plan.micro_batches
         if self._done == micro_batches:
             self._done = 0
@@ -255,7 +277,8 @@ class OwnLoop:
             self._tally.start_total()
         self._in_backward = True
         try:
-            (total * weight).backward()
+            with engines_backward():
+                (total * weight).backward()
             self._sharded.finish_micro_batch()
         finally:
             self._in_backward = False
@@ -300,6 +323,7 @@ class OwnLoop:
             self._sharded.abandon_step()
         self._earlier = []
         self._done = 0
+        self._foreign = False
 
     def abandon(self) -> None:
         """Drops the step under way, after a failure."""
@@ -321,6 +345,7 @@ class OwnLoop:
                 result = closure()
         if self._accumulating and not self._is_complete:
             return result
+        self._check_no_foreign_gradient("engine.optimizer.step()")
         self._check_complete("engine.optimizer.step()")
         with explained("engine.optimizer.step"), self.engines_own():
             self._changes.check()

@@ -1,10 +1,11 @@
 """Asking whether backward is running, and steering it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 
 def is_in_backward() -> bool:
@@ -81,3 +82,52 @@ def accumulate_from(
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward that is running computes `node` of its graph.
+
+    Why: ``autograd.grad`` of an input goes through a model without reaching its parameters, ``backward`` reaches them.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient autograd.grad was asked for: it is returned, and not accumulated
+        return False
+
+
+_ENGINES_BACKWARD = "tensorshard_engines_backward"
+
+
+@contextmanager
+def engines_backward() -> Iterator[None]:
+    """A context around an Engine's own backward, in which :func:`is_in_engines_backward` is true.
+
+    Why: hooks that run in backward, of other Engines' models too, need to know. Those on a GPU run in threads of
+    autograd, which get this thread's local objects, but not its context variables.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    before = is_in_engines_backward()
+    torch._C._stash_obj_in_tls(_ENGINES_BACKWARD, True)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_ENGINES_BACKWARD, before)
+
+
+def is_in_engines_backward() -> bool:
+    """Whether this runs within :func:`engines_backward`.
+
+    Why: as for that function.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    return torch._C._is_key_in_tls(_ENGINES_BACKWARD) and bool(torch._C._get_obj_in_tls(_ENGINES_BACKWARD))
