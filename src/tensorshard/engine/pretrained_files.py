@@ -6,6 +6,7 @@ import torch
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.mesh import Mesh
+from tensorshard.pretrained.adapters import AdapterExport, has_adapters
 from tensorshard.pretrained.export import Export
 from tensorshard.sharded_model import ShardedModel
 
@@ -14,11 +15,22 @@ def save_pretrained(
     sharded: ShardedModel, mesh: Mesh, path: Path, *, dtype: torch.dtype | None, max_shard_size: int | str
 ) -> None:
     """What :meth:`tensorshard.Engine.save_pretrained` does; errors of rank 0 are raised on every rank."""
-    export: Export | None = None
+    export: Export | AdapterExport | None = None
 
     def begin() -> None:
         nonlocal export
         layouts = sharded.full_layouts()
+        if has_adapters(sharded.structure):
+            export = AdapterExport(
+                path,
+                sharded.structure,
+                layouts,
+                sharded.aliases(),
+                sharded.is_trained,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+            )
+            return
         export = Export(path, sharded.structure, layouts, dtype=dtype, max_shard_size=max_shard_size)
 
     decide_once(begin, mesh.world_group)

@@ -43,10 +43,7 @@ class Export:
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = MAX_SHARD_SIZE,
     ) -> None:
-        size = size_in_bytes("max_shard_size", max_shard_size)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"dtype={dtype!r} was given; it must be a floating-point torch.dtype, or None")
-        check_is_new(directory)
+        size = check_arguments(directory, dtype, max_shard_size)
         self._directory = directory
         self._temporary = directory.with_name(f".{directory.name}.saving")
         plain = None if structure is None else _plain(structure)
@@ -71,6 +68,15 @@ class Export:
     def discard(self) -> None:
         """Removes what was written."""
         shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def check_arguments(directory: Path, dtype: torch.dtype | None, max_shard_size: int | str) -> int:
+    """`max_shard_size` in bytes, if the other arguments are valid, too."""
+    size = size_in_bytes("max_shard_size", max_shard_size)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={dtype!r} was given; it must be a floating-point torch.dtype, or None")
+    check_is_new(directory)
+    return size
 
 
 def export_all(tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
@@ -103,7 +109,7 @@ def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None =
     if not is_of_transformers(model):
         return
     config: Any = deepcopy(model.config)
-    config.architectures = [_own_class(model).__name__]
+    config.architectures = [own_class(model).__name__]
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(directory)
@@ -126,7 +132,7 @@ def _cast(layout: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return layout if dtype is None or not layout.is_floating_point() else layout.to(dtype)
 
 
-def _own_class(model: nn.Module) -> type[nn.Module]:
+def own_class(model: nn.Module) -> type[nn.Module]:
     """The class of `model` before ``fully_shard`` derived another from it."""
     kinds = (kind for kind in type(model).__mro__ if issubclass(kind, nn.Module))
     return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
@@ -134,7 +140,7 @@ def _own_class(model: nn.Module) -> type[nn.Module]:
 
 def _plain(model: nn.Module) -> nn.Module:
     """`model` as its class builds it, without values: transformers finds its rules by the names of classes."""
-    kind = _own_class(model)
+    kind = own_class(model)
     if kind is type(model) or not is_of_transformers(model):
         return model
     with torch.device("meta"):

@@ -49,6 +49,7 @@ __all__ = [
     "set_buffer",
     "set_parameter",
     "truncated_normal_replaced",
+    "without_values",
 ]
 
 # The code that runs a module's call, around its forward.
@@ -294,3 +295,43 @@ class ConvertibleModule(nn.Module):
         super()._apply(fn, recurse)
         self.after_conversion()
         return self
+
+
+def without_values(module: nn.Module, own_class: Callable[[nn.Module], type[nn.Module]]) -> nn.Module:
+    """A copy of `module` and those in it, of the classes that `own_class` says, on the meta device, without hooks.
+
+    Other attributes are shared with the original.
+
+    Why: code that only asks for names and classes can be run on it, while ``copy.deepcopy`` of a laid-out model fails:
+    FSDP2 refuses it.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    tensors: dict[int, torch.Tensor] = {}
+    modules: dict[int, nn.Module] = {}
+
+    def tensor(value: torch.Tensor | None) -> torch.Tensor | None:
+        if value is not None and id(value) not in tensors:
+            empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            is_parameter = isinstance(value, nn.Parameter)
+            tensors[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
+        return None if value is None else tensors[id(value)]
+
+    def copied(original: nn.Module) -> nn.Module:
+        if id(original) in modules:
+            return modules[id(original)]
+        made = modules[id(original)] = object.__new__(own_class(original))
+        for name, value in vars(original).items():
+            if name in ("_parameters", "_buffers"):
+                vars(made)[name] = {key: tensor(held) for key, held in value.items()}
+            elif name == "_modules":
+                vars(made)[name] = {key: None if held is None else copied(held) for key, held in value.items()}
+            elif "_hooks" in name and isinstance(value, dict):
+                vars(made)[name] = type(value)()
+            elif name not in ("forward", "__deepcopy__"):
+                vars(made)[name] = value
+        return made
+
+    return copied(module)
