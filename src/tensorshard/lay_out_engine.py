@@ -136,6 +136,7 @@ def lay_out_engine(
             heap=heap,
         )
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
+    sharded.protect()
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
     mark_replaced(users_parameters)
     if mesh.rank == 0:

@@ -108,6 +108,13 @@ class ShardedModel(ABC):
         """The original model, for its modules, names and attributes. Its tensors may be of any kind."""
         return self.model
 
+    def all_modules(self) -> list[nn.Module]:
+        """Every module that computes on this rank, or that the user sees."""
+        return list(self.model.modules())
+
+    def protect(self) -> None:  # noqa: B027
+        """Called when the Engine is made: from now on, what this rank does not have says so where it is read."""
+
     def describe_stages(self) -> str | None:
         """The stages of the pipeline, if there is one."""
         return None

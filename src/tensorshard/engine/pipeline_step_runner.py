@@ -1,5 +1,6 @@
 """Forward and backward of batches through a pipeline."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class PipelineStepRunner(StepRunner):
         super().__init__(sharded, plan, mesh, objective, device)
         self._group = mesh.group("pp")
         self._is_last = self._group.rank() == sharded.last_rank
+        self._failure: Exception | None = None  # of the loss, until all ranks know of it
         self._predicts_whole = False  # at once, as the outputs of micro-batches cannot be joined
         self._runner = self._make_runner(plan.pp_schedule)
         forward = _FORWARD_SCHEDULES.get(plan.pp_schedule, plan.pp_schedule)
@@ -63,12 +65,13 @@ class PipelineStepRunner(StepRunner):
         self._same_batch.check("step", inputs, targets)
         batches = self._batches.split(inputs, targets, self._plan.micro_batches, all_of_them=True)
         parts = [part.on_device(self._device, targets=self._is_last) for part in batches]
+        self._sharded.follow_modes()
         self._sharded.discard_gradients()
         tally = self._tally = LossTally(self._mesh)
 
         def loss(index: int, output: Callable[[], Any]) -> torch.Tensor:
-            loss_sum, count = self._loss(output, parts[index])
-            check_has_gradient(loss_sum)
+            loss_sum, count = self._loss(index, output, parts[index], trains=True)
+            self._sharded.loss_is_over()
             tally.add(loss_sum, count, micro_batches=len(parts))
             if tally.parts == len(parts):
                 tally.start_total()
@@ -83,12 +86,14 @@ class PipelineStepRunner(StepRunner):
 
     def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
         self._same_batch.check("evaluate", inputs, targets)
+        self._sharded.follow_modes()
         batches = self._batches.split_for_evaluation(inputs, targets, micro_batches or self._plan.micro_batches)
         parts = [part.on_device(self._device, targets=self._is_last) for part in batches]
         tally = LossTally(self._mesh)
 
         def consume(index: int, output: Callable[[], Any]) -> None:
-            tally.add(*self._loss(output, parts[index]), micro_batches=len(parts))
+            tally.add(*self._loss(index, output, parts[index], trains=False), micro_batches=len(parts))
+            self._sharded.loss_is_over()
 
         with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
             self._forward_runner.forward([part.inputs for part in parts], consume, hand_over=True)
@@ -96,17 +101,38 @@ class PipelineStepRunner(StepRunner):
             tally.start_total()
         return self._broadcast_loss(tally, len(parts)).mean
 
-    def _loss(self, output: Callable[[], Any], part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        if part.counts:
-            loss = self._objective(output(), part.inputs, part.targets)
-        else:
-            loss = self._objective.of_none(output(), part.targets, part.none)
-        self._sharded.loss_is_over()
-        return loss
+    def _loss(
+        self, index: int, output: Callable[[], Any], part: MicroBatch, *, trains: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of a micro-batch; NaN if it failed, so that the other ranks do not wait for this one.
+
+        All of them raise the error when the micro-batches are over.
+        """
+        try:
+            with self._sharded.computing_loss():
+                if part.counts:
+                    total, count = self._objective(output(), part.inputs, part.targets)
+                else:
+                    total, count = self._objective.of_none(output(), part.targets, part.none)
+            if trains:
+                check_has_gradient(total)
+        except Exception as error:
+            if self._failure is None:
+                error.add_note(f"in the loss of micro-batch {index} (pipeline rank {self._group.rank()})")
+                self._failure = error
+            nothing = torch.full((), math.nan, device=self._device, requires_grad=trains)
+            return nothing, torch.ones((), device=self._device)
+        return total, count
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def predict(self, inputs: Any, *, compare: Any) -> Any:
         if compare is not None:
             self._same_batch.check("predict", compare, None)
+        self._sharded.follow_modes()
         parts = self._on_device(split_unevenly(inputs, None, 1 if self._predicts_whole else self._plan.micro_batches))
         outputs = self._outputs(parts)
         sizes = [batch_size(part) for part, _ in parts]
@@ -136,14 +162,18 @@ class PipelineStepRunner(StepRunner):
 
     def _broadcast_loss(self, tally: LossTally, parts: int) -> StepLoss:
         """Sends the last stage's loss to every rank."""
-        message = torch.zeros(3, dtype=torch.float64, device=self._device)
+        message = torch.zeros(4, dtype=torch.float64, device=self._device)
         if self._is_last:
             mean, correction = tally.mean(), tally.correction()
             message[0] = mean
             message[1] = 1.0 if correction is None else correction
             message[2] = float(mean.dtype == torch.float64)
+            message[3] = float(self._failure is not None)
         dist.broadcast(message, group=self._group, group_src=self._sharded.last_rank)
-        wide = detect_fake_mode(message) is None and bool(message[2].item())
+        wide, failed = (False, False) if detect_fake_mode(message) else map(bool, message[2:].tolist())
+        if failed:
+            last = self._sharded.last_rank
+            decide_once(self._raise_failure, self._group, rank=last, device=self._device)
         mean = message[0] if wide else message[0].float()
         return StepLoss(mean, message[1] if parts > 1 else None)
 

@@ -38,10 +38,12 @@ __all__ = [
     "check_batch_norm_input",
     "clear_forward_hooks",
     "clear_hooks",
+    "every_module",
     "forward_pre_hooks",
     "has_backward_hooks",
     "overrides_convolution",
     "own_buffers",
+    "own_modules",
     "own_parameters",
     "refresh_recurrent_weights",
     "registrations",
@@ -112,6 +114,42 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     Public way: ``named_buffers(recurse=False, remove_duplicate=False)``, where a class does not override it.
     """
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that are registered on `module` itself, by the names they have there. Writing changes the module.
+
+    Why: as for :func:`own_parameters`; modules of a pipeline's other ranks are left out of ``named_modules``.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``named_children()``, to read, where a class does not override it and no module occurs twice.
+    """
+    return module._modules  # type: ignore[return-value]
+
+
+def every_module(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module of `model` by the first of its names, in the order of ``named_modules()``.
+
+    Why: as for :func:`own_modules`.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: ``named_modules()``, where no module overrides it.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(path: str, module: nn.Module | None) -> None:
+        if module is None or id(module) in seen:
+            return
+        seen.add(id(module))
+        found[path] = module
+        for name, inner in own_modules(module).items():
+            visit(f"{path}.{name}" if path else name, inner)
+
+    visit("", model)
+    return found
 
 
 def set_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> None:

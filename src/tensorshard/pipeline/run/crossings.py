@@ -13,6 +13,7 @@ from tensorshard.pipeline.cut.cut import Cut
 from tensorshard.pipeline.cut.placement import place_calls, unit_stages
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.tracer import Tracer
+from tensorshard.torch_private.modules import every_module
 from tensorshard.torch_private.pytree import tree_flatten
 
 logger = logging.getLogger("tensorshard")
@@ -55,7 +56,7 @@ class Shapes:
                 The stages cannot compute them one after the other, or a stage lacks parameters that it would need.
         """
         if model is not self._listed[0]:
-            self._listed = model, list(model.modules())
+            self._listed = model, list(every_module(model).values())
         training = bytes([module.training for module in self._listed[1]])
         mode = (training, torch.is_grad_enabled(), _autocast(self._tracer.device.type))
         key = (input_signature(inputs), mode)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,26 +11,14 @@ from tensorshard.mesh import Mesh
 from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.pipeline.cut.placement import unit_stages
+from tensorshard.pipeline.run.guards import Access, guard_modules
 from tensorshard.pipeline.run.shared_gradients import SharedGradients, local_of
+from tensorshard.pipeline.run.shown_model import ShownModel
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.schedules import find_schedule
 from tensorshard.sharded_model import ShardedModel, TakeGradient
+from tensorshard.torch_private.modules import every_module
 from tensorshard.transforms.precision import master_dtype
-
-
-class Stages(nn.Module):
-    """The modules of a rank's stages, each under its number. It cannot be called: a pipeline runs on several ranks."""
-
-    def __init__(self, stages: Sequence[StageModule]) -> None:
-        super().__init__()
-        for stage in stages:
-            self.add_module(f"stage{stage.index}", stage.module)
-
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(
-            "with pp > 1 this rank has some of the model's stages, so engine.model cannot be called; use engine.step, "
-            "engine.evaluate or engine.predict, which every rank calls"
-        )
 
 
 class PipelinedModel(ShardedModel):
@@ -53,7 +40,6 @@ class PipelinedModel(ShardedModel):
     ) -> None:
         super().__init__(whole, parts[-1].split)
         self._whole = whole
-        self.model = Stages(stages)
         self.stages = list(stages)
         self.parts = list(parts)
         self.cut = stages[0].cut
@@ -63,6 +49,11 @@ class PipelinedModel(ShardedModel):
         self._rank_of = [
             find_schedule(mesh.schedule).rank_of(stage, mesh.degrees["pp"]) for stage in range(self.cut.stages)
         ]
+        for stage in stages:
+            self._word_errors(stage)
+        self._shown = ShownModel(whole, stages)
+        self.model = self._shown.model
+        self._access = Access()
         self._masters: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # of what an earlier stage of this rank has
         for part in parts:
@@ -79,6 +70,49 @@ class PipelinedModel(ShardedModel):
         self._complete = True
         self._behind: UpdateBehind | None = None
         self.logits = parts[-1].logits
+
+    def _word_errors(self, stage: StageModule) -> None:
+        stage.pipeline = f"Plan(pp={self._mesh.degrees['pp']})"
+        numbers = " and ".join(str(each.index) for each in self.stages)
+        stage.mine = f"stage{'s' * (len(self.stages) > 1)} {numbers} of {self.cut.stages}"
+        stage.called = (
+            f"under {stage.pipeline} this rank has {stage.mine} alone, so engine.model cannot be called; use "
+            f"engine.step, engine.evaluate or engine.predict, which every rank calls. Modules that are wholly on this "
+            f"rank can be called"
+        )
+
+    def protect(self) -> None:
+        device = torch.device(self._mesh.device_mesh.device_type)
+        for stage in self.stages:
+            stage.put_placeholders(device)
+        first = self.stages[0]
+        guard_modules(
+            self.model,
+            {path: first.not_held(path) for path in self._shown.missing},
+            self._access,
+            part=first.mine,
+            returns=self.stages[-1].module if self.stages[-1].is_last else None,
+            last=f"stage {self.cut.stages - 1}",
+            around=self._shown.around,
+        )
+
+    def all_modules(self) -> list[nn.Module]:
+        models = {id(model): model for model in (self.model, *(stage.module for stage in self.stages))}
+        modules = (module for model in models.values() for module in every_module(model).values())
+        return list({id(module): module for module in modules}.values())
+
+    def follow_modes(self) -> None:
+        """Gives all stages the modes (training, evaluation) of the model that is shown. Called before each run."""
+        self._shown.follow_modes()
+
+    @contextmanager
+    def computing_loss(self) -> Iterator[None]:
+        """A context in which lists of the shown model's parameters raise, as they would lack other stages'."""
+        self._access.in_loss = True
+        try:
+            yield
+        finally:
+            self._access.in_loss = False
 
     def loss_is_over(self) -> None:
         self.parts[-1].loss_is_over()

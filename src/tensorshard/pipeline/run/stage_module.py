@@ -14,7 +14,8 @@ from tensorshard.modules.values import Layout, take_apart
 from tensorshard.pipeline.cut.cut import Cut
 from tensorshard.pipeline.run.crossings import Shapes, received_layouts, sent_layouts
 from tensorshard.pipeline.run.stage_run import StageLeft, StageRun
-from tensorshard.pipeline.run.stage_skeleton import put_placeholders, skeleton
+from tensorshard.pipeline.run.stage_skeleton import Removed, put_placeholders, skeleton
+from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.modules import clear_forward_hooks, clear_hooks, own_parameters
 from tensorshard.torch_private.pytree import tree_map_only
 
@@ -60,6 +61,9 @@ class StageModule:
         self._device: torch.device | None = None
         self._some_parameter: tuple[nn.Module, str] | tuple[()] | None = None  # None before it was looked up
         self._attached = False
+        # For errors; a rank that has several stages says other things.
+        self.pipeline, self.mine = f"a pipeline of {self.cut.stages} stages", f"stage {index}"
+        self.called = f"the module of stage {index} was called by itself; call the stage, with what it receives"
         if not self.is_last:
             clear_forward_hooks(self.module)  # they take the model's output, which a stage does not have
         self._run: StageRun | None = None
@@ -131,16 +135,49 @@ class StageModule:
             return call_model(self.module, inputs)
         finally:
             self._run = None
-            put_placeholders(written, self._device or torch.device("cpu"))
+            self._put(written)
+
+    def put_placeholders(self, device: torch.device) -> None:
+        """Puts stand-ins on `device` in the places of what other stages hold. Reading them raises outside of calls."""
+        self._device = device
+        self._put(self._removed)
+
+    def _put(self, removed: Sequence[Removed]) -> None:
+        device = self._device or torch.device("cpu")
+        put_placeholders(removed, device, computes=self._computes, sentence=self.not_held)
+
+    def _computes(self) -> bool:
+        return self._run is not None
+
+    def not_here(self, path: str) -> str:
+        """What an error says where the module at `path` is called, which other stages have."""
+        return (
+            f"engine.model.{path} cannot be called on this rank: under {self.pipeline} it is on {self._where(path)}, "
+            f"and this rank has {self.mine}. The whole model runs in engine.step, engine.evaluate and engine.predict, "
+            f"which every rank calls"
+        )
+
+    def not_held(self, path: str) -> str:
+        """What an error says where the tensor or the module at `path` is read, which other stages have."""
+        return (
+            f"engine.model.{path} is not on this rank: under {self.pipeline} it is on {self._where(path)}, and this "
+            f"rank has {self.mine}. For a penalty on the weights call engine.add_penalty(function), which runs on "
+            f"every stage and sums; for values engine.full_state_dict(), on every rank"
+        )
+
+    def _where(self, path: str) -> str:
+        owners = [stage for stage in range(self.cut.stages) if path in self.cut.parameters(stage)]
+        if not owners:
+            inside = (s for unit, s in self._shapes.stages_of.items() if f"{path}.".startswith(f"{unit}."))
+            owners = sorted(next(inside, ()))
+        return " and ".join(f"stage {stage}" for stage in owners) or "another stage"
 
     # -- inside of the model's forward --
 
     def _enter(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None:
-            raise RuntimeError(
-                f"the module of stage {self.index} was called by itself; call the stage, with what it receives"
-            )
+            raise RuntimeError(self.called)
         try:
             output = forward(*args, **kwargs)
         except StageLeft:
@@ -152,8 +189,7 @@ class StageModule:
         device = self._device_of_parameters()
         device = device or next((t.device for t in (*received, *take_apart(inputs)[0])), torch.device("cpu"))
         if device != self._device:
-            self._device = device
-            put_placeholders(self._removed, device)
+            self.put_placeholders(device)
         if not self._attached:
             # Attached last, so that these hooks run after those of transforms, and send what these return.
             self._attached = True
@@ -195,6 +231,8 @@ class StageModule:
 
     def _stub(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         run = self._run
+        if run is None and not is_in_backward():
+            raise RuntimeError(self.not_here(name))
         if run is None:
             raise RuntimeError(
                 f"{name!r}, which belongs to another stage than {self.index}, was called in backward: the model "

@@ -1,7 +1,8 @@
 """A model's skeleton that holds the parameters and buffers of one stage alone."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -9,6 +10,8 @@ from torch import nn
 from tensorshard.modules.fake_copies import computed_attributes, keep_padding
 from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.parameters import parameter_aliases
+from tensorshard.pipeline.run.elsewhere import Elsewhere
+from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 
@@ -31,14 +34,31 @@ class Removed:
         vars(self.owner)[self.name] = torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
-def put_placeholders(removed: Iterable[Removed], device: torch.device) -> None:
-    """Puts a tensor of its shape, with one element in memory, in the place of each. Those that are alike share one."""
+def put_placeholders(
+    removed: Iterable[Removed],
+    device: torch.device,
+    *,
+    computes: Callable[[], bool] | None = None,
+    sentence: Callable[[str], str] | None = None,
+) -> None:
+    """Puts a tensor of its shape, with one element in memory, in the place of each. Those that are alike share it.
+
+    Args:
+        computes: says whether the stage computes now; at other times reading the tensors raises. None for plain zeros.
+        sentence: what the error says of a path.
+    """
     made: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+    guarded = computes is not None and sentence is not None and active_fake_mode() is None
     for each in removed:
         key = (each.shape, each.dtype)
         if key not in made:
             made[key] = torch.zeros((), dtype=each.dtype, device=device).expand(each.shape)
-        vars(each.owner)[each.name] = made[key]
+        plain = made[key]
+        if guarded:
+            assert computes is not None and sentence is not None
+            vars(each.owner)[each.name] = Elsewhere.make(plain, computes, partial(sentence, each.path))
+        else:
+            vars(each.owner)[each.name] = plain
 
 
 def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[nn.Module, list[Removed]]:
@@ -48,19 +68,24 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
 
     Args:
         keep: first names of the parameters to keep. Each is kept at all of its places.
-        stubs: names of modules that lose their buffers.
+        stubs: names of modules that lose their buffers, unless these modules have another name outside of the stubs.
     """
     memo: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = deepcopy_module(model, memo | computed_attributes(model))
     keep_padding(copied)
     removed: list[Removed] = []
     aliases = parameter_aliases(copied)
+    inside = {
+        path: any(path == stub or path.startswith(f"{stub}.") for stub in stubs)
+        for path, _ in copied.named_modules(remove_duplicate=False)
+    }
+    kept = {module for path, module in copied.named_modules(remove_duplicate=False) if not inside[path]}
     for path, module in copied.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in own_parameters(module).items():
             if aliases[prefix + name] not in keep:
                 removed.append(_remove(aliases[prefix + name], module, name, parameter))
-        if any(path == stub or path.startswith(f"{stub}.") for stub in stubs):
+        if module not in kept:
             for name, buffer in own_buffers(module).items():
                 removed.append(_remove(prefix + name, module, name, buffer))
     put_placeholders(removed, torch.device("meta"))

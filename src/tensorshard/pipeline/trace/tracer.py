@@ -22,7 +22,7 @@ from tensorshard.repetitions import shortened
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import NEEDS_VALUES
-from tensorshard.torch_private.modules import has_backward_hooks
+from tensorshard.torch_private.modules import every_module, has_backward_hooks
 
 
 class Tracer:
@@ -142,7 +142,7 @@ class Tracer:
 
     def follow_modes(self, model: nn.Module) -> None:
         """Sets the copy's modules to training or evaluation as those of `model` are."""
-        for name, module in model.named_modules():
+        for name, module in every_module(model).items():
             self._copy.get_submodule(name).training = module.training
 
     # -- internals --

@@ -1,0 +1,136 @@
+"""What the modules of a pipeline's rank refuse: reads and hooks of what other ranks hold.
+
+Everything is put on the instances, as plain functions: names, classes and forwards of the modules stay as they are.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import nn
+
+from tensorshard.torch_private.modules import every_module
+
+_LISTS = ("named_parameters", "named_buffers")
+_HOOKS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_backward_hook",
+)
+
+
+class Access:
+    """Who reads the modules now.
+
+    Attributes:
+        in_loss: whether the loss function runs, whose sums over parameters would lack those of other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.in_loss = False
+
+
+def guard_modules(
+    model: nn.Module,
+    missing: Mapping[str, str],
+    access: Access,
+    *,
+    part: str,
+    returns: nn.Module | None,
+    last: str,
+    around: Mapping[str, nn.Module],
+) -> None:
+    """Makes modules of `model` that other ranks compute say so, and lists of parameters that would be incomplete.
+
+    Args:
+        missing: for each name of a module that this rank does not have, what errors say.
+        access: asked at every read.
+        part: what this rank has, for errors.
+        returns: the model whose forward ends with the output, if this rank computes it.
+        last: where that is computed, for errors.
+        around: by name, modules that are only shown: each stage of this rank runs a copy.
+    """
+    modules = every_module(model)
+    held = {id(module) for path, module in modules.items() if path not in missing}
+    foreign = {path: module for path, module in modules.items() if path in missing and id(module) not in held}
+    for path, module in foreign.items():
+        _guard_foreign(module, missing[path])
+    for path, module in modules.items():
+        if path not in missing and any(_within(other, path) for other in foreign):
+            _guard_partly_held(module, f"engine.model{path and '.'}{path}", access, part)
+    for path, module in around.items():
+        message = (
+            f"engine.model{path and '.'}{path} is around modules of several stages, each of which runs it: register a "
+            f"hook on it before parallelize, or on a module inside of it"
+        )
+        for name in _HOOKS:
+            vars(module)[name] = partial(_refuse, message)
+    if returns is not None and returns is not model:
+        vars(model)["register_forward_hook"] = returns.register_forward_hook
+    if returns is None:
+        message = (
+            f"a forward hook of the whole model would see its output, which is computed on {last}; this rank has "
+            f"{part}. Register it before parallelize, which keeps it where the output is"
+        )
+        vars(model)["register_forward_hook"] = partial(_refuse, message)
+
+
+def _within(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
+
+
+def _guard_foreign(module: nn.Module, message: str) -> None:
+    own = vars(module)
+    for name in _LISTS:
+        own[name] = partial(_refuse, message)
+    own["named_modules"] = partial(_no_modules, message)
+    own["state_dict"] = partial(_state_dict, module, message)
+    own["requires_grad_"] = partial(_requires_grad, module)
+    hooked = f"{message.partition('. ')[0]}. A hook on it runs there: register it before parallelize, which keeps it"
+    for name in _HOOKS:
+        own[name] = partial(_refuse, hooked)
+
+
+def _guard_partly_held(module: nn.Module, shown: str, access: Access, part: str) -> None:
+    for name in _LISTS:
+        message = (
+            f"loss_fn lists {shown}.{name}(), but this rank has {part} alone, so a sum over it would lack the other "
+            f"stages': for a penalty on the weights call engine.add_penalty(function), which runs on every stage and "
+            f"sums, and leave it out of loss_fn"
+        )
+        vars(module)[name] = partial(_listed, getattr(type(module), name), module, access, message)
+
+
+# Functions that stand in for a module's methods. A deep copy of a module keeps what they refer to.
+
+
+def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(message)
+
+
+def _listed(
+    method: Callable[..., Iterator[Any]], module: nn.Module, access: Access, message: str, *args: Any, **kwargs: Any
+) -> Iterator[Any]:
+    if access.in_loss:
+        raise RuntimeError(message)
+    return method(module, *args, **kwargs)
+
+
+def _no_modules(message: str, memo: Any = None, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Nothing in a list of the modules around it, which is of those that this rank has."""
+    if memo is None:
+        raise RuntimeError(message)
+    return iter(())
+
+
+def _state_dict(module: nn.Module, message: str, *args: Any, **kwargs: Any) -> Any:
+    if not args and "destination" not in kwargs:
+        raise RuntimeError(message)
+    return type(module).state_dict(module, *args, **kwargs)
+
+
+def _requires_grad(module: nn.Module, requires_grad: bool = True) -> nn.Module:
+    """Does nothing: the rank that has the module does it, and a script says the same on all ranks."""
+    return module
