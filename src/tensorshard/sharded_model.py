@@ -4,7 +4,7 @@ Its *masters* are the parameters that the optimizer updates.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -267,6 +267,13 @@ class ShardedModel(ABC):
 
     def shown_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """What the module's parameter or buffer `name` takes of its `full` value, which is being loaded."""
+        return self.local_value(name, full)
+
+    def local_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the parameter or buffer `name`. `full` is the full value.
+
+        It has the layout of the parameter's master.
+        """
         local = self.split.local(name, full)
         master = self.masters().get(self._aliases.get(name, name))
         if not isinstance(master, DTensor):
@@ -286,6 +293,41 @@ class ShardedModel(ABC):
         """Copies the parameter `name`; the function that is returned gives it that value again."""
         kept = self.shown_parameters()[name].detach().clone()
         return lambda: self.set_value(name, kept)
+    # -- penalties on the weights --
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's penalty has the terms of the parameter `name`, of which other ranks may have copies."""
+        return True
+
+    def computing_penalty(self) -> AbstractContextManager[None]:
+        """Surrounds a function of the weights, which this rank computes for what it has."""
+        return nullcontext()
+
+    def full_value(self, name: str) -> torch.Tensor:
+        """The master of the parameter `name`, whole. A collective of the ranks that have a part of it."""
+        return self._full_parameter(name, self.masters()[name])
+
+    @torch.no_grad()
+    def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Adds to the masters' gradients after :meth:`finish_backward`. A collective.
+
+        Args:
+            gradients: this rank's parts, as :meth:`local_value` gives them, the same on all ranks that have a copy.
+        """
+        if self._finish_gradients is not None:
+            self._finish_gradients()
+        masters = self.masters()
+        for name, gradient in gradients.items():
+            master = masters[name]
+            local = to_local(gradient)
+            if master.grad is not None:
+                own = to_local(master.grad)
+                own.add_(local.to(own.device, own.dtype))
+                continue
+            local = local.to(to_local(master).device, master.dtype)
+            master.grad = dtensor_like(local, master) if isinstance(master, DTensor) else local
+            if self._take_gradient is not None:
+                self._take_gradient(master)
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers of a state dict, by the original model's names."""

@@ -24,6 +24,7 @@ from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.engine.optimizer_parts import guard_optimizer_states
 from tensorshard.engine.other_optimizers import mark_trained, warn_of_schedulers
 from tensorshard.engine.own_loop import OwnLoop
+from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.engine.state_dicts import GuardedStateDicts
 from tensorshard.engine.step_runner import StepRunner, WholeModelStepRunner
@@ -108,6 +109,7 @@ class Engine(LoopMethods):
         self.scaler = LossScaler() if plan.precision == "fp16" else None
         self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device)
         objective = Objective(loss_fn, plan.precision, device)
+        self._penalties = Penalties(sharded, mesh, device)
         self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
         self.random = random
         self._seed = seed
@@ -171,7 +173,8 @@ class Engine(LoopMethods):
             targets: what the loss function takes besides the output. The first dimension is the samples.
 
         Returns:
-            The mean loss over the global batch before the update: a scalar, the same on every rank.
+            The mean loss over the global batch before the update, with the penalties of :meth:`add_penalty`: a scalar,
+            the same on every rank.
 
         Raises:
             ValueError: the batch does not split into ``plan.micro_batches`` and is not an epoch's last one, as
@@ -228,8 +231,9 @@ class Engine(LoopMethods):
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
+        mean = self._penalties.add(loss.mean, factor)
         if self._gradients.prepare(
-            loss.mean,
+            mean,
             factor,
             steps_taken=self.step_count,
             measure=self.measure_grad_norm,
@@ -241,7 +245,7 @@ class Engine(LoopMethods):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._count_step()
-        return loss.mean
+        return mean
 
     def _count_step(self) -> None:
         self.step_count += 1

@@ -13,6 +13,7 @@ from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.other_weights import using_weights
 from tensorshard.engine.own_loop import OwnLoop
 from tensorshard.engine.stand_ins import check_equal_shares, check_last_batch
+from tensorshard.engine.penalties import Penalties, Penalty, PenaltyHandle
 from tensorshard.engine.waiting_for_updates import WaitingForUpdates
 from tensorshard.mesh import Mesh
 from tensorshard.plan import Plan
@@ -47,6 +48,7 @@ class LoopMethods(WaitingForUpdates):
     loader_states: dict[str, dict[str, int]]
     _gradients: FinalGradients
     _own_loop: OwnLoop
+    _penalties: Penalties
     _seed: int
 
     def backward(self, loss: Any) -> None:
@@ -69,6 +71,11 @@ class LoopMethods(WaitingForUpdates):
         After any error, the gradients of this step are dropped.
         """
         check_equal_shares(loss, self.loaders.values(), self.mesh)
+        if self._penalties:
+            raise RuntimeError(
+                "engine.backward(loss) was called after engine.add_penalty(function), which engine.step adds to its "
+                "loss: in a loop of your own add function(engine.model) to the loss, and call the handle's remove()"
+            )
         self._own_loop.backward(loss)
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -109,6 +116,31 @@ class LoopMethods(WaitingForUpdates):
             A handle; its ``remove()`` removes the hook.
         """
         return self._gradients.register_hook(hook)
+
+    def add_penalty(self, function: Penalty) -> PenaltyHandle:
+        """Adds a penalty on the weights to the loss of every :meth:`Engine.step`, once a step, under any plan.
+
+        L1 and L2 of chosen weights, distances to earlier weights, orthogonality: whatever is a sum of terms of single
+        parameters. With a pipeline each rank calls it with its own parameters, and the results are summed; so a penalty
+        that combines parameters of several stages (a product of two norms, say) would be wrong there. A parameter that
+        several stages have counts once.
+
+        Args:
+            function: called as ``function(model)``; it returns a scalar tensor, computed from
+                ``model.named_parameters()``: whole tensors under the model's names, in the master weights' precision.
+                They are gathered for it, so a rank needs room for all that its stage has. Every rank calls it at the
+                same point of a step. It cannot run modules.
+
+        Returns:
+            A handle; its ``remove()`` removes the penalty.
+
+        The loss that ``step`` returns includes it. Those of ``evaluate`` are of ``loss_fn`` alone.
+
+        Examples:
+            >>> handle = engine.add_penalty(lambda model: 1e-4 * sum(p.abs().sum() for p in model.parameters()))
+            >>> handle.remove()
+        """
+        return self._penalties.register(function)
 
     def using_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """A context in which the model has other `weights`, such as an average over a run. Then it has its own again.

@@ -34,7 +34,7 @@ class Access:
 
 def guard_modules(
     model: nn.Module,
-    missing: Mapping[str, str],
+    missing: Mapping[str, Callable[[], str]],
     access: Access,
     *,
     part: str,
@@ -81,14 +81,14 @@ def _within(path: str, outer: str) -> bool:
     return not outer or path.startswith(f"{outer}.")
 
 
-def _guard_foreign(module: nn.Module, message: str) -> None:
+def _guard_foreign(module: nn.Module, sentence: Callable[[], str]) -> None:
     own = vars(module)
     for name in _LISTS:
-        own[name] = partial(_refuse, message)
-    own["named_modules"] = partial(_no_modules, message)
-    own["state_dict"] = partial(_state_dict, module, message)
+        own[name] = partial(_refuse_now, sentence)
+    own["named_modules"] = partial(_no_modules, sentence)
+    own["state_dict"] = partial(_state_dict, module, sentence)
     own["requires_grad_"] = partial(_requires_grad, module)
-    hooked = f"{message.partition('. ')[0]}. A hook on it runs there: register it before parallelize, which keeps it"
+    hooked = f"{sentence().partition('. ')[0]}. A hook on it runs there: register it before parallelize, which keeps it"
     for name in _HOOKS:
         own[name] = partial(_refuse, hooked)
 
@@ -118,16 +118,20 @@ def _listed(
     return method(module, *args, **kwargs)
 
 
-def _no_modules(message: str, memo: Any = None, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Module]]:
+def _refuse_now(sentence: Callable[[], str], *_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(sentence())
+
+
+def _no_modules(sentence: Callable[[], str], memo: Any = None, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Module]]:
     """Nothing in a list of the modules around it, which is of those that this rank has."""
     if memo is None:
-        raise RuntimeError(message)
+        raise RuntimeError(sentence())
     return iter(())
 
 
-def _state_dict(module: nn.Module, message: str, *args: Any, **kwargs: Any) -> Any:
+def _state_dict(module: nn.Module, sentence: Callable[[], str], *args: Any, **kwargs: Any) -> Any:
     if not args and "destination" not in kwargs:
-        raise RuntimeError(message)
+        raise RuntimeError(sentence())
     return type(module).state_dict(module, *args, **kwargs)
 
 

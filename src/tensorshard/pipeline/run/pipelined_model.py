@@ -1,7 +1,8 @@
 """The stages that one rank of a pipeline has, seen as one laid-out model."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,7 @@ class PipelinedModel(ShardedModel):
         first = self.stages[0]
         guard_modules(
             self.model,
-            {path: first.not_held(path) for path in self._shown.missing},
+            {path: partial(first.not_held, path) for path in self._shown.missing},
             self._access,
             part=first.mine,
             returns=self.stages[-1].module if self.stages[-1].is_last else None,
@@ -258,6 +259,25 @@ class PipelinedModel(ShardedModel):
     def finish_gather(self) -> None:
         for part in self.parts:
             part.finish_gather()
+
+    # -- penalties on the weights --
+
+    def counts(self, name: str) -> bool:
+        return self._ranks_with(name)[0] == self._group.rank()
+
+    @contextmanager
+    def computing_penalty(self) -> Iterator[None]:
+        for stage in self.stages:
+            stage.in_penalty = True
+        try:
+            yield
+        finally:
+            for stage in self.stages:
+                stage.in_penalty = False
+
+    def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        own = {name: gradient for name, gradient in gradients.items() if name not in self._shared.names}
+        super().add_gradients({**own, **self._shared.spread(gradients)})
 
     # -- state --
 

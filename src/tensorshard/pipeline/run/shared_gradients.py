@@ -1,6 +1,6 @@
 """Gradients of parameters that stages on several pipeline ranks use, such as tied ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,11 @@ class SharedGradients:
         self._device = device
         self._ranks = {name: list(who) for name, who in sorted(ranks.items()) if len(who) > 1 and name in masters}
         self._masters = {name: masters[name] for name in self._ranks}
+
+    @property
+    def names(self) -> Collection[str]:
+        """This rank's parameters that other ranks have, too."""
+        return self._ranks.keys()
 
     @torch.no_grad()
     def add(self) -> None:
@@ -75,6 +80,20 @@ class SharedGradients:
                 total.add_(term)
             total = total.to(master.device)
             master.grad = dtensor_like(total, master) if isinstance(master, DTensor) else total
+
+    def spread(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The sums of further gradients of the parameters, which one rank or several have. A collective as `add`."""
+        if not self._ranks:
+            return {}
+        before = {name: master.grad for name, master in self._masters.items()}
+        for name, master in self._masters.items():
+            given = gradients.get(name)
+            master.grad = None if given is None else given.to(master.device)
+        self.add()
+        found = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+        for name, master in self._masters.items():
+            master.grad = before[name]
+        return found
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,7 @@ class StageModule:
         self._device: torch.device | None = None
         self._some_parameter: tuple[nn.Module, str] | tuple[()] | None = None  # None before it was looked up
         self._attached = False
+        self.in_penalty = False  # whether the function of a penalty runs
         # For errors; a rank that has several stages says other things.
         self.pipeline, self.mine = f"a pipeline of {self.cut.stages} stages", f"stage {index}"
         self.called = f"the module of stage {index} was called by itself; call the stage, with what it receives"
@@ -159,10 +160,16 @@ class StageModule:
 
     def not_held(self, path: str) -> str:
         """What an error says where the tensor or the module at `path` is read, which other stages have."""
+        remedy = (
+            "A penalty of engine.add_penalty runs on every stage: let its function go over model.named_parameters(), "
+            "which has this rank's"
+            if self.in_penalty
+            else "For a penalty on the weights call engine.add_penalty(function), which runs on every stage and sums; "
+            "for values engine.full_state_dict(), on every rank"
+        )
         return (
             f"engine.model.{path} is not on this rank: under {self.pipeline} it is on {self._where(path)}, and this "
-            f"rank has {self.mine}. For a penalty on the weights call engine.add_penalty(function), which runs on "
-            f"every stage and sums; for values engine.full_state_dict(), on every rank"
+            f"rank has {self.mine}. {remedy}"
         )
 
     def _where(self, path: str) -> str:

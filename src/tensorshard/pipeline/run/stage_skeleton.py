@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from tensorshard.modules.elsewhere import Elsewhere
 from tensorshard.modules.fake_copies import computed_attributes, keep_padding
 from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.parameters import parameter_aliases
-from tensorshard.pipeline.run.elsewhere import Elsewhere
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 

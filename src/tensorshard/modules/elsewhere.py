@@ -1,4 +1,4 @@
-"""Stand-ins for parameters and buffers that other ranks of a pipeline hold."""
+"""Stand-ins for parameters and buffers that other ranks hold."""
 
 from collections.abc import Callable
 from typing import Any
