@@ -116,6 +116,7 @@ class PipelineStepRunner(StepRunner):
                     total, count = self._objective.of_none(output(), part.targets, part.none)
             if trains:
                 check_has_gradient(total)
+                self._check_output_is_seen()
         except Exception as error:
             if self._failure is None:
                 error.add_note(f"in the loss of micro-batch {index} (pipeline rank {self._group.rank()})")
@@ -123,6 +124,18 @@ class PipelineStepRunner(StepRunner):
             nothing = torch.full((), math.nan, device=self._device, requires_grad=trains)
             return nothing, torch.ones((), device=self._device)
         return total, count
+
+    def _check_output_is_seen(self) -> None:
+        """Refuses an output that holds its tensors where the run that found the cuts did not see them."""
+        graph = self._sharded.stages[-1].latest.graph
+        if graph.output_gradients:
+            return
+        kinds = ", ".join(graph.output_kinds) or "nothing with a gradient"
+        raise ValueError(
+            f"the loss has a gradient, but no tensor was seen in the model's output ({kinds}) that has one, so under "
+            f"pp={self._plan.pp} no gradient would reach the stages: return a tensor, or a tuple, dict, dataclass or "
+            f"SimpleNamespace of tensors"
+        )
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -183,6 +196,12 @@ class PipelineStepRunner(StepRunner):
 
         def describe() -> tuple[Structure, list[tuple[torch.Size, torch.dtype]]]:
             tensors[:], structure = take_apart(result())
+            if structure.opaque() and not tensors:
+                raise TypeError(
+                    f"the model's output is a {structure.opaque()[0]}, which cannot be sent from the last stage to the "
+                    f"other ranks of pp={self._plan.pp}; return a tensor, or a tuple, dict, dataclass or "
+                    f"SimpleNamespace of tensors. engine.step and engine.evaluate work"
+                )
             return structure, [(tensor.shape, tensor.dtype) for tensor in tensors]
 
         source = self._sharded.last_rank

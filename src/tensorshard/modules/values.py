@@ -1,6 +1,5 @@
 """Outputs of modules, taken apart into tensors and a structure; and the layout of tensors that do not exist yet."""
 
-import copy
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.modules.tensors import is_dataclass_instance, set_fields
+from tensorshard.modules.tensors import copy_record, is_record, set_fields
 from tensorshard.torch_private.pytree import TreeSpec, spec_as_tuples, spec_from_tuples, tree_flatten, tree_unflatten
 
 _PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, torch.layout, enum.Enum)
@@ -94,7 +93,7 @@ class Structure:
 
     Args:
         spec: the nesting.
-        leaves: plain values, or the index of a tensor as :class:`_Tensor`, or a dataclass as :class:`_Fields`.
+        leaves: plain values, or the index of a tensor as :class:`_Tensor`, or a record as :class:`_Fields`.
     """
 
     spec: TreeSpec
@@ -129,7 +128,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Fields:
-    """A dataclass that pytree does not know: an instance without its fields, and the fields."""
+    """A record, such as a dataclass, that pytree does not know: an instance without its fields, and the fields."""
 
     shell: Any
     names: tuple[str, ...]
@@ -153,10 +152,10 @@ def _leaf(leaf: Any, tensors: list[torch.Tensor]) -> Any:
         return _Tensor(len(tensors) - 1)
     if leaf is None or isinstance(leaf, _PLAIN):
         return leaf
-    if is_dataclass_instance(leaf):
+    if is_record(leaf):
         names = set_fields(leaf)
         inner = _structure([getattr(leaf, name) for name in names], tensors)
-        shell = copy.copy(leaf)
+        shell = copy_record(leaf)
         for name in names:
             object.__setattr__(shell, name, None)
         return _Fields(shell, names, inner)
@@ -169,7 +168,7 @@ def _built(leaf: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(leaf, Opaque):
         return None
     if isinstance(leaf, _Fields):
-        made = copy.copy(leaf.shell)
+        made = copy_record(leaf.shell)
         for name, value in zip(leaf.names, leaf.structure.build(tensors), strict=True):
             object.__setattr__(made, name, value)
         return made

@@ -44,6 +44,18 @@ def are_saved_tensors_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def is_function_transformed() -> bool:
+    """Whether the caller runs inside of a function that ``torch.func`` transforms (``grad``, ``vmap`` and so on).
+
+    Why: the derivative of such a function goes through all modules that it calls, and a pipeline's stage has some.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Makes the backward that is running call `callback` when it is over.
 

@@ -37,6 +37,7 @@ class StageModule:
         units: the units that it can compute, by name: those that it calls, and those that no run has called and whose
             parameters it holds.
         elsewhere: names of the modules that only other stages compute, and of the modules inside them.
+        latest: the cut of the last micro-batch that it computed.
         blocks: those of the model's blocks that are the stage's own (for recomputation, compilation and sharding).
     """
 
@@ -58,6 +59,7 @@ class StageModule:
         )
         self.units = {name: self.module.get_submodule(name) for name in graph.parameters if name in own}
         self.blocks = {name: self.module.get_submodule(name) for name in find_blocks(model) if name in own}
+        self.latest = self.cut
         self._device: torch.device | None = None
         self._some_parameter: tuple[nn.Module, str] | tuple[()] | None = None  # None before it was looked up
         self._attached = False
@@ -127,6 +129,7 @@ class StageModule:
         cut = self.cut_for(inputs) if cut is None else cut
         if cut.graph.overwrites_inputs:  # the stages of a rank have the same inputs
             inputs = tree_map_only(torch.Tensor, torch.clone, inputs)
+        self.latest = cut
         self._prepare(inputs, received)
         self._run = StageRun(cut, self.index, received)
         written = [removed for removed in self._removed if removed.path in cut.graph.written_parameters]

@@ -60,6 +60,7 @@ class CallGraph:
         calls: of units, in their order.
         output: what the model's output needs.
         output_gradients: outputs of calls that gradients of the model's output go to.
+        output_kinds: the classes of objects in the model's output that are no containers of tensors.
         overwritten: outputs of calls that code outside of units changes in place.
         changed: outputs of calls that later calls change in place.
         overwrites_inputs: whether the model changes its inputs in place.
@@ -76,6 +77,7 @@ class CallGraph:
     calls: tuple[UnitCall, ...]
     output: Reads
     output_gradients: frozenset[Leaf]
+    output_kinds: tuple[str, ...]
     overwritten: frozenset[Leaf]
     changed: frozenset[Leaf]
     overwrites_inputs: bool

@@ -13,6 +13,7 @@ from tensorshard.modules.detached_alias import DetachedAlias
 from tensorshard.modules.tensors import map_tensors, storage_key, tensor_leaves
 from tensorshard.modules.values import Layout, take_apart
 from tensorshard.pipeline.trace.call_graph import Leaf, UnitCall
+from tensorshard.pipeline.trace.derivatives import UncuttableError, check_differentiable
 from tensorshard.pipeline.trace.real_run import run_for_real
 from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
 from tensorshard.torch_private.dispatch import without_dispatch_modes
@@ -27,8 +28,7 @@ from tensorshard.torch_private.tensors import tensor_version
 _ONE_PIECE = ("BackwardHookFunctionBackward", "CheckpointFunctionBackward")
 
 
-class UncuttableError(ValueError):
-    """A model cannot be cut into stages for any inputs. The message says why."""
+__all__ = ["Recording", "UncuttableError"]
 
 
 class Recording:
@@ -85,6 +85,7 @@ class Recording:
                     f"the model recomputes {name!r} by torch.utils.checkpoint with use_reentrant=True, which a "
                     f"pipeline's stages cannot run; use use_reentrant=False, or Plan(recompute='full') instead of it"
                 )
+            check_differentiable(name)
             self.sources.begin_call(len(self.calls), tensor_leaves((args, kwargs)))
             self._estimated = False
             self._versions = [tensor_version(buffer) for buffer in unit.buffers()]
@@ -142,6 +143,8 @@ class Recording:
     def _forward(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
+        except UncuttableError:
+            raise
         except Exception as error:
             # A unit may depend on values, or use a kernel without a fake version. Its shapes must be found in another
             # way.

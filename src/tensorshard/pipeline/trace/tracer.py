@@ -13,8 +13,10 @@ from tensorshard.modules.fake_copies import make_fake_copy, make_sample
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.modules.memoized import nothing_remembered
 from tensorshard.modules.parameters import parameter_aliases
-from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.modules.tensors import tensors_within
+from tensorshard.modules.values import take_apart
 from tensorshard.pipeline.trace.call_graph import CallGraph
+from tensorshard.pipeline.trace.derivatives import WithoutDerivatives
 from tensorshard.pipeline.trace.pipeline_units import find_units
 from tensorshard.pipeline.trace.traced_run import Recording, UncuttableError
 from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
@@ -105,7 +107,10 @@ class Tracer:
             self._recorded(samples) as recording,
             shortened(recording.sources.turns),
         ):
-            output = tensor_leaves(self._output(recording, samples))
+            with WithoutDerivatives(lambda: recording.module if recording.sources.call is None else None):
+                result = self._output(recording, samples)
+            output, kinds = tensors_within(result), take_apart(result)[1].opaque()
+            del result
             output_gradients = recording.gradient_leaves(output)
         sources = recording.sources
         if not recording.calls:
@@ -124,6 +129,7 @@ class Tracer:
             calls=tuple(recording.calls),
             output=reads_of(sources.of(output)),
             output_gradients=output_gradients,
+            output_kinds=tuple(kinds),
             overwritten=frozenset(sources.overwritten),
             changed=frozenset(sources.changed),
             overwrites_inputs=sources.overwrites_inputs,

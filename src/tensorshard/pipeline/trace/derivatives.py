@@ -1,0 +1,88 @@
+"""Models whose own code computes derivatives through their units, which stages cannot: each has a part of the graph."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tensorshard.torch_private.autograd import is_function_transformed
+
+_DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+_REMEDY = (
+    "the graph lies on several stages, of which none has all of it: set pp=1, or move this code into a module that "
+    "holds all that it differentiates, and name that as one unit (pp_units)"
+)
+
+
+class UncuttableError(ValueError):
+    """A model cannot be cut into stages for any inputs. The message says why."""
+
+
+class WithoutDerivatives(TorchFunctionMode):
+    """Refuses derivatives that the model's forward computes outside of units.
+
+    Args:
+        module: the name of the module whose code runs; None inside of a unit, which has the whole graph.
+    """
+
+    def __init__(self, module: Callable[[], str | None]) -> None:
+        super().__init__()
+        self._module = module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _DERIVATIVES:
+            return func(*args, **(kwargs or {}))
+        where = self._module()
+        if where is None:
+            return _within_a_unit(func, args, kwargs or {})
+        raise UncuttableError(
+            f"{f'module {where!r}' if where else 'the forward of the model'} computes a derivative "
+            f"(torch.autograd.{func.__name__}), as for forces or a gradient penalty, through modules that a pipeline "
+            f"may cut; {_REMEDY}"
+        )
+
+
+def _within_a_unit(func: Any, args: Any, kwargs: Any) -> Any:
+    """The derivative, if all that it goes through is in the unit."""
+    sentence = (
+        f"a unit computes a derivative (torch.autograd.{func.__name__}) by a tensor from outside of it, which other "
+        f"modules may have changed on the way; {_REMEDY}"
+    )
+    try:
+        found = func(*args, **kwargs)
+    except RuntimeError as error:
+        if "not have been used in the graph" not in str(error):
+            raise
+        raise UncuttableError(sentence) from error
+    if found is not None and any(each is None for each in found):
+        raise UncuttableError(sentence)
+    return found
+
+
+def check_differentiable(unit: str) -> None:
+    """Refuses a call of `unit` from code that computes its gradients itself.
+
+    Raises:
+        UncuttableError: the caller runs inside of the forward of an autograd function, or of a torch.func transform.
+    """
+    if is_function_transformed():
+        raise UncuttableError(
+            f"the model calls {unit!r} inside of a function that torch.func transforms (grad, vjp, vmap); {_REMEDY}"
+        )
+    if torch.is_grad_enabled():  # the forward of an autograd function runs without gradients
+        return
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            name = getattr(frame.f_locals.get("cls"), "__name__", "a function")
+            raise UncuttableError(
+                f"the model calls {unit!r} inside of {name}.forward, an autograd function that computes the gradients "
+                f"of its modules itself (as reversible networks do), so {_REMEDY}"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
