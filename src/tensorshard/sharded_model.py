@@ -293,6 +293,7 @@ class ShardedModel(ABC):
         """Copies the parameter `name`; the function that is returned gives it that value again."""
         kept = self.shown_parameters()[name].detach().clone()
         return lambda: self.set_value(name, kept)
+
     # -- penalties on the weights --
 
     def counts(self, name: str) -> bool:

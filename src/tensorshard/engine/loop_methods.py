@@ -12,8 +12,8 @@ from tensorshard.engine.final_gradients import FinalGradients, GradientHook, Hoo
 from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.other_weights import using_weights
 from tensorshard.engine.own_loop import OwnLoop
-from tensorshard.engine.stand_ins import check_equal_shares, check_last_batch
 from tensorshard.engine.penalties import Penalties, Penalty, PenaltyHandle
+from tensorshard.engine.stand_ins import check_equal_shares, check_last_batch
 from tensorshard.engine.waiting_for_updates import WaitingForUpdates
 from tensorshard.mesh import Mesh
 from tensorshard.plan import Plan
