@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from tensorshard.comm import differentiable as collectives
 from tensorshard.comm import primitives
+from tensorshard.comm.marks import set_mark
 from tensorshard.comm.primitives import Started
 from tensorshard.comm.sharding import shard_sizes
 from tensorshard.torch_private.dispatch import has_dispatch_mode
@@ -45,6 +47,14 @@ class Replicated:
     def start_reduce(self, tensor: torch.Tensor) -> Started:
         """Begins to sum `tensor` over the ranks, in place."""
         return Started(primitives.all_reduce(tensor, self.group, async_op=True), lambda: tensor)
+
+    def differentiable_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As :meth:`gather`, for computations that differ by rank; in a graph for another backward."""
+        return collectives.copy(tensor, self.group)
+
+    def differentiable_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As :meth:`reduce`, in a graph for another backward."""
+        return collectives.reduce(tensor, self.group)
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,14 @@ class SequenceSharded:
     def start_reduce(self, tensor: torch.Tensor) -> Started:
         """Begins to sum over the ranks. This rank gets its own positions of the sum."""
         return primitives.start_reduce_scatter_dim(tensor, self.dim, self.sizes, self.group)
+
+    def differentiable_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As :meth:`gather`, for computations that differ by rank; in a graph for another backward."""
+        return collectives.gather_for_sum(tensor, self.dim, self.group, size=sum(self.sizes))
+
+    def differentiable_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As :meth:`reduce`, in a graph for another backward."""
+        return set_mark(collectives.reduce_scatter(tensor, self.dim, self.group), None)
 
 
 ActivationSharding = Replicated | SequenceSharded

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from tensorshard.comm.collectives import advance
 from tensorshard.layers.activation_sharding import ActivationSharding
@@ -35,8 +34,9 @@ class _ColumnLinear(Function):
         return tuple(_linear(full, weight, bias) for weight, bias in zip(weights, parameters[1::2], strict=True))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _twice_differentiable(ctx, grads)
         input, *weights = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[2::2], ctx.needs_input_grad[3::2]
         of_outputs = [None if grad is None else as_rows(grad) for grad in grads]
@@ -63,6 +63,25 @@ class _ColumnLinear(Function):
         ]
         of_parameters = [grad for pair in zip(of_weights, of_biases, strict=True) for grad in pair]
         return None if reduction is None else reduction.wait(), None, *of_parameters
+
+
+def _twice_differentiable(ctx: Any, grads: Any) -> Any:
+    """What the backward of :class:`_ColumnLinear` returns, in a graph for another backward."""
+    input, *weights = ctx.saved_tensors
+    of_outputs = [None if grad is None else as_rows(grad) for grad in grads]
+    of_input = None
+    if ctx.needs_input_grad[0]:
+        shape = ctx.sharding.full_shape(input)
+        products = [rows.mm(weight) for rows, weight in zip(of_outputs, weights, strict=True) if rows is not None]
+        total = torch.stack(products).sum(0).view(shape) if products else input.new_zeros(shape)
+        of_input = ctx.sharding.differentiable_reduce(total)
+    needs_weight, needs_bias = ctx.needs_input_grad[2::2], ctx.needs_input_grad[3::2]
+    full = as_rows(ctx.sharding.differentiable_gather(input)) if any(needs_weight) else None
+    of_parameters = []
+    for rows, of_weight, of_bias in zip(of_outputs, needs_weight, needs_bias, strict=True):
+        of_parameters.append(rows.t().mm(full) if of_weight and rows is not None and full is not None else None)
+        of_parameters.append(rows.sum(0) if of_bias and rows is not None else None)
+    return of_input, None, *of_parameters
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

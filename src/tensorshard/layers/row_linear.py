@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from tensorshard.layers.activation_sharding import ActivationSharding
 from tensorshard.layers.arguments import as_rows, autocast
@@ -28,13 +27,16 @@ class _RowLinear(Function):
         return output if bias is None else output.add_(bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         input, weight = ctx.saved_tensors
-        gathering = ctx.sharding.start_gather(grad)
-        grad_bias = as_rows(grad).sum(0) if ctx.needs_input_grad[2] else None
-        full = gathering.wait()
+        if torch.is_grad_enabled():  # create_graph=True
+            grad_bias = as_rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+            full = ctx.sharding.differentiable_gather(grad)
+        else:
+            gathering = ctx.sharding.start_gather(grad)
+            grad_bias = as_rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+            full = gathering.wait()
         grad_input = full.matmul(weight) if ctx.needs_input_grad[0] else None
         grad_weight = as_rows(full).t().mm(as_rows(input)) if ctx.needs_input_grad[1] else None
         return grad_input, grad_weight, grad_bias, None

@@ -209,7 +209,7 @@ def token_accuracy(found: Statistics, weights: TargetWeights, spec: CrossEntropy
 
 def _target_probability(found: Statistics, weights: TargetWeights) -> torch.Tensor:
     """[N]: the softmax's probability of each target; 0 for ignored ones."""
-    return (found.target_logit - found.lse).exp().where(weights.valid, 0)
+    return (found.target_logit - found.lse).detach().exp().where(weights.valid, 0)
 
 
 # -- its gradient --

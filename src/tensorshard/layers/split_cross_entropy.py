@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from tensorshard.comm.differentiable import gather
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharding import normalize_dim
@@ -64,7 +64,7 @@ class _CrossEntropy(Function):
         own_weight = _own(class_weight, logits, start)
         found = combine(_statistics(logits, targets, own_weight, start, spec, wide), group)
         weights = weigh_targets(targets, class_weight, spec, found.lse.dtype)
-        ctx.start, ctx.spec = start, spec
+        ctx.start, ctx.spec, ctx.group = start, spec, group
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, targets, class_weight, found.lse, found.target_logit)
         accuracy = token_accuracy(found, weights, spec)
@@ -74,8 +74,9 @@ class _CrossEntropy(Function):
         return loss, found.lse.to(wide, copy=True) if spec.return_lse else None, accuracy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _twice_differentiable(ctx, grads), *[None] * 5
         logits, targets, class_weight, lse, target_logit = ctx.saved_tensors
         spec: CrossEntropySpec = ctx.spec
         weights = weigh_targets(targets, class_weight, spec, lse.dtype)
@@ -112,6 +113,27 @@ class _CrossEntropy(Function):
             if stays is None:
                 grad_logits[rows] = slope
         return grad_logits, *[None] * 5
+
+
+def _twice_differentiable(ctx: Any, grads: Any) -> torch.Tensor:
+    """What the backward of :class:`_CrossEntropy` returns, in a graph for another backward. It holds all classes."""
+    logits, targets, class_weight, *_ = ctx.saved_tensors
+    spec: CrossEntropySpec = ctx.spec
+    full = logits if ctx.group is None else gather(logits, -1, ctx.group, size=spec.classes)
+    wide = full.double() if spec.softcap is None else spec.softcap * torch.tanh(full.double() / spec.softcap)
+    columns, here = local_columns(targets, spec.ignore_index, 0, spec.classes)
+    weighted_sum = None
+    if spec.label_smoothing:
+        weighted_sum = wide.sum(1) if class_weight is None else wide.mv(class_weight.double())
+    found = Statistics(wide.logsumexp(1), wide.gather(1, columns[:, None]).squeeze(1).where(here, 0), weighted_sum)
+    weights = weigh_targets(targets, class_weight, spec, wide.dtype)
+    sources = [(reduce_loss(found, weights, spec), grads[0]), (found.lse, grads[1])]
+    given = [(source, grad.double()) for source, grad in sources if grad is not None]
+    if not given:
+        return torch.zeros_like(logits)
+    outputs, of_outputs = zip(*given, strict=True)
+    (of_logits,) = torch.autograd.grad(outputs, logits, of_outputs, create_graph=True)
+    return of_logits
 
 
 def parallel_cross_entropy(

@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from tensorshard.comm import primitives
-from tensorshard.comm.differentiable import gather
+from tensorshard.comm.differentiable import copy, gather
 from tensorshard.comm.groups import Group
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.layers.arguments import check_dim, check_indices, full_size, parameter_group
@@ -34,7 +33,7 @@ class _VocabularyEmbedding(Function):
         rows.masked_fill_(elsewhere, 0)
         ctx.save_for_backward(rows, elsewhere)
         ctx.height, ctx.padding_index = weight.size(0), padding_index
-        ctx.scale_by_frequency = scale_by_frequency
+        ctx.scale_by_frequency, ctx.group = scale_by_frequency, group
         if weight.size(0):
             output = F.embedding(rows, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
         else:
@@ -43,9 +42,10 @@ class _VocabularyEmbedding(Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
+        if torch.is_grad_enabled():  # create_graph=True
+            grad = copy(grad, ctx.group)
         rows, elsewhere = ctx.saved_tensors
         if ctx.height == 0:
             return grad.new_zeros((0, grad.size(-1))), None, None, None, None, None

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from tensorshard.comm import primitives
 from tensorshard.heads.loss.gradient_sinks import SummedGradients
-from tensorshard.heads.loss.head_spec import HeadSpec, without_autocast
+from tensorshard.heads.loss.head_spec import HEAD_LOSS, HeadSpec, without_autocast
 from tensorshard.heads.loss.two_passes import run_backward, run_forward
 from tensorshard.heads.tiles.tiles import Columns, Tiles
+from tensorshard.layers.once_differentiable import once_differentiable
 from tensorshard.layers.softmax_cross_entropy import (
     Statistics,
     TargetWeights,
@@ -122,7 +122,7 @@ class _LossWithGradients(Function):
         return ctx.gradients.loss
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable(HEAD_LOSS)
     def backward(ctx: Any, *grads: Any) -> Any:
         spec: HeadSpec = ctx.spec
         input, weight, bias, targets, class_weight = ctx.saved_tensors

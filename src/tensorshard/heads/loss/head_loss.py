@@ -6,14 +6,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from tensorshard.comm import primitives
 from tensorshard.heads.loss.gradient_sinks import Gradients
-from tensorshard.heads.loss.head_spec import HeadSpec, without_autocast
+from tensorshard.heads.loss.head_spec import HEAD_LOSS, HeadSpec, without_autocast
 from tensorshard.heads.loss.two_passes import OwnLogits, run_backward, run_forward
 from tensorshard.heads.tiles.tiles import Columns, Tiles
 from tensorshard.heads.update.head_sgd import HeadSGD
+from tensorshard.layers.once_differentiable import once_differentiable
 from tensorshard.layers.softmax_cross_entropy import Statistics, find_slopes, reduce_loss, token_accuracy, weigh_targets
 
 
@@ -70,7 +70,7 @@ class _Head(Function):
         return loss.to(precision.wide), lse, accuracy
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable(HEAD_LOSS)
     def backward(ctx: Any, *grads: Any) -> Any:
         spec: HeadSpec = ctx.spec
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]

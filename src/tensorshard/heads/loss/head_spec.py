@@ -14,6 +14,12 @@ from tensorshard.layers.softmax_cross_entropy import CrossEntropySpec
 if TYPE_CHECKING:
     from tensorshard.heads.update.head_sgd import HeadSGD
 
+HEAD_LOSS = (
+    "a cross entropy that computes its logits a tile at a time (a ParallelLinearCrossEntropy, or a Plan's logits; give "
+    "logits='whole' to the Plan, or compute the logits with a linear layer and F.cross_entropy)"
+)
+"""What cannot be differentiated twice, in errors."""
+
 
 @dataclass(frozen=True)
 class HeadSpec:

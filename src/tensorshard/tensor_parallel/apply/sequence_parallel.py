@@ -356,7 +356,10 @@ class _SumGradients(Function):
         dtypes = {grad.dtype for grad in grads}
         wide = dtypes.pop() if len(dtypes) == 1 else torch.float32
         message = torch.cat([grad.reshape(-1).to(wide) for grad in grads])
-        primitives.all_reduce(message, ctx.group)
+        if torch.is_grad_enabled():  # create_graph=True
+            message = collectives.reduce(message, ctx.group)
+        else:
+            primitives.all_reduce(message, ctx.group)
         sums = message.split([grad.numel() for grad in grads])
         return None, *(total.view(grad.shape).to(grad.dtype) for total, grad in zip(sums, grads, strict=True))
 

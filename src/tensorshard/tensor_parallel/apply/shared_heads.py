@@ -85,9 +85,20 @@ class _GatherHeads(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        pieces = _cut(grad, ctx.packed, ctx.together)
-        return primitives.exchange_among(pieces, ctx.together, ctx.group).sum(0), None, None, None
+        return _SumHeads.apply(grads[0], ctx.packed, ctx.together, ctx.group), None, None, None
+
+
+class _SumHeads(Function):
+    """Sums what the ranks of a head have for this rank's shard of it. In backward, the sums are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, packed: int, together: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.packed, ctx.together, ctx.group = packed, together, group
+        return primitives.exchange_among(_cut(heads, packed, together), together, group).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _GatherHeads.apply(grads[0], ctx.packed, ctx.together, ctx.group), None, None, None
 
 
 def _join(held: torch.Tensor, packed: int) -> torch.Tensor:
