@@ -137,6 +137,8 @@ def lay_out_engine(
         )
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
     sharded.protect()
+    for view in sharded.whole_views:
+        view.begin(engine.optimizer)
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
     mark_replaced(users_parameters)
     if mesh.rank == 0:

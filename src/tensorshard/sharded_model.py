@@ -5,7 +5,7 @@ Its *masters* are the parameters that the optimizer updates.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +60,19 @@ class ParameterSplit(Protocol):
         """Describes what is split, for people; None if nothing is."""
 
 
+class WholeView(Protocol):
+    """Whether code that uses a split parameter gets this rank's part of it, or the whole."""
+
+    def parts(self) -> AbstractContextManager[None]:
+        """A context in which all code gets parts."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """A context, within :meth:`parts`, in which the user's code gets the whole."""
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on, the user's code gets the whole outside of :meth:`parts`, and `optimizer` parts."""
+
+
 class ShardedModel(ABC):
     """A model whose gradients are averaged over the data ranks, and whose states are sharded as a ZeRO level says.
 
@@ -74,6 +87,8 @@ class ShardedModel(ABC):
         self._device: torch.device | None = None  # the device that collectives need; None for any
         self.logits = OutputLogits()
         self.writers: torch.Tensor | None = None
+        self.whole_views: list[WholeView] = []
+        """Of parameters that are split over tensor-parallel ranks."""
         self._take_gradient: TakeGradient | None = None
         self._finish_gradients: Callable[[], None] | None = None
         self._aliases = parameter_aliases(model)
@@ -268,6 +283,25 @@ class ShardedModel(ABC):
     def shown_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """What the module's parameter or buffer `name` takes of its `full` value, which is being loaded."""
         return self.local_value(name, full)
+
+    @contextmanager
+    def computing_on_parts(self) -> Iterator[None]:
+        """A context in which all code gets this rank's parts of parameters that are split over tensor-parallel ranks.
+
+        Code of tensorshard gets them anyway. Within this, it does not have to be found out for each use.
+        """
+        with ExitStack() as stack:
+            for view in self.whole_views:
+                stack.enter_context(view.parts())
+            yield
+
+    @contextmanager
+    def calling_user(self) -> Iterator[None]:
+        """A context, within :meth:`computing_on_parts`, for a function of the user's that may read parameters."""
+        with ExitStack() as stack:
+            for view in self.whole_views:
+                stack.enter_context(view.whole())
+            yield
 
     def local_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter or buffer `name`. `full` is the full value.

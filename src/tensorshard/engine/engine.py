@@ -108,7 +108,7 @@ class Engine(LoopMethods):
         self.measure_grad_norm = False
         self.scaler = LossScaler() if plan.precision == "fp16" else None
         self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device)
-        objective = Objective(loss_fn, plan.precision, device)
+        objective = Objective(loss_fn, plan.precision, device, sharded.calling_user)
         self._penalties = Penalties(sharded, mesh, device)
         self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
         self.random = random

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -23,11 +24,13 @@ class Objective:
         loss_fn: as :func:`tensorshard.parallelize` takes it.
         precision: of the plan; outputs of 16 bits reach `loss_fn` as fp32.
         device: of this rank.
+        calling: the context in which `loss_fn` is called.
     """
 
     loss_fn: Callable[[Any, Any], Any]
     precision: str
     device: torch.device
+    calling: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self, output: Any, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a (micro-)batch as a sum and the count that it is a sum over.
@@ -36,7 +39,7 @@ class Objective:
             TypeError: the loss function returned neither a scalar nor (sum, count).
         """
         output = widen_output(output) if self.precision != "fp32" else output
-        with explained_loss(output, targets):
+        with explained_loss(output, targets), self.calling():
             result = self.loss_fn(output, targets)
         total, count = sum_and_count(result, self.device, "loss_fn returned", "return")
         if count is not None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import to_local
 from tensorshard.sharded_model import ShardedModel
@@ -22,6 +23,7 @@ def using_weights(
     Raises:
         ValueError: no parameter has a name, or a tensor is laid out differently; nothing was changed then.
     """
+    weights = {name: _own_part(sharded, name, value) for name, value in weights.items()}
     for name, value in weights.items():
         if name not in parameters:
             raise ValueError(
@@ -45,3 +47,9 @@ def using_weights(
         for give_back in restore:
             give_back()
         sharded.all_gather_loaded()
+
+
+def _own_part(sharded: ShardedModel, name: str, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor for a parameter that tensor-parallel ranks split."""
+    whole = sharded.split.num_shards(name) > 1 and value.shape == sharded.full_shapes().get(name)
+    return sharded.split.local(name, value) if whole and not isinstance(value, DTensor) else value

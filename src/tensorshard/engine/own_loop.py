@@ -108,7 +108,8 @@ class OwnLoop:
         """A context in which the Engine itself runs the model and the optimizer."""
         before, self._engines_own = self._engines_own, True
         try:
-            yield
+            with self._sharded.computing_on_parts():
+                yield
         finally:
             self._engines_own = before
 

@@ -128,6 +128,10 @@ def lay_out(
         slots=None if slots is None or slots.offload.optimizer is None else slots,
     )
     replicated.logits = logits
+    if split.size > 1:
+        from tensorshard.tensor_parallel.apply.whole_parameters import WholeParameters
+
+        replicated.whole_views.append(WholeParameters(part.module, split, replicated.full_shapes()))
     return replicated
 
 

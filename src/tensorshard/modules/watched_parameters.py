@@ -55,6 +55,18 @@ class Watch:
         """Called for ``parameter.grad = gradient``. Returns whether that is done; else the tensor will hold it."""
         return False
 
+    stays_in_copies = False
+    """Whether a deep copy of a parameter is watched, too."""
+
+    def held_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """What the tensor itself holds after ``parameter.grad = gradient``."""
+        return gradient
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of ``function(*args, **kwargs)``, in which a watched parameter is; NotImplemented to leave it to
+        the next watch, and then to torch. Called after every :meth:`before_use`."""
+        return NotImplemented
+
 
 class NotedParameter(nn.Parameter):
     """A parameter that notes when code takes its memory by ``parameter.data``, since no version counts writes to that.
@@ -100,25 +112,34 @@ class _Watched:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        watches: dict[Watch, None] = {}
         with functions_off():
             for parameter in _watched((args, kwargs.values())):
-                for watch in watches_of(parameter):
-                    watch.before_use(parameter, func)
+                for watching in watches_of(parameter):
+                    watching.before_use(parameter, func)
+                    watches[watching] = None
+        for watching in watches:
+            result = watching.call(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        with functions_off():
             return func(*args, **kwargs)
 
     @property
     def grad(self) -> torch.Tensor | None:
         with functions_off():
             shown: torch.Tensor | None = _TENSOR.grad.__get__(self)
-            for watch in watches_of(self):
-                shown = watch.gradient(self, shown)  # type: ignore[arg-type]
+            for watching in reversed(watches_of(self)):
+                shown = watching.gradient(self, shown)  # type: ignore[arg-type]
             return shown
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         with functions_off():
-            for watch in watches_of(self):
-                if watch.set_gradient(self, gradient):  # type: ignore[arg-type]
+            for watching in watches_of(self):
+                gradient = watching.held_gradient(self, gradient)  # type: ignore[arg-type]
+            for watching in reversed(watches_of(self)):
+                if watching.set_gradient(self, gradient):  # type: ignore[arg-type]
                     return
             _TENSOR.grad.__set__(self, gradient)
 
@@ -127,14 +148,17 @@ class _Watched:
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy with the values at this time, which nothing watches."""
+        """A copy with the values at this time, which only those watches watch that stay in copies."""
         plain = type(self).__mro__[2]  # before a watch removes itself
-        for watch in watches_of(self):
-            watch.before_use(self, torch.clone)  # type: ignore[arg-type]
+        for watching in watches_of(self):
+            watching.before_use(self, torch.clone)  # type: ignore[arg-type]
         with functions_off():
             copied = plain.__deepcopy__(self, memo)  # type: ignore[attr-defined]
         copied.__class__ = plain
         copied.__dict__.pop(_WATCHES, None)
+        for watching in watches_of(self):
+            if watching.stays_in_copies:
+                watch(copied, watching)
         return copied
 
 
@@ -156,7 +180,7 @@ def _watched_class(plain: type) -> type:
 
 
 def watches_of(parameter: Any) -> list[Watch]:
-    """The watches of `parameter`, oldest first."""
+    """The watches of `parameter`, oldest first. The oldest is the outermost: it shows what the later ones show it."""
     return list(parameter.__dict__.get(_WATCHES, ()))
 
 
@@ -178,6 +202,29 @@ def unwatch(parameter: nn.Parameter, watching: Watch) -> None:
     if not watches:
         del parameter.__dict__[_WATCHES]
         parameter.__class__ = type(parameter).__mro__[2]
+
+
+class Pause:
+    """Parameters whose one watch is away for a while, at the cost of an assignment each.
+
+    While it is, they are of their plain class, if nothing else watches them.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [
+            (p, type(p).__mro__[2], type(p), p.__dict__[_WATCHES]) for p in parameters if isinstance(p, _Watched)
+        ]
+
+    def begin(self) -> None:
+        """From now on, the watch is away."""
+        for parameter, plain, _, watches in self._parameters:
+            if len(watches) == 1:
+                parameter.__class__ = plain
+
+    def end(self) -> None:
+        """The watch is back."""
+        for parameter, _, watched, _ in self._parameters:
+            parameter.__class__ = watched
 
 
 def _watched(values: Iterable[Any]) -> Iterator[Any]:

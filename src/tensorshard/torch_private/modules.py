@@ -26,6 +26,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNormVectors
 __all__ = [
     "CONVOLUTIONS",
     "MODULE_CALLS",
+    "MODULE_LOADS",
     "TABLES",
     "TRANSPOSED_CONVOLUTIONS",
     "BatchNormBase",
@@ -58,6 +59,11 @@ __all__ = [
 # Why: in a traceback, a frame of this code stands for the file of the module's class.
 # Checked: torch 2.11 and 2.13. Public way: none.
 MODULE_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+
+# The code that loads a module's state dict, and that converts its tensors.
+# Why: in the stack, a frame of this code tells that parameters are about to be written as a module holds them.
+# Checked: torch 2.11 and 2.13. Public way: none.
+MODULE_LOADS = (nn.Module._load_from_state_dict.__code__, nn.Module._apply.__code__)
 
 TABLES = ("_parameters", "_buffers", "_modules")
 """Where a module's ``__dict__`` keeps what is registered; every other entry is a plain attribute."""

@@ -71,6 +71,7 @@ class PipelinedModel(ShardedModel):
         self._complete = True
         self._behind: UpdateBehind | None = None
         self.logits = parts[-1].logits
+        self.whole_views = [view for part in parts for view in part.whole_views]
 
     def _word_errors(self, stage: StageModule) -> None:
         stage.pipeline = f"Plan(pp={self._mesh.degrees['pp']})"

@@ -90,9 +90,11 @@ class TensorSplit:
         mine = local.reshape(-1)
         if mine.numel() < longest:
             mine = torch.cat([mine, mine.new_zeros(longest - mine.numel())])
+        if layout.dim == 0 and len(layout.parts) == 1 and longest * self.size == shape.numel():
+            full = local.new_empty(shape)  # the shards come in the right order, and nothing is copied
+            all_gather_into(full.view(-1), mine, self.group)
+            return full
         gathered = local.new_empty(longest * self.size)
         all_gather_into(gathered, mine, self.group)
-        if layout.dim == 0 and len(layout.parts) == 1 and longest * self.size == shape.numel():
-            return gathered.view(shape)  # the shards are in the right order already, and nothing is copied
         parts = [flat[: part.numel()].view(part) for flat, part in zip(gathered.chunk(self.size), shapes, strict=True)]
         return join_shards(parts, layout)

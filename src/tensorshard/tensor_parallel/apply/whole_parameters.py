@@ -1,0 +1,343 @@
+"""Split parameters that look whole to the user's code.
+
+A parameter stays one object with this rank's part in memory. What a function gets depends on who calls it:
+
+- *Forwards of the model get the part.* A table of layouts was verified with parts in all forwards, also where one
+  module's forward reads another's weight. So for the time of a forward the parameters are of their plain class, and
+  nothing is slower. Calls of a module inside of the model, and recomputation in backward, get parts as well.
+- *tensorshard gets the part*, and so does the Engine's optimizer, whose states are those of the part.
+- *Everybody else gets the whole*: loss functions, loops, other optimizers. It is gathered when it is used, a collective
+  of the tensor-parallel ranks. They compute the same with it, so in backward each takes its part of the gradient, and
+  nothing is summed. What is written to it, or to a view of it, is written to the part. Element by element operations
+  with numbers, or with tensors of which this rank knows its part, are done on the part, without a collective.
+
+Hooks of modules are called within forwards: they get the part.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.autograd import Function
+
+from tensorshard.modules.calls_by_users import is_called_by_user, mark_modules
+from tensorshard.modules.watched_parameters import NotedParameter, Pause, Watch, watch, watches_of
+from tensorshard.modules.written_through import Source, WrittenThrough, run
+from tensorshard.tensor_parallel.apply import part_operations
+from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
+from tensorshard.torch_private.autograd import is_in_backward
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.modules import own_parameters, set_parameter
+from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
+
+
+class WholeParameters:
+    """The split parameters of one model, which look whole to the user's code.
+
+    Args:
+        shapes: of the full parameters, by name.
+    """
+
+    def __init__(self, model: nn.Module, split: TensorSplit, shapes: Mapping[str, torch.Size]) -> None:
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._depth = 1  # until the first :meth:`begin`
+        self._watches: dict[nn.Parameter, _Whole] = {}
+        for name, parameter in model.named_parameters():
+            if type(parameter) in (nn.Parameter, NotedParameter) and split.num_shards(name) > 1:
+                self._watches[parameter] = _Whole(name, split, shapes[name], self)
+        for parameter, watching in self._watches.items():
+            watch(parameter, watching)
+        self._pause = Pause(self._watches)
+        self._pause.begin()
+        self._places = [
+            (module, key, parameter, self._watches[parameter])
+            for module in model.modules()
+            for key, parameter in own_parameters(module).items()
+            if parameter in self._watches
+        ]
+        if self._watches:
+            mark_modules(model)
+            self._surround(model)
+            owners = {module for module, *_ in self._places}
+            for module in model.modules():
+                if module is not model and any(inner in owners for inner in module.modules()):
+                    vars(module)["__deepcopy__"] = partial(
+                        _refuse_copy, type(module).__name__
+                    )  # copy.deepcopy calls it
+
+    @property
+    def computes(self) -> bool:
+        """Whether all code gets parts for now."""
+        return self._depth > 0
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on, the user's code gets the whole outside of :meth:`parts`, and `optimizer` parts."""
+        self._optimizer = optimizer
+        self._leave()
+
+    @contextmanager
+    def parts(self) -> Iterator[None]:
+        """A context in which all code gets parts."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A context, within :meth:`parts`, in which the user's code gets the whole again."""
+        depth, self._depth = self._depth, 0
+        if depth:
+            self._pause.end()
+        try:
+            yield
+        finally:
+            self._depth = depth
+            if depth:
+                self._pause.begin()
+
+    def is_users_call(self) -> bool:
+        """Whether the user's code is to get the whole now."""
+        return not self.computes and not is_in_backward() and is_called_by_user(sys._getframe(2), self._optimizer)
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._pause.begin()
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._pause.end()
+
+    def _surround(self, model: nn.Module) -> None:
+        given: list[list[tuple[nn.Module, str, torch.Tensor]]] = []
+
+        def before(*_: Any) -> None:
+            self._enter()
+            given.append([])
+            given[-1].extend(self._cut_given())
+
+        def after(*_: Any) -> None:
+            if not given:
+                return
+            for module, key, tensor in given.pop():
+                set_parameter(module, key, tensor)
+            self._leave()
+
+        model.register_forward_pre_hook(before, prepend=True)
+        model.register_forward_hook(after, always_call=True)
+
+    def _cut_given(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """Puts parts in the place of whole tensors that were given for a call, as ``torch.func.functional_call``
+        does."""
+        for module, key, parameter, watching in self._places:
+            tensor = module._parameters[key]
+            if tensor is not parameter and tensor is not None and tensor.shape == watching.shape:
+                set_parameter(module, key, _Part.apply(tensor, watching))
+                yield module, key, tensor
+
+
+def _refuse_copy(name: str, _: dict[int, Any]) -> NoReturn:
+    raise RuntimeError(
+        f"a deep copy of this {name}, a part of a laid-out model, would hold only this tensor-parallel rank's parts of "
+        f"the weights: make such copies before parallelize, in the model or in another one with an Engine of its own; "
+        f"or keep copies of the weights, p.detach().clone(), which are whole"
+    )
+
+
+class _Whole(Watch):
+    """How one parameter looks whole."""
+
+    stays_in_copies = True
+
+    def __init__(self, name: str, split: TensorSplit, shape: torch.Size, all_of_model: WholeParameters) -> None:
+        self.name, self.shape = name, shape
+        self.layout = split.layout(name)
+        self._split, self._all = split, all_of_model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Whole":
+        return self
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole of which each rank gives its `part`. A collective."""
+        return self._split.full(self.name, part, self.shape)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `whole`, in memory of its own."""
+        return self._split.local(self.name, whole)
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if function in part_operations.OF_THE_OBJECT or not self._all.is_users_call():
+            return NotImplemented
+        return _call(function, args, kwargs)
+
+    def gradient(self, parameter: nn.Parameter, held: torch.Tensor | None) -> torch.Tensor | None:
+        if held is None or not self._all.is_users_call():
+            return held
+        return self.shown(held)
+
+    def held_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None or not self._all.is_users_call():
+            return gradient
+        if gradient.shape != self.shape:
+            raise RuntimeError(
+                f"a gradient of shape {list(gradient.shape)} was assigned to {self.name!r} of shape {list(self.shape)}"
+            )
+        if isinstance(gradient, WrittenThrough):
+            gradient = gradient._plain
+        return self.cut(gradient)
+
+    def source(self, held: torch.Tensor, *, graph: bool) -> Source:
+        """The whole of what this rank has as `held`."""
+        if graph:
+            base = _Gathered.apply(held, self)
+        else:
+            base = self.gather(held.detach())
+        return Source(base, held, partial(self._read, held), partial(self._store, held))
+
+    def shown(self, held: torch.Tensor) -> torch.Tensor:
+        """A tensor that is the whole of `held`, and writes to it."""
+        source = self.source(held, graph=held.requires_grad)
+        return WrittenThrough.of(source.base, source)
+
+    def _read(self, held: torch.Tensor) -> torch.Tensor:
+        return self.gather(held.detach())
+
+    def _store(self, held: torch.Tensor, whole: torch.Tensor) -> None:
+        with without_torch_functions_of_tensors():
+            held.copy_(self.cut(whole))
+
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Writes the whole `value` to `parameter`.
+
+        Raises:
+            RuntimeError: it has another shape.
+        """
+        if value.shape != self.shape:
+            raise RuntimeError(
+                f"a tensor of shape {list(value.shape)} was assigned to the data of {self.name!r}, whose shape is "
+                f"{list(self.shape)}, and whose memory is split over tensor-parallel ranks: assign one of its shape"
+            )
+        with torch.no_grad():
+            self._store(parameter, value)
+
+
+class _Gathered(Function):
+    """The whole, from the ranks' parts; all of them compute the same with it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, watching: _Whole) -> torch.Tensor:
+        ctx.watching = watching
+        return watching.gather(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Part.apply(grads[0], ctx.watching), None
+
+
+class _Part(Function):
+    """This rank's part of what all ranks hold."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, watching: _Whole) -> torch.Tensor:
+        ctx.watching = watching
+        return watching.cut(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Gathered.apply(grads[0], ctx.watching), None
+
+
+# -- what functions do with whole parameters --
+
+
+def _whole_watch(value: Any) -> _Whole | None:
+    """The watch that makes `value` look whole, if it is a split parameter."""
+    if not isinstance(value, nn.Parameter):
+        return None
+    return next((w for w in watches_of(value) if isinstance(w, _Whole)), None)
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """``function(*args, **kwargs)`` with whole parameters."""
+    first: Any = args[0] if args else None
+    own = _whole_watch(first)
+    if function is torch.autograd.grad:
+        return _autograd_gradients(args, kwargs)
+    if own is not None:
+        if function in part_operations.OF_SHAPES:
+            with without_torch_functions_of_tensors():
+                return function(first.new_empty(()).expand(own.shape), *args[1:], **kwargs)
+        if function == part_operations.SET_DATA:
+            value = args[1]
+            return own.write(first, value._plain if isinstance(value, WrittenThrough) else value)
+        if function == part_operations.REPRESENTATION:
+            return f"Parameter of shape {list(own.shape)}, split along dimension {own.layout.dim} over the ranks"
+        if function in part_operations.ELEMENTWISE and _on_parts(function, own, args, kwargs):
+            return first
+    sources: dict[int, Source] = {}
+    graph = torch.is_grad_enabled() and function not in part_operations.WITHOUT_GRAPH
+
+    def whole(parameter: nn.Parameter) -> torch.Tensor:
+        watching = _whole_watch(parameter)
+        if watching is None:
+            return parameter
+        if id(parameter) not in sources:
+            with without_torch_functions_of_tensors():
+                sources[id(parameter)] = watching.source(parameter, graph=graph and parameter.requires_grad)
+        return sources[id(parameter)].base
+
+    given, options = tree_map_only(nn.Parameter, whole, (tuple(args), kwargs))
+    parameters = {id(p): p for p in tree_leaves((args, kwargs)) if id(p) in sources}
+    same = {id(source.base): parameters[key] for key, source in sources.items()}
+    return run(function, given, options, sources.values(), same)
+
+
+def _on_parts(function: Callable[..., Any], own: _Whole, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Does an element by element operation on this rank's part; False if it needs what other ranks have."""
+
+    def part(value: Any) -> Any:
+        if isinstance(value, WrittenThrough):
+            value = value._plain
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        watching = _whole_watch(value)
+        if watching is not None:
+            return value if (watching.layout, watching.shape) == (own.layout, own.shape) else None
+        return own.cut(value) if type(value) is torch.Tensor and value.shape == own.shape else None
+
+    given = [part(value) for value in args]
+    options = {key: part(value) for key, value in kwargs.items()}
+    for before, after in zip((*args, *kwargs.values()), (*given, *options.values()), strict=True):
+        if before is not None and after is None:
+            return False
+    with without_torch_functions_of_tensors():
+        function(*given, **options)
+    return True
+
+
+def _autograd_gradients(args: Any, kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad``: the gradients of whole parameters are whole."""
+    outputs, inputs, *others = args
+    several = isinstance(inputs, tuple | list)
+    wanted = list(inputs) if several else [inputs]
+    given, wanted_plain, rest, options = tree_map_only(
+        WrittenThrough, lambda leaf: leaf._plain, (outputs, wanted, others, kwargs)
+    )
+    with without_torch_functions_of_tensors():
+        found = torch.autograd.grad(given, wanted_plain, *rest, **options)
+    return tuple(_whole_gradient(_whole_watch(p), gradient) for p, gradient in zip(wanted, found, strict=True))
+
+
+def _whole_gradient(watching: _Whole | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if watching is None or gradient is None:
+        return gradient
+    if gradient.dim() > len(watching.shape):  # is_grads_batched
+        return torch.stack([_Gathered.apply(row, watching) for row in gradient])
+    return _Gathered.apply(gradient, watching)
