@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.host_heap import HostHeap
 from tensorshard.engine.offload import open_tiers
-from tensorshard.engine.optimizer import OptimizerFactory, check_trains_heads
+from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains_heads
+from tensorshard.engine.optimizer_probe import check_optimizer
 from tensorshard.engine.other_optimizers import mark_replaced
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state
 from tensorshard.heads.under_plan.head_updates import (
@@ -134,6 +136,14 @@ def lay_out_engine(
             debug=debug,
             slots=slots,
             heap=heap,
+        )
+        check_optimizer(
+            engine.optimizer,
+            partial(build_optimizer, optimizer, heads=groups),
+            sharded.masters(),
+            sharded.split,
+            int(plan.zero),
+            mesh.world_group,
         )
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
     sharded.protect()
