@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, is_gloo, reduce_scatter_into
 from tensorshard.comm.monitor import CollectiveMismatchError
-from tensorshard.data_parallel.outside_calls import OutsideCalls
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
+from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.heads.under_plan.method_calls import call_before_heads, gather_for_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces, like
@@ -105,8 +105,10 @@ class FullyShardedModel(ShardedModel):
         self._gradients = ShardedGradients(
             model, self._masters, self._scalars, mesh.dp_group, torch.device(mesh.device_mesh.device_type)
         )
-        inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
-        self._outside_calls = OutsideCalls(model, inner, self._gradients, options["mp_policy"].param_dtype)
+        self._reads = WholeReads(self._gradients, options["mp_policy"].param_dtype)
+        for master in self._masters.values():
+            if isinstance(master, DTensor):
+                self._reads.watch(master)
         model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
         if offloaded is not None:
             model.register_forward_pre_hook(lambda *_: offloaded.begin(), prepend=True)
@@ -122,7 +124,7 @@ class FullyShardedModel(ShardedModel):
         self._gradients.take, self._gradients.finish = take, finish
 
     def watch_updates(self, behind: UpdateBehind) -> None:
-        self._outside_calls.wait = behind.wait
+        self._reads.wait = behind.wait
         if self._offloaded is not None:
             self._offloaded.is_current = behind.is_done
         for modules, masters in self._unit_masters:
@@ -176,7 +178,8 @@ class FullyShardedModel(ShardedModel):
         """FSDP finishes by itself at the end of backward."""
 
     def finish_backward(self) -> None:
-        """FSDP finishes by itself at the end of backward."""
+        """FSDP finishes by itself at the end of backward; gradients that the user gave are left."""
+        self._gradients.average_by_hand()
 
     def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         """FSDP gathers the masters themselves."""

@@ -3,7 +3,8 @@
 FSDP2 reduces the gradients that a rank has. A rank that did not use a parameter would send a shorter message than the
 others, so here it sends zeros for it. A parameter that no rank used must end without a gradient, as on one device: with
 a gradient of zeros, weight decay would change it. So the ranks count how many have used each parameter. FSDP2 ignores
-parameters without dimensions; their gradients are averaged in the same message.
+parameters without dimensions; their gradients are averaged in the same message. So are those of parameters that were
+read outside of their units, after the message has told which ones there are on any rank.
 """
 
 import weakref
@@ -14,12 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.data_parallel.gradients_of_leaves import averaged, averaged_shard, differentiate
 from tensorshard.sharded_model import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
-from tensorshard.torch_private.fsdp import parameter_groups, unsharded_parameter
+from tensorshard.torch_private.fsdp import parameter_groups, refresh_dtypes, unsharded_parameter
+
+# In the message that counts: what a rank adds that read a parameter outside of its unit. One that used it adds 1.
+_READ = float(1 << 24)
 
 
 class ShardedGradients:
@@ -36,6 +42,7 @@ class ShardedGradients:
         last: whether the gradients are complete after the next backward.
         take: called with each parameter whose gradient was reduced; None to leave them.
         finish: called before a gradient that was taken is added to, and at the end of each backward; None for nothing.
+        after_backward: called at the end of each backward; None for nothing.
     """
 
     def __init__(
@@ -50,31 +57,87 @@ class ShardedGradients:
         self.last = True
         self.take: TakeGradient | None = None
         self.finish: Callable[[], None] | None = None
+        self.after_backward: Callable[[], None] | None = None
         self._group = group
-        self._scalars = [scalar for scalar in scalars if scalar.requires_grad]
-        self._trained = [p for p in masters.values() if p.requires_grad]
+        self._scalars = list(scalars)
+        self._masters = list(masters.values())
         self._used: set[nn.Parameter] = set()  # since gradients were last cleared
-        self._apart: dict[nn.Parameter, torch.Tensor] = {}  # sums of gradients that were not reduced with their unit's
+        self._whole: dict[torch.Tensor, torch.Tensor] = {}  # sums of gradients that were not reduced with their unit's
+        self._by_hand: dict[DTensor, torch.Tensor] = {}
+        self._averaged: dict[nn.Parameter, torch.Tensor] = {}  # gradients of scalars as they were averaged
+        self._leaves: dict[DTensor, list[weakref.ref[torch.Tensor]]] = {}
         self._in_backward = False
+        groups = parameter_groups(model)
+        self._fsdp_params = {p.sharded_param: p for fsdp_group in groups for p in fsdp_group.fsdp_params}
         this = weakref.ref(self)  # else the model would never be freed
-        for fsdp_group in parameter_groups(model):
+        for fsdp_group in groups:
             fsdp_group.post_backward = partial(_post_backward, this, fsdp_group, fsdp_group.post_backward)
 
     def forget(self) -> None:
         """Called after a failed backward."""
         self._in_backward = False
         self._used.clear()
-        self._apart.clear()
+        self._whole.clear()
+        self._by_hand.clear()
 
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Adds a `gradient` of this backward, already summed over the data ranks, to the one that FSDP2 reduces."""
+    # -- gradients that FSDP2 does not see --
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Adds a whole `gradient` of this rank and this backward to the one that FSDP2 reduces."""
         self._enter_backward()
-        before = self._apart.get(parameter)
-        self._apart[parameter] = gradient if before is None else before + gradient
+        before = self._whole.get(parameter)
+        self._whole[parameter] = gradient if before is None else before + gradient
+
+    def note_leaf(self, parameter: DTensor, leaf: torch.Tensor) -> None:
+        """Notes a tensor that stands for the whole `parameter` in graphs."""
+        living = [each for each in self._leaves.get(parameter, []) if each() is not None]
+        self._leaves[parameter] = [*living, weakref.ref(leaf)]
+
+    def set_by_hand(self, parameter: DTensor, gradient: torch.Tensor) -> None:
+        """Notes a whole gradient of this rank that the user gave in place of the parameter's own."""
+        parameter.grad = None
+        vars(parameter)["_whole_gradient"] = gradient
+        self._by_hand[parameter] = gradient
+
+    @torch.no_grad()
+    def average_by_hand(self) -> None:
+        """Averages the gradients that the user gave, over the data ranks. A collective if there are any."""
+        given = {p: vars(p).get("_whole_gradient") for p in self._by_hand}
+        given = {p: gradient for p, gradient in given.items() if gradient is not None}
+        self._by_hand.clear()
+        scalars = [s for s in self._scalars if s.grad is not None and s.grad is not self._averaged.get(s)]
+        if not given and not scalars:
+            return
+        trained = self._trained()
+        counts = self._sum([float(p in given or p in scalars) for p in trained])
+        for parameter, count in zip(trained, counts, strict=True):
+            if count < 0.5:
+                continue
+            if isinstance(parameter, DTensor):
+                parameter.grad = averaged_shard(given.get(parameter), parameter, self._group.size())
+            else:
+                parameter.grad = averaged(parameter.grad, parameter, self._group)
+                self._averaged[parameter] = parameter.grad
+            self._used.add(parameter)
+
+    def differentiate(self, arguments: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+        """``torch.autograd.grad``, by parameters as well: their gradients are averaged over the data ranks."""
+
+        def leaves_of(parameter: torch.Tensor) -> list[torch.Tensor]:
+            if not isinstance(parameter, DTensor):
+                return [parameter]
+            full = unsharded_parameter(self._fsdp_params[parameter])  # type: ignore[index]
+            read = [leaf() for leaf in self._leaves.get(parameter, [])]
+            return [leaf for leaf in (full, *read) if leaf is not None]
+
+        return differentiate(arguments, set(self._masters), leaves_of, self._group, self._sum)
+
+    # -- gradients of FSDP2's groups --
 
     def fill(self, fsdp_group: Any) -> None:
         """Gives those parameters of `fsdp_group` that have no gradient a gradient of zeros."""
         self._enter_backward()
+        refresh_dtypes(fsdp_group)
         if self.finish is not None and any(p.sharded_param.grad is not None for p in fsdp_group.fsdp_params):
             self.finish()  # a unit that is used twice: this backward adds to gradients that were taken before
         for fsdp_param in fsdp_group.fsdp_params:
@@ -102,29 +165,45 @@ class ShardedGradients:
         self._complete()
         if self.finish is not None:
             self.finish()
+        if self.after_backward is not None:
+            self.after_backward()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._masters if p.requires_grad]
 
     @torch.no_grad()
     def _complete(self) -> None:
         self._in_backward = False
-        for parameter, gradient in self._apart.items():
-            average = (gradient / self._group.size()).to(parameter.device)
-            parameter.grad = average if parameter.grad is None else parameter.grad + average
-        self._used.update(self._apart)
-        self._apart.clear()
         self._used.update(scalar for scalar in self._scalars if scalar.grad is not None)
         if not self.last:
             return
-        sums = [float(p in self._used) for p in self._trained]
-        message = torch.tensor(sums, dtype=torch.float64, device=self._device)
-        gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self._scalars]
-        message = torch.cat([message, *(gradient.double().view(1) for gradient in gradients)])
-        all_reduce_(message, self._group, what="which parameters were used")
-        for scalar, total in zip(self._scalars, message[len(sums) :], strict=True):
-            scalar.grad = (total / self._group.size()).to(scalar.dtype)
-        alike = detect_fake_mode(message) is not None  # fake tensors have no numbers, and fake ranks are alike
-        for parameter, count in zip(self._trained, sums if alike else message[: len(sums)].tolist(), strict=True):
-            if count < 0.5:
+        trained = self._trained()
+        scalars = [scalar for scalar in self._scalars if scalar.requires_grad]
+        gradients = [0.0 if s.grad is None else s.grad for s in scalars]
+        sums = self._sum([float(p in self._used) + _READ * (p in self._whole) for p in trained], gradients)
+        for scalar, total in zip(scalars, sums[len(trained) :], strict=True):
+            scalar.grad = torch.full_like(scalar, total / self._group.size())
+            self._averaged[scalar] = scalar.grad
+        for parameter, count in zip(trained, sums[: len(trained)], strict=True):
+            if count >= _READ:
+                assert isinstance(parameter, DTensor)
+                average = averaged_shard(self._whole.get(parameter), parameter, self._group.size())
+                parameter.grad = average if parameter.grad is None else parameter.grad + average
+                self._used.add(parameter)
+            elif count < 0.5:
                 parameter.grad = None
+        self._whole.clear()
+
+    def _sum(self, numbers: Sequence[float], scalars: Sequence[torch.Tensor | float] = ()) -> list[float]:
+        """The sums of `numbers` over the data ranks, and those of `scalars`."""
+        message = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        if scalars:
+            parts = [torch.as_tensor(s, dtype=torch.float64, device=self._device).view(1) for s in scalars]
+            message = torch.cat([message, *parts])
+        all_reduce_(message, self._group, what="which parameters were used")
+        if detect_fake_mode(message) is not None:  # fake tensors have no numbers, and fake ranks are alike
+            return [*numbers, *(0.0 for _ in scalars)]
+        return message.tolist()  # type: ignore[no-any-return]
 
 
 def _post_backward(this: Any, fsdp_group: Any, original: Any, *args: Any) -> None:

@@ -1,0 +1,354 @@
+"""A sharded parameter that user code can read as a whole and write, as if it were a plain tensor.
+
+torch's functions ask the class of their arguments what to do (``__torch_function__``). What they get here:
+
+- Where gradients are recorded, a function reads the whole parameter, as a forward does. The gradient is averaged over
+  the data ranks together with the others.
+- Else it computes on the shards where all of its tensors are sharded (an average of the weights, say), and on whole
+  tensors where some are plain.
+- A write in place changes this rank's shard; plain tensors are cut to it.
+
+Results that are sharded behave in the same way.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.comm.sharding import distribute, local_shard, on_mesh_device
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.pytree import tree_leaves, tree_map
+
+_READER = "_tensorshard_reader"
+_GRADIENT = "_whole_gradient"  # one that the user gave, until it is averaged over the data ranks
+
+
+class Reader(Protocol):
+    """What a parameter asks of the model that it belongs to."""
+
+    def read(self, parameter: DTensor) -> torch.Tensor:
+        """The whole parameter, with gradients where the parameter and the caller have them."""
+
+    def set_gradient(self, parameter: DTensor, gradient: torch.Tensor) -> None:
+        """Notes this rank's whole `gradient`, which is averaged over the data ranks before the next update."""
+
+    def differentiate(self, arguments: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+        """What ``torch.autograd.grad`` gives where some of the inputs are sharded parameters."""
+
+
+def show_as_whole(parameter: DTensor, reader: Reader) -> None:
+    """Gives a sharded `parameter` the behaviour that this file is about. It stays the same object."""
+    vars(parameter)[_READER] = _Held(reader)
+    parameter.__class__ = ShardedParameter
+
+
+class _Held:
+    """A reader that copies of a parameter share."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def __deepcopy__(self, memo: Any) -> "_Held":
+        return self
+
+
+class ShardedParameter(DTensor):
+    """A DTensor that mixes with plain tensors. See the top of this file."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _KINDS[_kind(func)](func, args, kwargs or {})
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # read often, so that it goes the short way
+        if (given := vars(self).get(_GRADIENT)) is not None:
+            return given  # type: ignore[no-any-return]
+        with without_torch_functions_of_tensors():
+            return DTensor.grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            if value.shape != self.shape:
+                raise RuntimeError(
+                    f"a gradient of shape {list(value.shape)} was given to a parameter of shape {list(self.shape)}"
+                )
+            _reader_of(self).set_gradient(self, value)
+            return
+        vars(self).pop(_GRADIENT, None)
+        if type(value) is DTensor:
+            value.__class__ = ShardedParameter
+        with without_torch_functions_of_tensors():
+            DTensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def requires_grad(self) -> bool:
+        with without_torch_functions_of_tensors():
+            return DTensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with without_torch_functions_of_tensors():
+            DTensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor. The gradient of a parameter is averaged over the data ranks."""
+        if grad_placements is None and torch.is_grad_enabled() and self.requires_grad:
+            return _whole(self)
+        with without_torch_functions_of_tensors():
+            return super().full_tensor(grad_placements=grad_placements)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_dtensor(lambda: DTensor.__reduce_ex__(self, protocol), self)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        copy = _as_dtensor(lambda: DTensor.__deepcopy__(self, memo), self)
+        copy.__class__ = ShardedParameter
+        memo[id(self)] = copy
+        return copy
+
+
+def _as_dtensor(action: Callable[[], Any], parameter: DTensor) -> Any:
+    """Runs an `action` that does not know subclasses, and that shall not copy the parameter's model."""
+    held = vars(parameter).pop(_READER, None)
+    parameter.__class__ = DTensor
+    try:
+        return action()
+    finally:
+        parameter.__class__ = ShardedParameter
+        if held is not None:
+            vars(parameter)[_READER] = held
+
+
+def _reader_of(parameter: DTensor) -> Reader:
+    held = vars(parameter).get(_READER)
+    if held is None:
+        raise RuntimeError(
+            "a plain tensor was given as the gradient of a sharded tensor that is no parameter of the model; give one "
+            "that is sharded, such as torch.zeros_like of it"
+        )
+    reader: Reader = held.reader
+    return reader
+
+
+def _native(func: Any, args: Any, kwargs: Any) -> Any:
+    with without_torch_functions_of_tensors():
+        return _mixable(func(*args, **kwargs))
+
+
+def _mixable(result: Any) -> Any:
+    """Makes sharded results behave as parameters do."""
+    if type(result) is DTensor:
+        result.__class__ = ShardedParameter
+    elif isinstance(result, tuple | list):
+        for each in result:
+            if type(each) is DTensor:
+                each.__class__ = ShardedParameter
+    return result
+
+
+def _whole(tensor: Any) -> Any:
+    """The whole of a DTensor; anything else as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    held = vars(tensor).get(_READER)
+    if held is not None:
+        return held.reader.read(tensor)
+    with without_torch_functions_of_tensors():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return tensor.full_tensor()
+        return on_mesh_device(tensor.detach()).full_tensor()  # type: ignore[arg-type]
+
+
+def _compute(func: Any, args: Any, kwargs: Any) -> Any:
+    """Computes something new: on shards, where that is possible and no gradient is recorded."""
+    if kwargs.get("out") is not None:
+        return _write(func, args, kwargs)
+    leaves = _tensors((args, kwargs))
+    if all(isinstance(leaf, DTensor) or leaf.numel() == 1 for leaf in leaves) and not _is_recorded(leaves):
+        try:
+            return _native(func, args, kwargs)
+        except (RuntimeError, NotImplementedError, ValueError, IndexError, AssertionError):
+            pass  # there is no rule for shards; if it is the caller's mistake, it fails again with whole tensors
+    return _compute_whole(func, args, kwargs)
+
+
+def _compute_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = tree_map(_whole, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _draw(func: Any, args: Any, kwargs: Any) -> Any:
+    """Random numbers for a whole tensor: each rank draws all of them."""
+    args, kwargs = tree_map(_empty_whole, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _empty_whole(tensor: Any) -> Any:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type)
+
+
+def _write(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes into the first argument, or into ``out=``."""
+    out = kwargs.get("out")
+    target = out if out is not None else args[0] if args else next(iter(kwargs.values()))
+    name: str = getattr(func, "__name__", "")
+    if isinstance(target, list | tuple):
+        return _native(func, _cut_lists(args), kwargs) if any(isinstance(t, DTensor) for t in target) else (
+            _compute_whole(func, args, kwargs)
+        )
+    if not isinstance(target, DTensor):
+        return _compute_whole(func, args, kwargs)
+    if target.requires_grad and torch.is_grad_enabled() and func.__module__ != nn.init.__name__:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    if name.strip("_") in _ELEMENTWISE:
+        args, kwargs = tree_map(lambda leaf: _cut(leaf, target), (args, kwargs))
+        return _native(func, args, kwargs)
+    return _write_whole(func, args, kwargs, target)
+
+
+@torch.no_grad()
+def _write_whole(func: Any, args: Any, kwargs: Any, target: DTensor) -> Any:
+    """Writes into the whole tensor, and keeps this rank's shard of it."""
+    full = _whole(target).clone()
+    args, kwargs = tree_map(lambda leaf: full if leaf is target else _whole(leaf), (args, kwargs))
+    result = func(*args, **kwargs)
+    mesh = target.device_mesh
+    if _is_random(func):  # the first rank's numbers, as the ranks may have drawn different ones
+        for axis in range(mesh.ndim):
+            dist.broadcast(full, group=mesh.get_group(axis), group_src=0)
+    with without_torch_functions_of_tensors():
+        local = target.to_local()
+        local.copy_(local_shard(full, mesh, target.placements).view(local.shape))
+    return target if result is full else result
+
+
+def _cut(leaf: Any, like: DTensor) -> Any:
+    """A plain tensor, of which every rank has all, cut as `like` is. Numbers and DTensors stay."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.dim() == 0:
+        return leaf
+    with without_torch_functions_of_tensors():
+        cut = distribute(leaf.detach().expand(like.shape), like.device_mesh, like.placements)
+        local = like.to_local()
+        return cut if cut.to_local().device == local.device else cut.to(local.device)
+
+
+def _cut_lists(args: Any) -> Any:
+    first = args[0]
+
+    def cut(one: Any) -> Any:
+        if not isinstance(one, list | tuple) or len(one) != len(first):
+            return one
+        return [_cut(leaf, like) if isinstance(like, DTensor) else leaf for leaf, like in zip(one, first, strict=True)]
+
+    return (first, *(cut(one) for one in args[1:]))
+
+
+def _set(func: Any, args: Any, kwargs: Any) -> Any:
+    """``parameter.data = value``: the parameter keeps its memory, which the next gather reads."""
+    target, value = args
+    if not isinstance(target, DTensor):
+        with without_torch_functions_of_tensors():
+            return func(target, _whole(value))
+    if value.shape != target.shape:
+        raise RuntimeError(
+            f"data of shape {list(value.shape)} was given to a sharded parameter of shape {list(target.shape)}"
+        )
+    with torch.no_grad():
+        torch.Tensor.copy_(target, value)
+    return None
+
+
+def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.autograd.grad``."""
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    inputs = arguments["inputs"]
+    readers = [vars(one)[_READER].reader for one in inputs if isinstance(one, DTensor) and _READER in vars(one)]
+    if not readers:
+        return _compute_whole(func, args, kwargs)
+    return readers[0].differentiate(arguments)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_recorded(leaves: list[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+
+
+_KINDS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "native": _native,
+    "compute": _compute,
+    "whole": _compute_whole,
+    "draw": _draw,
+    "write": _write,
+    "set": _set,
+    "grad": _differentiate,
+}
+
+# What does not read values, or is done for the shards.
+_NATIVE = frozenset(
+    "size dim numel nelement ndimension stride storage_offset element_size is_contiguous is_floating_point is_complex "
+    "is_signed is_same_size is_pinned is_shared data_ptr untyped_storage storage get_device has_names "
+    "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach detach_ backward __len__ "
+    "__repr__ __hash__ __format__ __dir__ __reduce_ex__ __deepcopy__ zeros_like ones_like empty_like full_like "
+    "is_tensor is_storage result_type can_cast promote_types typename numel_ share_memory_ pin_memory is_inference "
+    "_is_view _has_compatible_shallow_copy_type __instancecheck__".split()
+)
+# What gives Python's or NumPy's values.
+_VALUES = frozenset(
+    "tolist numpy item __array__ __bool__ __float__ __int__ __index__ __complex__ __contains__ __iter__ equal allclose "
+    "is_nonzero".split()
+)
+_DRAWN = frozenset("rand_like randn_like randint_like".split())
+_RANDOM = frozenset(
+    "normal_ uniform_ trunc_normal_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_ dropout_ orthogonal_ "
+    "kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ sparse_".split()
+)
+_COMPUTED_ATTRIBUTES = frozenset("T mT H mH real imag".split())
+# What writes each element by itself, named without underscores.
+_ELEMENTWISE = frozenset(
+    "add sub subtract mul multiply div divide true_divide iadd isub imul itruediv ipow pow copy zero fill clamp clip "
+    "clamp_min clamp_max lerp addcmul addcdiv neg negative abs absolute sign sqrt rsqrt square exp log sigmoid tanh "
+    "relu reciprocal round floor ceil trunc nan_to_num masked_fill floor_divide remainder fmod".split()
+)
+
+
+def _is_random(func: Any) -> bool:
+    return getattr(func, "__name__", "") in _RANDOM
+
+
+@cache
+def _kind(func: Any) -> str:
+    name: str = getattr(func, "__name__", "")
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    if name == "__get__":
+        return "compute" if attribute in _COMPUTED_ATTRIBUTES else "native"
+    if name == "__set__":
+        return "set" if attribute == "data" else "native"
+    if func is torch.autograd.grad:
+        return "grad"
+    if name in _NATIVE or name == "__delete__":
+        return "native"
+    if name in _VALUES:
+        return "whole"
+    if name in _DRAWN:
+        return "draw"
+    if name.startswith("__"):
+        return "write" if name == "__setitem__" or (name[2] == "i" and name.strip("_") in _ELEMENTWISE) else "compute"
+    return "write" if name.endswith("_") else "compute"

@@ -1,0 +1,95 @@
+"""Parameters that are read as a whole outside of their unit's forward, and gradients by them that a loop asks for.
+
+FSDP2 gathers a unit's parameters only while the unit's own forward runs. Another read (``model.head(x)`` from the loop, a
+part of a block that the model calls, a penalty on the weights) gathers the parameter by itself. Its gradient stays whole
+until the backward is over, as not all ranks need to read the same ones; then it is averaged over the data ranks.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.comm.sharding import on_mesh_device
+from tensorshard.data_parallel.sharded_gradients import ShardedGradients
+from tensorshard.data_parallel.sharded_parameter import show_as_whole
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.tensors import tensor_version
+
+
+class WholeReads:
+    """Reads of the parameters of one model.
+
+    Args:
+        gradients: of the model.
+        dtype: of computation; None for that of the parameters.
+
+    Attributes:
+        wait: called with parameters before they are gathered; None for nothing.
+        in_forward: whether the model's forward is running, which computes in `dtype`.
+    """
+
+    def __init__(self, gradients: ShardedGradients, dtype: torch.dtype | None) -> None:
+        self.wait: Callable[[list[nn.Parameter]], None] | None = None
+        self.in_forward = False
+        self._gradients, self._dtype = gradients, dtype
+        self._leaves: dict[DTensor, tuple[int, torch.Tensor]] = {}  # by parameter: version of the shard, and the whole
+        gradients.after_backward = self.forget
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """Makes a sharded `parameter` one that is read as a whole."""
+        assert isinstance(parameter, DTensor)
+        show_as_whole(parameter, self)
+
+    def forget(self) -> None:
+        """Drops the whole parameters, where no more reads of the same graph follow. They may be read again."""
+        self._leaves.clear()
+
+    def read(self, parameter: DTensor) -> torch.Tensor:
+        """The whole parameter, with gradients where the parameter and the caller have them. A collective."""
+        if torch.is_grad_enabled() and parameter.requires_grad:
+            whole = self._leaf(parameter)
+        else:
+            whole = self._gather(parameter)
+        narrow = self.in_forward and self._dtype is not None and whole.is_floating_point()
+        return whole.to(self._dtype) if narrow else whole
+
+    def set_gradient(self, parameter: DTensor, gradient: torch.Tensor) -> None:
+        """See :class:`~tensorshard.data_parallel.sharded_parameter.Reader`."""
+        self._gradients.set_by_hand(parameter, gradient)
+
+    def differentiate(self, arguments: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+        """See :class:`~tensorshard.data_parallel.sharded_parameter.Reader`."""
+        return self._gradients.differentiate(arguments)
+
+    def _leaf(self, parameter: DTensor) -> torch.Tensor:
+        with without_torch_functions_of_tensors():
+            version = tensor_version(parameter.to_local().detach())
+        known = self._leaves.get(parameter)
+        if known is not None and known[0] == version:
+            return known[1]
+        leaf = self._gather(parameter).requires_grad_()
+        gradients, of = weakref.ref(self._gradients), weakref.ref(parameter)
+
+        def take(leaf: torch.Tensor) -> None:
+            kept, sharded = gradients(), of()
+            if kept is not None and sharded is not None and leaf.grad is not None:
+                kept.add(sharded, leaf.grad.detach())
+            leaf.grad = None
+
+        leaf.register_post_accumulate_grad_hook(take)
+        self._gradients.note_leaf(parameter, leaf)
+        self._leaves[parameter] = version, leaf
+        return leaf
+
+    @torch.no_grad()
+    def _gather(self, parameter: DTensor) -> torch.Tensor:
+        if self.wait is not None:
+            self.wait([parameter])  # type: ignore[list-item]
+        with without_torch_functions_of_tensors():
+            whole: torch.Tensor = on_mesh_device(parameter.detach()).full_tensor()  # type: ignore[arg-type]
+            # With one rank, it may be the shard itself, which the optimizer would change under the graph.
+            return whole.clone() if parameter.device_mesh.size() == 1 else whole
