@@ -1,6 +1,6 @@
 """ZeRO 3: parameters are sharded too, and gathered unit by unit for forward and backward. On PyTorch's FSDP2."""
 
-import zlib
+import sys
 from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
@@ -12,8 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, is_gloo, reduce_scatter_into
-from tensorshard.comm.monitor import CollectiveMismatchError
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
+from tensorshard.data_parallel.unit_calls import UnitCalls
+from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.heads.under_plan.method_calls import call_before_heads, gather_for_heads
 from tensorshard.mesh import Mesh
@@ -22,7 +23,7 @@ from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.slots import OffloadedMaster, Slot
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
-from tensorshard.torch_private.fake_tensors import active_fake_mode
+from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.fsdp import (
     AllGather,
     ReduceScatter,
@@ -32,6 +33,7 @@ from tensorshard.torch_private.fsdp import (
     replace_shards,
     reset_iteration,
 )
+from tensorshard.torch_private.fsdp_calls import initialize_root, watch_unit
 from tensorshard.torch_private.modules import own_parameters
 from tensorshard.transforms.precision import compute_dtype, master_dtype
 
@@ -109,15 +111,45 @@ class FullyShardedModel(ShardedModel):
         for master in self._masters.values():
             if isinstance(master, DTensor):
                 self._reads.watch(master)
-        model.register_forward_hook(lambda *_: self._forward_over(), always_call=True)
+        self._calls = self._watch_units(mesh)
+        model.register_forward_hook(lambda *call: self._forward_over(call[-1]), always_call=True)
         if offloaded is not None:
             model.register_forward_pre_hook(lambda *_: offloaded.begin(), prepend=True)
         if is_gloo(mesh.group("dp_shard"), torch.device(mesh.device_mesh.device_type)):
             names = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-            order = UnitOrder([name or type(model).__name__ for name in names.values()])
             for module, name in names.items():
-                module.set_custom_all_gather(_AllGather(name or type(model).__name__, order))
+                module.set_custom_all_gather(_AllGather(name or type(model).__name__))
                 module.set_custom_reduce_scatter(_ReduceScatter(name or type(model).__name__))
+
+    def _watch_units(self, mesh: Mesh) -> UnitCalls:
+        """Puts :class:`UnitCalls` between FSDP and its units."""
+        model, group = self.model, mesh.dp_group
+        values = UnitValues()
+
+        def gather_lists(numbers: list[int], length: int) -> list[list[int]]:
+            mine = torch.tensor(numbers, device=mesh.device_mesh.device_type)
+            everyone = mine.new_empty(group.size() * length)
+            all_gather_into(everyone, mine, group, what="which units were called")
+            found: list[list[int]] = everyone.view(-1, length).tolist()
+            return found
+
+        calls = UnitCalls(model, group.size(), self._gradients.sum_over_ranks, gather_lists, values)
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                groups = watch_unit(module, calls)
+                calls.add(name or type(model).__name__, groups, is_root=module is model)
+                for each in groups:
+                    values.add(each)
+        self._gradients.calls = calls
+        initialize_root(model)
+        model.register_forward_pre_hook(lambda *_: self._forward_begins(), prepend=True)
+        return calls
+
+    def _forward_begins(self) -> None:
+        self._reads.in_forward = True
+        if not is_in_backward():
+            self._reads.forget()
+        self._calls.begin_forward()
 
     def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
         super().watch_gradients(take, finish)
@@ -140,7 +172,9 @@ class FullyShardedModel(ShardedModel):
     def offloaded_masters(self) -> dict[str, OffloadedMaster]:
         return {n: OffloadedMaster(self._slots[m], None) for n, m in self._masters.items() if m in self._slots}
 
-    def _forward_over(self) -> None:
+    def _forward_over(self, output: Any) -> None:
+        self._reads.in_forward = False
+        self._calls.end_forward(failed=output is None and sys.exception() is not None)
         # The loss may still compute logits from the parameters.
         if not torch.is_grad_enabled() and not self.logits.is_waiting:
             self._reshard()
@@ -165,6 +199,8 @@ class FullyShardedModel(ShardedModel):
     def abandon_step(self) -> None:
         self.discard_gradients()
         self._gradients.forget()
+        self._reads.forget()
+        self._calls.reset()
         reset_iteration(self.model)
 
     def begin_micro_batch(self, last: bool, *, average: bool = False) -> None:
@@ -180,6 +216,7 @@ class FullyShardedModel(ShardedModel):
     def finish_backward(self) -> None:
         """FSDP finishes by itself at the end of backward; gradients that the user gave are left."""
         self._gradients.average_by_hand()
+        self._reads.forget()
 
     def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         """FSDP gathers the masters themselves."""
@@ -278,53 +315,11 @@ class _Allocate:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-# For each unit, how often the ranks compare which they gather: in forward and backward of two steps.
-_CHECKED_GATHERS = 4
-
-
-class UnitOrder:
-    """Compares which unit each rank is about to gather, since a model may call different modules on different ranks.
-
-    It does so only in the first steps, since the ranks have to wait for each other. Later, such a call ends with the
-    timeout of its group, and the error names the unit.
-
-    Args:
-        names: of all units.
-    """
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = {zlib.crc32(name.encode()): name for name in names}
-        self._left = _CHECKED_GATHERS * len(names)  # the same on all ranks, until their calls differ
-
-    def check(self, name: str, group: dist.ProcessGroup) -> None:
-        """Waits, in the first steps, until every rank is about to gather its next unit.
-
-        Raises:
-            CollectiveMismatchError: they are different ones.
-        """
-        if self._left == 0 or active_fake_mode() is not None:  # fake ranks have no values to compare
-            return
-        self._left -= 1
-        mine = torch.tensor([zlib.crc32(name.encode())])
-        everyone = mine.new_empty(group.size())
-        all_gather_into(everyone, mine, group, what="the name of the next unit")
-        found = [self._names.get(code, "another module") for code in everyone.tolist()]
-        if len(set(found)) > 1:
-            listing = ", ".join(
-                f"rank {r}: {n}" for r, n in zip(dist.get_process_group_ranks(group), found, strict=True)
-            )
-            raise CollectiveMismatchError(
-                f"the data ranks call different modules of the model ({listing}), and zero=3 gathers their parameters "
-                f"from all ranks when they are called: make every rank call the same modules in the same order, or use "
-                f"zero=2, where every rank has the full parameters"
-            )
-
-
 class _AllGather(_Allocate, AllGather):
     """FSDP's all-gather, done by :func:`all_gather_into`."""
 
-    def __init__(self, name: str, order: UnitOrder) -> None:
-        self._name, self._order = name, order
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __call__(
         self,
@@ -333,7 +328,6 @@ class _AllGather(_Allocate, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._order.check(self._name, group)
         return all_gather_into(output_tensor, input_tensor, group, async_op, what=f"the parameters of {self._name}")
 
 

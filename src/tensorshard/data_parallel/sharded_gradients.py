@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.data_parallel.gradients_of_leaves import averaged, averaged_shard, differentiate
+from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.sharded_model import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
@@ -42,6 +43,7 @@ class ShardedGradients:
         last: whether the gradients are complete after the next backward.
         take: called with each parameter whose gradient was reduced; None to leave them.
         finish: called before a gradient that was taken is added to, and at the end of each backward; None for nothing.
+        calls: told at the end of each step whether the ranks called different units.
         after_backward: called at the end of each backward; None for nothing.
     """
 
@@ -58,6 +60,7 @@ class ShardedGradients:
         self.take: TakeGradient | None = None
         self.finish: Callable[[], None] | None = None
         self.after_backward: Callable[[], None] | None = None
+        self.calls: UnitCalls | None = None
         self._group = group
         self._scalars = list(scalars)
         self._masters = list(masters.values())
@@ -109,7 +112,7 @@ class ShardedGradients:
         if not given and not scalars:
             return
         trained = self._trained()
-        counts = self._sum([float(p in given or p in scalars) for p in trained])
+        counts = self.sum_over_ranks([float(p in given or p in scalars) for p in trained])
         for parameter, count in zip(trained, counts, strict=True):
             if count < 0.5:
                 continue
@@ -130,7 +133,7 @@ class ShardedGradients:
             read = [leaf() for leaf in self._leaves.get(parameter, [])]
             return [leaf for leaf in (full, *read) if leaf is not None]
 
-        return differentiate(arguments, set(self._masters), leaves_of, self._group, self._sum)
+        return differentiate(arguments, set(self._masters), leaves_of, self._group, self.sum_over_ranks)
 
     # -- gradients of FSDP2's groups --
 
@@ -180,7 +183,11 @@ class ShardedGradients:
         trained = self._trained()
         scalars = [scalar for scalar in self._scalars if scalar.requires_grad]
         gradients = [0.0 if s.grad is None else s.grad for s in scalars]
-        sums = self._sum([float(p in self._used) + _READ * (p in self._whole) for p in trained], gradients)
+        gradients.append(float(self.calls is not None and self.calls.differed))
+        sums = self.sum_over_ranks([float(p in self._used) + _READ * (p in self._whole) for p in trained], gradients)
+        differed = sums.pop() > 0.5
+        if self.calls is not None:
+            self.calls.take_note(differed)
         for scalar, total in zip(scalars, sums[len(trained) :], strict=True):
             scalar.grad = torch.full_like(scalar, total / self._group.size())
             self._averaged[scalar] = scalar.grad
@@ -194,7 +201,7 @@ class ShardedGradients:
                 parameter.grad = None
         self._whole.clear()
 
-    def _sum(self, numbers: Sequence[float], scalars: Sequence[torch.Tensor | float] = ()) -> list[float]:
+    def sum_over_ranks(self, numbers: Sequence[float], scalars: Sequence[torch.Tensor | float] = ()) -> list[float]:
         """The sums of `numbers` over the data ranks, and those of `scalars`."""
         message = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         if scalars:

@@ -56,6 +56,18 @@ def is_function_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that is running keeps its graph for another one.
+
+    Why: parameters that a second backward needs stay gathered until no more backwards can follow.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Makes the backward that is running call `callback` when it is over.
 

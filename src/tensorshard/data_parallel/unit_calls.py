@@ -1,0 +1,359 @@
+"""The gathers and reductions of ZeRO 3's units, in an order that is the same on all ranks whatever each of them calls.
+
+In a forward of the whole model the ranks gather along the sequence of :mod:`.agreed_order`. Each backward of such a
+forward goes back through the calls for which one follows on any rank: a rank gathers each unit, begins to gather the one
+before it, and reduces its gradients, with zeros for calls that it did not make. Autograd runs the calls of a rank from
+the last to the first, so a rank that reaches a call has completed all later ones.
+
+A unit that is called from outside of a forward of the model (``model.encode(x)``) is gathered at once; there, all ranks
+make the same calls.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.data_parallel.agreed_order import AgreedOrder
+from tensorshard.data_parallel.unit_values import UnitValues
+from tensorshard.torch_private.autograd import is_in_backward, keeps_graph
+from tensorshard.torch_private.fake_tensors import active_fake_mode
+from tensorshard.torch_private.fsdp_calls import (
+    call_at_end_of_backward,
+    forget_backward,
+    gather_only,
+    gather_unit,
+    is_in_forward,
+    prefetch_unit,
+    reduce_unit,
+    release_unit,
+)
+
+# In how many forwards the ranks ask each other at first. A model that is called alike then needs no messages later.
+_ASKED_FORWARDS = 2
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a unit, or a unit's place in the sequence that this rank left out."""
+
+    unit: Any
+    serial: int
+    forward: "_Forward | None" = None
+    index: int = 0  # in the forward
+    made: bool = True
+    needed: bool = False  # whether a backward follows, on any rank
+    begun: bool = False  # in the backward that is running
+    reduced: bool = False
+
+
+@dataclass(eq=False)
+class _Forward:
+    """A forward of the model, and how far its backward has come."""
+
+    serial: int
+    recorded: bool
+    calls: list[_Call] = field(default_factory=list)
+    place: int = 0  # in the sequence
+    lap: int = 0  # the first call of this time through the sequence
+    left: list[_Call] | None = None  # those that the running backward has not completed; None if none is running
+
+
+class UnitCalls:
+    """Stands between FSDP2 and its units; see :class:`~tensorshard.torch_private.fsdp_calls.UnitWatcher`.
+
+    Args:
+        model: after ``fully_shard``.
+        sum_over_ranks: sums numbers over the data ranks.
+        gather_lists: gives the data ranks' lists of numbers, each of the length that is given.
+        values: of the units.
+
+    Attributes:
+        differed: whether this rank has left out a unit, or has needed another backward, since it was last asked.
+        before_call: called before a unit is gathered that is called from outside of a forward; None for nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: int,
+        sum_over_ranks: Callable[[Sequence[float]], list[float]],
+        gather_lists: Callable[[list[int], int], list[list[int]]],
+        values: UnitValues,
+    ) -> None:
+        self._model, self._ranks = model, ranks
+        self._sum, self._gather_lists, self._values = sum_over_ranks, gather_lists, values
+        self.differed = False
+        self._root: list[Any] = []
+        self._units: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+        self._names: dict[Any, str] = {}
+        self._order = AgreedOrder(0)
+        self._asked = _ASKED_FORWARDS
+        self._careful = False  # the ranks have differed
+        self._forward: _Forward | None = None
+        self._open: list[_Forward] = []  # whose backward has begun
+        self._current: dict[Any, _Call] = {}  # the call that each unit is in
+        self._serial = 0
+        self._differentiable = False  # the running backward's gradient will be differentiated
+        self._kept = False  # all that is gathered stays so, for a second backward
+
+    def add(self, name: str, groups: list[Any], is_root: bool) -> None:
+        """Adds a unit, in the order of the model."""
+        for group in groups:
+            if group in self._names:
+                continue
+            self._names[group] = name
+            if is_root:
+                self._root.append(group)
+            else:
+                self._numbers[group] = len(self._units)
+                self._units.append(group)
+        self._order = AgreedOrder(len(self._units))
+
+    def take_note(self, differed: bool) -> None:
+        """Called on all ranks with whether any of them was in :attr:`differed`."""
+        self.differed = False
+        self._careful = self._careful or differed
+
+    def reset(self) -> None:
+        """Called after a forward or backward has failed on every rank."""
+        self._forward, self._open = None, []
+        self._current.clear()
+        self._differentiable = self._kept = False
+
+    # -- forwards --
+
+    def begin_forward(self) -> None:
+        """Called before each forward of the model."""
+        if self._forward is None and not is_in_backward():
+            self._serial += 1
+            self._forward = _Forward(self._serial, torch.is_grad_enabled())
+
+    def end_forward(self, failed: bool) -> None:
+        """Called after each forward of the model: takes part in the gathers that are left."""
+        forward, self._forward = self._forward, None
+        if forward is None or failed:
+            return
+        self._join(forward, len(self._order.sequence))
+        laps = 1
+        if self._asks():
+            while self._ask(forward, more=False):
+                laps += 1
+                self._join(forward, len(self._order.sequence))
+            self._asked = max(0, self._asked - 1)
+            if laps > 1 or forward.lap:
+                self._learn(forward)
+        forward.calls = [call for call in forward.calls if call.needed] if forward.recorded else []
+
+    def _asks(self) -> bool:
+        return (self._asked > 0 or self._careful) and self._ranks > 1 and active_fake_mode() is None
+
+    def _reach(self, forward: _Forward, unit: Any) -> _Call:
+        """Takes part in the gathers before the next one of `unit` in the sequence."""
+        number = self._numbers[unit]
+        place = self._order.find(number, forward.place)
+        if place is None:
+            self._join(forward, len(self._order.sequence))
+            if self._asks():
+                self._ask(forward, more=True)
+            elif self._ranks > 1 and active_fake_mode() is None:
+                raise CollectiveMismatchError(
+                    f"this rank calls {self._names[unit]} in another order than the data ranks did in the first steps, "
+                    f"and zero=3 gathers the parameters of each unit from all ranks, in one order: call the modules in "
+                    f"the same order in each step (leaving some out is fine), or use zero=2"
+                )
+            forward.place, forward.lap = 0, len(forward.calls)
+            place = self._order.find(number, 0)
+            assert place is not None
+        self._join(forward, place)
+        forward.place = place + 1
+        return self._note(forward, unit, made=True)
+
+    def _note(self, forward: _Forward, unit: Any, made: bool) -> _Call:
+        self._serial += 1
+        call = _Call(unit, self._serial, forward, len(forward.calls), made)
+        if forward.recorded and not made:
+            call.needed = self._order.needed[len(forward.calls) - forward.lap]
+        forward.calls.append(call)
+        return call
+
+    def _join(self, forward: _Forward, place: int) -> None:
+        for number in self._order.sequence[forward.place : place]:
+            unit = self._units[number]
+            self._note(forward, unit, made=False)
+            self.differed = True
+            if not unit.is_unsharded:
+                gather_only(unit)
+                if not self._kept:
+                    release_unit(unit)
+        forward.place = max(place, forward.place)
+
+    def _ask(self, forward: _Forward, more: bool) -> bool:
+        """Asks all ranks, at the end of the sequence, whether one of them has to go through it again.
+
+        The ranks also tell each other for which calls a backward follows.
+        """
+        lap = forward.calls[forward.lap :]
+        found = self._sum([float(more), *(float(c.needed and c.made) for c in lap), *(float(c.made) for c in lap)])
+        needed = [number > 0.5 for number in found[1 : 1 + len(lap)]]
+        self._careful = self._careful or any(number < self._ranks - 0.5 for number in found[1 + len(lap) :])
+        if forward.recorded:
+            for call, value in zip(lap, needed, strict=True):
+                call.needed = value
+            self._order.needed = needed
+        again = found[0] > 0.5
+        if again and not more:
+            forward.place, forward.lap = 0, len(forward.calls)
+        return again
+
+    def _learn(self, forward: _Forward) -> None:
+        made = [self._numbers[call.unit] for call in forward.calls if call.made]
+        longest = int(max(self._gather_lists([len(made)], 1))[0])
+        lists = self._gather_lists([*made, *([-1] * (longest - len(made)))], longest)
+        if self._order.learn([[number for number in one if number >= 0] for one in lists]):
+            self._asked = max(self._asked, 1)
+
+    def before_forward(self, unit: Any, original: Callable[..., Any], *args: Any) -> Any:
+        if not is_in_forward(unit):
+            self._values.before_gather(unit)
+            forward = self._forward
+            if forward is not None and unit in self._numbers and not is_in_backward():
+                self._current[unit] = self._reach(forward, unit)
+            else:
+                self._serial += 1
+                self._current[unit] = _Call(unit, self._serial)
+        result = original(*args)
+        self._values.after_gather(unit)
+        return result
+
+    def after_forward(self, unit: Any, original: Callable[..., Any], *args: Any) -> Any:
+        result = original(*args)
+        self._values.after_release(unit)
+        return result
+
+    def inputs(self, unit: Any, original: Any) -> Any:
+        return self._current.get(unit)
+
+    def outputs(self, unit: Any, backward_follows: bool) -> Any:
+        call = self._current.pop(unit, None)
+        if call is None or unit in self._root:
+            self._serial += 1
+            return _Call(unit, self._serial, self._forward)
+        if backward_follows and call.forward is not None:
+            call.needed = True
+            if not self._asks() and not self._order.needed[call.index - call.forward.lap]:
+                self.differed = True
+        return call
+
+    # -- backwards --
+
+    def before_backward(self, unit: Any, call: Any, original: Callable[[], None]) -> None:
+        if torch.is_grad_enabled():
+            self._differentiable = self._kept = True
+        forward = call.forward
+        self._complete(call.serial if forward is None else forward.serial, forward)
+        if forward is None or unit in self._root or unit is None:
+            original()
+            if forward is not None:
+                left = self._begin(forward)
+                if left:
+                    self._prefetch(left[-1], unit)
+            return
+        self._go_back(forward, call.index)
+        call.begun = True
+        original()
+        left = self._begin(forward)
+        if len(left) > 1 and left[-1] is call:
+            self._prefetch(left[-2], unit)
+
+    def after_backward(self, unit: Any, call: Any) -> None:
+        if call is None or call.forward is None or unit in self._root:
+            if call is not None:
+                self._complete(call.serial, None)
+            self._reduce(unit)
+            return
+        forward = call.forward
+        self._complete(forward.serial, forward)
+        self._go_back(forward, call.index)
+        left = self._begin(forward)
+        if left and left[-1] is call:
+            self._pass(left)
+
+    def _begin(self, forward: _Forward) -> list[_Call]:
+        if forward.left is None:
+            forward.left = list(forward.calls)
+            for call in forward.left:
+                call.begun = False
+            self._open.append(forward)
+        return forward.left
+
+    def _complete(self, serial: int, forward: _Forward | None) -> None:
+        """Completes the forwards after the one with `serial`, which autograd has left."""
+        if self._open:
+            for other in self._open:
+                if other is not forward and other.serial > serial:
+                    self._go_back(other, -1)
+
+    def _go_back(self, forward: _Forward, index: int) -> None:
+        """Completes the calls of `forward` after the one at `index`."""
+        left = self._begin(forward)
+        while left and left[-1].index > index:
+            self._pass(left)
+
+    def _pass(self, left: list[_Call]) -> None:
+        """Gathers the last call that is `left`, if this rank has not done so, and reduces its gradients."""
+        call = left[-1]
+        if not call.begun:
+            call.begun = True
+            gather_unit(call.unit)
+            if len(left) > 1:
+                self._prefetch(left[-2], call.unit)
+        left.pop()
+        self._reduce(call.unit)
+
+    def _prefetch(self, call: _Call, unit: Any) -> None:
+        if call.unit is not unit:
+            prefetch_unit(call.unit)
+
+    def _reduce(self, unit: Any) -> None:
+        if not self._differentiable:
+            reduce_unit(unit)
+
+    def backward_is_over(self, original: Callable[[], None]) -> None:
+        self._complete(-1, None)
+        for forward in self._open:
+            forward.left = None
+        self._open = []
+        if self._differentiable:
+            self._differentiable = False
+            forget_backward(self._model)
+            return
+        ends = self._kept and not keeps_graph()
+        original()
+        if ends:
+            self.release()
+
+    def release(self) -> None:
+        """Shards all units that were kept for a second backward."""
+        if self._kept:
+            self._kept = False
+            for unit in (*self._root, *self._units):
+                release_unit(unit)
+
+    def gradient_arrived(self) -> None:
+        """Called when a parameter that is gathered gets a gradient, perhaps through none of the units' outputs."""
+        if is_in_backward():
+            call_at_end_of_backward(self._model)
+
+    def may_release(self, unit: Any) -> bool:
+        return not self._kept
+
+    def gathered(self, unit: Any) -> None:
+        self._values.gathered(unit)
+
+    def releasing(self, unit: Any) -> None:
+        self._values.releasing(unit)

@@ -1,0 +1,94 @@
+"""What user code writes into gathered parameters, or puts in their place, while a unit is gathered.
+
+FSDP2 drops the gathered copies and keeps the shards. So writes to the copies are taken over to the shards; gathered
+copies of shards that were written since are gathered again; and tensors that ``torch.func.functional_call`` puts in the
+place of parameters stay there.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.comm.sharding import local_shard
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.fsdp import unsharded_parameter
+from tensorshard.torch_private.fsdp_calls import release_unit, shown_parameters
+from tensorshard.torch_private.modules import set_parameter
+from tensorshard.torch_private.tensors import tensor_version
+
+
+class UnitValues:
+    """The values of units; all methods get one of FSDP2's groups."""
+
+    def __init__(self) -> None:
+        self._places: dict[Any, list[tuple[nn.Module, str, Any]]] = {}
+        self._noted: dict[Any, list[tuple[int, int, bool]]] = {}  # versions of the copy and the shard; if trained
+        self._given: dict[Any, list[tuple[nn.Module, str, torch.Tensor]]] = {}
+
+    def add(self, group: Any) -> None:
+        """Adds a unit."""
+        self._places[group] = shown_parameters(group)
+
+    def before_gather(self, group: Any) -> None:
+        """Called before a forward gathers the unit, or finds it gathered."""
+        given = []
+        for module, name, fsdp_param in self._places[group]:
+            shown = module._parameters.get(name)
+            if shown is not fsdp_param.sharded_param and shown is not unsharded_parameter(fsdp_param):
+                if shown is not None:
+                    given.append((module, name, shown))
+        if given:
+            self._given[group] = given
+        else:
+            self._given.pop(group, None)
+        if group.is_unsharded and self._was_written(group):
+            release_unit(group)
+
+    def after_gather(self, group: Any) -> None:
+        """Called when the unit is gathered for a forward."""
+        if group.is_unsharded:
+            for module, name, fsdp_param in self._places[group]:
+                if module._parameters.get(name) is fsdp_param.sharded_param:
+                    set_parameter(module, name, unsharded_parameter(fsdp_param))
+        self.after_release(group)
+
+    def after_release(self, group: Any) -> None:
+        """Called when the unit may have been sharded after a forward."""
+        for module, name, given in self._given.get(group, ()):
+            set_parameter(module, name, given)
+
+    def gathered(self, group: Any) -> None:
+        """Called when the unit has been gathered."""
+        self._noted[group] = self._state(group)
+
+    def _state(self, group: Any) -> list[tuple[int, int, bool]]:
+        return [
+            (
+                tensor_version(unsharded_parameter(p)),  # type: ignore[arg-type]
+                tensor_version(p._sharded_param_data),
+                p.sharded_param.requires_grad,
+            )
+            for p in group.fsdp_params
+        ]
+
+    def _was_written(self, group: Any) -> bool:
+        now, noted = self._state(group), self._noted.get(group)
+        return noted is not None and any(n[:2] != before[:2] for n, before in zip(now, noted, strict=True))
+
+    @torch.no_grad()
+    def releasing(self, group: Any) -> None:
+        """Called before the gathered parameters are dropped: takes over what was written to them."""
+        for fsdp_param, noted in zip(group.fsdp_params, self._noted.pop(group, ()), strict=False):
+            copy = unsharded_parameter(fsdp_param)
+            assert copy is not None
+            sharded: DTensor = fsdp_param.sharded_param
+            if copy.requires_grad != noted[2]:
+                sharded.requires_grad_(copy.requires_grad)
+            if tensor_version(copy) == noted[0]:
+                continue
+            with without_torch_functions_of_tensors():
+                local = sharded.to_local()
+                part = local_shard(copy.detach(), sharded.device_mesh, sharded.placements)
+                local.copy_(part.view(local.shape))

@@ -1,0 +1,214 @@
+"""The calls by which FSDP2 gathers and reduces a unit: before and after its forwards and backwards.
+
+Why: the ranks of a model may call different units, and have to gather and reduce the same ones in the same order.
+
+Checked: torch 2.13.
+
+Public way: none; FSDP2 expects all ranks to call the same units.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from tensorshard.torch_private.pytree import tree_leaves
+
+__all__ = [
+    "UnitWatcher",
+    "gather_only",
+    "gather_unit",
+    "initialize_root",
+    "prefetch_unit",
+    "reduce_unit",
+    "release_unit",
+    "shown_parameters",
+    "watch_unit",
+]
+
+
+class UnitWatcher(Protocol):
+    """What is called in place of FSDP2's own steps. Each method gets the original step, which it has to call."""
+
+    def before_forward(self, unit: Any, original: Callable[..., Any], *args: Any) -> Any: ...
+
+    def after_forward(self, unit: Any, original: Callable[..., Any], *args: Any) -> Any: ...
+
+    def inputs(self, unit: Any, original: Callable[[Any], Any]) -> Any: ...
+
+    def outputs(self, unit: Any, backward_follows: bool) -> Any: ...
+
+    def before_backward(self, unit: Any, call: Any, original: Callable[[], None]) -> None: ...
+
+    def after_backward(self, unit: Any, call: Any) -> None: ...
+
+    def backward_is_over(self, original: Callable[[], None]) -> None: ...
+
+    def may_release(self, unit: Any) -> bool: ...
+
+    def gathered(self, unit: Any) -> None: ...
+
+    def releasing(self, unit: Any) -> None: ...
+
+
+class _Call:
+    """Stands for a group in the node of autograd's graph that ends its backward, and knows which call it is."""
+
+    def __init__(self, watcher: UnitWatcher, group: Any, call: Any) -> None:
+        self._watcher, self._group, self._call = watcher, group, call
+
+    def post_backward(self, *_: Any) -> None:
+        self._watcher.after_backward(self._group, self._call)
+
+
+def watch_unit(module: nn.Module, watcher: UnitWatcher) -> list[Any]:
+    """Makes `watcher` stand between FSDP2 and the groups of parameters of a `module`, which are returned.
+
+    Why, checked, public way: as at the top of this file.
+    """
+    assert isinstance(module, FSDPModule)
+    state: Any = module._get_fsdp_state()
+    groups = list(getattr(state, "_fsdp_param_groups", None) or [g for g in [state._fsdp_param_group] if g is not None])
+    first = groups[0] if groups else None
+    register, finish, before = (
+        state._register_pre_backward_hook,
+        state._root_post_backward_final_callback,
+        state._pre_backward,
+    )
+
+    def register_outputs(output: Any) -> Any:
+        follows = torch.is_grad_enabled() and any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)
+        )
+        call = watcher.outputs(first, follows)
+
+        def pre_backward(state: Any, grad: torch.Tensor) -> torch.Tensor:
+            watcher.before_backward(first, call, lambda: before(grad))
+            return grad
+
+        state._pre_backward = MethodType(pre_backward, state)
+        return register(output)
+
+    state._register_pre_backward_hook = register_outputs
+    state._root_post_backward_final_callback = lambda: watcher.backward_is_over(finish)
+    for group in groups:
+        _watch_group(group, watcher)
+    return groups
+
+
+def _watch_group(group: Any, watcher: UnitWatcher) -> None:
+    pre_forward, post_forward, reshard = group.pre_forward, group.post_forward, group.reshard
+    to_sharded, to_unsharded = group._to_sharded, group._to_unsharded
+    group._backward_prefetch = lambda: None  # the watcher prefetches, in an order that all ranks know
+
+    def register_inputs(args: Any, kwargs: Any) -> Any:
+        call = watcher.inputs(group, lambda: None)
+        return FSDPParamGroup._register_post_backward_hook(_Call(watcher, group, call), args, kwargs)  # type: ignore[arg-type]
+
+    def shard() -> None:
+        if not group.is_sharded:
+            watcher.releasing(group)
+        to_sharded()
+
+    def unshard() -> None:
+        was = group.is_unsharded
+        to_unsharded()
+        if not was:
+            watcher.gathered(group)
+
+    group._register_post_backward_hook = register_inputs
+    group.pre_forward = lambda *args: watcher.before_forward(group, pre_forward, *args)
+    group.post_forward = lambda *args: watcher.after_forward(group, post_forward, *args)
+    group.reshard = lambda: reshard() if watcher.may_release(group) else None
+    group._to_sharded, group._to_unsharded = shard, unshard
+
+
+def is_in_forward(group: Any) -> bool:
+    """Whether another module of a group has begun this forward."""
+    return bool(group._training_state == TrainingState.FORWARD)
+
+
+def gather_unit(group: Any) -> None:
+    """Gathers a group for backward, or waits for what :func:`prefetch_unit` began."""
+    with group.use_training_state(TrainingState.PRE_BACKWARD):
+        group.unshard(group.unshard_async_op)
+        group.wait_for_unshard()
+
+
+def gather_only(group: Any) -> None:
+    """Takes part in the gather of a group for a forward that this rank does not run."""
+    with group.use_training_state(TrainingState.FORWARD):
+        group.unshard(group.unshard_async_op)
+        group.wait_for_unshard()
+
+
+def prefetch_unit(group: Any) -> None:
+    """Begins to gather a group for its backward."""
+    FSDPParamGroup._prefetch_unshard(group, "backward")
+
+
+def reduce_unit(group: Any) -> None:
+    """Reduces the gradients that a group has so far, and releases its parameters."""
+    group.post_backward()
+
+
+def release_unit(group: Any) -> None:
+    """Shards a group again, whatever its watcher says."""
+    group._to_sharded()
+
+
+def initialize_root(model: nn.Module) -> None:
+    """Makes `model` the root of its units before any of them is called.
+
+    Why: FSDP2 takes the module that is called first for the root. User code may call a unit first.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    assert isinstance(model, FSDPModule)
+    model._get_fsdp_state()._lazy_init()
+
+
+def forget_backward(model: nn.Module) -> None:
+    """Ends a backward in which nothing is reduced: FSDP2 is then as before it.
+
+    Why: a backward of which the gradient is differentiated again leaves parameters gathered and nothing to reduce.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    assert isinstance(model, FSDPModule)
+    state: Any = model._get_fsdp_state()
+    context = state._state_ctx
+    for each in context.all_states:
+        each._training_state = TrainingState.IDLE
+        for group in each._fsdp_param_groups:
+            group._training_state = TrainingState.IDLE
+    context.post_backward_final_callback_queued = False
+
+
+def call_at_end_of_backward(model: nn.Module) -> None:
+    """Makes the running backward end as FSDP2's do, though none of its own hooks has been called."""
+    assert isinstance(model, FSDPModule)
+    model._get_fsdp_state()._register_root_post_backward_final_callback()
+
+
+def shown_parameters(group: Any) -> list[tuple[nn.Module, str, Any]]:
+    """The places where a group's parameters are shown: module, name, and FSDP2's object for the parameter."""
+    places = []
+    for fsdp_param in group.fsdp_params:
+        info = fsdp_param._module_info
+        places.append((info.module, info.param_name, fsdp_param))
+        places += [
+            (module, name, fsdp_param)
+            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True)
+        ]
+    return places
