@@ -12,7 +12,6 @@ from torch import nn
 
 import parity
 import tensorshard as ts
-from tensorshard.comm.monitor import CollectiveMismatchError
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.torch_private.process_groups import group_timeout, set_group_timeout
 from toys import Odd, data, plain_loop, squares
@@ -87,35 +86,6 @@ def test_batch_normalization_beside_them_is_the_same_at_every_level(ranks, size)
     for results in found[1:]:
         torch.testing.assert_close(results[0][0], losses, rtol=1e-5, atol=1e-6)
         parity.assert_same_state(results[0][1], state, 1e-5)
-
-
-class Skipping(nn.Module):
-    """Calls its middle block on the first rank alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)])
-        self.outlet = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate(self.blocks):
-            if index != 1 or dist.get_rank() == 0:
-                x = block(x)
-        return self.outlet(x)
-
-
-def _skipped_block() -> str:
-    engine = ts.parallelize(Skipping(), ts.Plan(zero=3), optimizer=ADAMW, loss_fn=squares)
-    try:
-        engine.step(*data(0))
-    except CollectiveMismatchError as error:
-        return str(error)
-    return "taken"
-
-
-def test_zero_3_names_a_block_that_only_one_rank_calls(ranks):
-    for message in ranks(2, _skipped_block):
-        assert "rank 0: blocks.1, rank 1: blocks.2" in message and "use zero=2" in message
 
 
 # -- a call that one rank makes alone --

@@ -26,6 +26,7 @@ from tensorshard.torch_private.fsdp_calls import (
     forget_backward,
     gather_only,
     gather_unit,
+    is_gathered,
     is_in_forward,
     prefetch_unit,
     reduce_unit,
@@ -94,6 +95,7 @@ class UnitCalls:
         self._order = AgreedOrder(0)
         self._asked = _ASKED_FORWARDS
         self._careful = False  # the ranks have differed
+        self._uneven: set[Any] = set()  # units that some ranks left out
         self._forward: _Forward | None = None
         self._open: list[_Forward] = []  # whose backward has begun
         self._current: dict[Any, _Call] = {}  # the call that each unit is in
@@ -200,7 +202,9 @@ class UnitCalls:
         lap = forward.calls[forward.lap :]
         found = self._sum([float(more), *(float(c.needed and c.made) for c in lap), *(float(c.made) for c in lap)])
         needed = [number > 0.5 for number in found[1 : 1 + len(lap)]]
-        self._careful = self._careful or any(number < self._ranks - 0.5 for number in found[1 + len(lap) :])
+        uneven = [c.unit for c, number in zip(lap, found[1 + len(lap) :], strict=True) if number < self._ranks - 0.5]
+        self._uneven.update(uneven)
+        self._careful = self._careful or bool(uneven)
         if forward.recorded:
             for call, value in zip(lap, needed, strict=True):
                 call.needed = value
@@ -224,6 +228,12 @@ class UnitCalls:
             if forward is not None and unit in self._numbers and not is_in_backward():
                 self._current[unit] = self._reach(forward, unit)
             else:
+                if unit in self._uneven and is_in_backward() and not is_gathered(unit):
+                    raise CollectiveMismatchError(
+                        f"{self._names[unit]} is called again in the backward, as torch.utils.checkpoint does, and not "
+                        f"all data ranks have called it, so that zero=3 cannot gather it from all of them: checkpoint "
+                        f"each block by itself, with use_reentrant=False, or use zero=2"
+                    )
                 self._serial += 1
                 self._current[unit] = _Call(unit, self._serial)
         result = original(*args)

@@ -22,9 +22,13 @@ from tensorshard.torch_private.pytree import tree_leaves
 
 __all__ = [
     "UnitWatcher",
+    "call_at_end_of_backward",
+    "forget_backward",
     "gather_only",
     "gather_unit",
     "initialize_root",
+    "is_gathered",
+    "is_in_forward",
     "prefetch_unit",
     "reduce_unit",
     "release_unit",
@@ -134,6 +138,11 @@ def is_in_forward(group: Any) -> bool:
     return bool(group._training_state == TrainingState.FORWARD)
 
 
+def is_gathered(group: Any) -> bool:
+    """Whether a group is gathered, or its gather has begun."""
+    return bool(group.is_unsharded or group._all_gather_result is not None)
+
+
 def gather_unit(group: Any) -> None:
     """Gathers a group for backward, or waits for what :func:`prefetch_unit` began."""
     with group.use_training_state(TrainingState.PRE_BACKWARD):
@@ -154,8 +163,13 @@ def prefetch_unit(group: Any) -> None:
 
 
 def reduce_unit(group: Any) -> None:
-    """Reduces the gradients that a group has so far, and releases its parameters."""
+    """Reduces the gradients that a group has so far, and releases its parameters.
+
+    Its module may be called again in this backward, as reentrant checkpointing does, and FSDP2 would take that for a part
+    of the backward that is over.
+    """
     group.post_backward()
+    group.modules[0]._get_fsdp_state()._training_state = TrainingState.IDLE
 
 
 def release_unit(group: Any) -> None:
