@@ -141,6 +141,7 @@ class FullyShardedModel(ShardedModel):
                 for each in groups:
                     values.add(each)
         self._gradients.calls = calls
+        self._reads.copies = values.fresh_copy
         initialize_root(model)
         model.register_forward_pre_hook(lambda *_: self._forward_begins(), prepend=True)
         return calls

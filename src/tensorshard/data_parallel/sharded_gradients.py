@@ -108,7 +108,7 @@ class ShardedGradients:
         given = {p: vars(p).get("_whole_gradient") for p in self._by_hand}
         given = {p: gradient for p, gradient in given.items() if gradient is not None}
         self._by_hand.clear()
-        scalars = [s for s in self._scalars if s.grad is not None and s.grad is not self._averaged.get(s)]
+        scalars = {s for s in self._scalars if s.grad is not None and s.grad is not self._averaged.get(s)}
         if not given and not scalars:
             return
         trained = self._trained()

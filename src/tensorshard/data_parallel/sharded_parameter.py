@@ -18,9 +18,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from tensorshard.comm.sharding import distribute, local_shard, on_mesh_device
+from tensorshard.comm.sharding import distribute, on_mesh_device
+from tensorshard.data_parallel.views_of_whole import is_write, take_over, view_of
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
@@ -176,6 +178,9 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("out") is not None:
         return _write(func, args, kwargs)
     leaves = _tensors((args, kwargs))
+    if getattr(func, "__name__", "") in _VIEWS and isinstance(args[0], DTensor) and not _is_recorded(leaves):
+        rest = tree_map(lambda leaf: leaf if leaf is args[0] else _whole(leaf), (args, kwargs))
+        return _mixable(view_of(args[0], lambda: _whole(args[0]), func, *rest))
     if all(isinstance(leaf, DTensor) or leaf.numel() == 1 for leaf in leaves) and not _is_recorded(leaves):
         try:
             return _native(func, args, kwargs)
@@ -190,7 +195,7 @@ def _compute_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
-    """Random numbers for a whole tensor: each rank draws all of them."""
+    """New tensors, of which each rank has all: random numbers, say."""
     args, kwargs = tree_map(_empty_whole, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -216,7 +221,10 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     if name.strip("_") in _ELEMENTWISE:
         args, kwargs = tree_map(lambda leaf: _cut(leaf, target), (args, kwargs))
-        return _native(func, args, kwargs)
+        result = _native(func, args, kwargs)
+        with without_torch_functions_of_tensors():
+            increment_version(target.to_local().detach())  # operations on DTensors change their parts unnoticed
+        return result
     return _write_whole(func, args, kwargs, target)
 
 
@@ -230,9 +238,7 @@ def _write_whole(func: Any, args: Any, kwargs: Any, target: DTensor) -> Any:
     if _is_random(func):  # the first rank's numbers, as the ranks may have drawn different ones
         for axis in range(mesh.ndim):
             dist.broadcast(full, group=mesh.get_group(axis), group_src=0)
-    with without_torch_functions_of_tensors():
-        local = target.to_local()
-        local.copy_(local_shard(full, mesh, target.placements).view(local.shape))
+    take_over(target, full)
     return target if result is full else result
 
 
@@ -315,10 +321,18 @@ _VALUES = frozenset(
     "tolist numpy item __array__ __bool__ __float__ __int__ __index__ __complex__ __contains__ __iter__ equal allclose "
     "is_nonzero".split()
 )
-_DRAWN = frozenset("rand_like randn_like randint_like".split())
+_DRAWN = frozenset(
+    "rand_like randn_like randint_like new_empty new_zeros new_ones new_full new_tensor".split()
+)
 _RANDOM = frozenset(
     "normal_ uniform_ trunc_normal_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_ dropout_ orthogonal_ "
     "kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ sparse_".split()
+)
+# What gives a view of its argument, through which it may be written.
+_VIEWS = frozenset(
+    "view view_as reshape reshape_as select __getitem__ narrow transpose permute flatten unflatten squeeze unsqueeze "
+    "chunk split unbind diagonal swapaxes swapdims movedim t ravel tensor_split hsplit vsplit unsafe_chunk "
+    "unsafe_split as_strided split_with_sizes adjoint".split()
 )
 _COMPUTED_ATTRIBUTES = frozenset("T mT H mH real imag".split())
 # What writes each element by itself, named without underscores.
@@ -349,6 +363,4 @@ def _kind(func: Any) -> str:
         return "whole"
     if name in _DRAWN:
         return "draw"
-    if name.startswith("__"):
-        return "write" if name == "__setitem__" or (name[2] == "i" and name.strip("_") in _ELEMENTWISE) else "compute"
-    return "write" if name.endswith("_") else "compute"
+    return "write" if is_write(name) else "compute"

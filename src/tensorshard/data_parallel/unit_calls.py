@@ -26,6 +26,7 @@ from tensorshard.torch_private.fsdp_calls import (
     forget_backward,
     gather_only,
     gather_unit,
+    gathered_parameters,
     is_gathered,
     is_in_forward,
     prefetch_unit,
@@ -99,6 +100,7 @@ class UnitCalls:
         self._forward: _Forward | None = None
         self._open: list[_Forward] = []  # whose backward has begun
         self._current: dict[Any, _Call] = {}  # the call that each unit is in
+        self._hooked: set[Any] = set()
         self._serial = 0
         self._differentiable = False  # the running backward's gradient will be differentiated
         self._kept = False  # all that is gathered stays so, for a second backward
@@ -138,7 +140,11 @@ class UnitCalls:
     def end_forward(self, failed: bool) -> None:
         """Called after each forward of the model: takes part in the gathers that are left."""
         forward, self._forward = self._forward, None
-        if forward is None or failed:
+        if forward is None:
+            return
+        for unit in self._root:
+            self._values.show_shards(unit)
+        if failed:
             return
         self._join(forward, len(self._order.sequence))
         laps = 1
@@ -242,7 +248,8 @@ class UnitCalls:
 
     def after_forward(self, unit: Any, original: Callable[..., Any], *args: Any) -> Any:
         result = original(*args)
-        self._values.after_release(unit)
+        if unit not in self._root:
+            self._values.show_shards(unit)
         return result
 
     def inputs(self, unit: Any, original: Any) -> Any:
@@ -268,6 +275,8 @@ class UnitCalls:
         self._complete(call.serial if forward is None else forward.serial, forward)
         if forward is None or unit in self._root or unit is None:
             original()
+            if unit is not None:
+                self._values.show_copies(unit)
             if forward is not None:
                 left = self._begin(forward)
                 if left:
@@ -276,6 +285,7 @@ class UnitCalls:
         self._go_back(forward, call.index)
         call.begun = True
         original()
+        self._values.show_copies(unit)
         left = self._begin(forward)
         if len(left) > 1 and left[-1] is call:
             self._prefetch(left[-2], unit)
@@ -341,11 +351,16 @@ class UnitCalls:
         if self._differentiable:
             self._differentiable = False
             forget_backward(self._model)
+            for unit in (*self._root, *self._units):
+                self._values.show_shards(unit)
             return
         ends = self._kept and not keeps_graph()
         original()
         if ends:
             self.release()
+        elif self._kept:
+            for unit in (*self._root, *self._units):
+                self._values.show_shards(unit)
 
     def release(self) -> None:
         """Shards all units that were kept for a second backward."""
@@ -355,15 +370,18 @@ class UnitCalls:
                 release_unit(unit)
 
     def gradient_arrived(self) -> None:
-        """Called when a parameter that is gathered gets a gradient, perhaps through none of the units' outputs."""
-        if is_in_backward():
-            call_at_end_of_backward(self._model)
+        """Called when a gathered parameter of the root gets a gradient, perhaps through none of the units' outputs."""
+        call_at_end_of_backward(self._model)
 
     def may_release(self, unit: Any) -> bool:
         return not self._kept
 
     def gathered(self, unit: Any) -> None:
         self._values.gathered(unit)
+        if unit in self._root and unit not in self._hooked:
+            self._hooked.add(unit)
+            for copy in gathered_parameters(unit):
+                copy.register_post_accumulate_grad_hook(lambda _: self.gradient_arrived())
 
     def releasing(self, unit: Any) -> None:
         self._values.releasing(unit)

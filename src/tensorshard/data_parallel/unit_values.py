@@ -24,12 +24,14 @@ class UnitValues:
 
     def __init__(self) -> None:
         self._places: dict[Any, list[tuple[nn.Module, str, Any]]] = {}
+        self._groups: dict[Any, tuple[Any, Any]] = {}  # by parameter
         self._noted: dict[Any, list[tuple[int, int, bool]]] = {}  # versions of the copy and the shard; if trained
         self._given: dict[Any, list[tuple[nn.Module, str, torch.Tensor]]] = {}
 
     def add(self, group: Any) -> None:
         """Adds a unit."""
         self._places[group] = shown_parameters(group)
+        self._groups.update({p.sharded_param: (group, p) for p in group.fsdp_params})
 
     def before_gather(self, group: Any) -> None:
         """Called before a forward gathers the unit, or finds it gathered."""
@@ -48,16 +50,40 @@ class UnitValues:
 
     def after_gather(self, group: Any) -> None:
         """Called when the unit is gathered for a forward."""
+        self.show_copies(group)
+        self._show_given(group)
+
+    def show_copies(self, group: Any) -> None:
+        """Makes the modules compute with the gathered parameters, if there are any."""
+        if not group.is_unsharded:
+            return
+        for module, name, fsdp_param in self._places[group]:
+            copy, sharded = unsharded_parameter(fsdp_param), fsdp_param.sharded_param
+            if module._parameters.get(name) is sharded:
+                set_parameter(module, name, copy)
+                if copy is not None and copy.requires_grad != sharded.requires_grad:
+                    copy.requires_grad_(sharded.requires_grad)
+                    self._noted[group] = self._state(group)
+
+    def show_shards(self, group: Any) -> None:
+        """Makes the modules show the sharded parameters, which the optimizer has, after a forward that keeps copies."""
         if group.is_unsharded:
             for module, name, fsdp_param in self._places[group]:
-                if module._parameters.get(name) is fsdp_param.sharded_param:
-                    set_parameter(module, name, unsharded_parameter(fsdp_param))
-        self.after_release(group)
+                if module._parameters.get(name) is unsharded_parameter(fsdp_param):
+                    set_parameter(module, name, fsdp_param.sharded_param)
+        self._show_given(group)
 
-    def after_release(self, group: Any) -> None:
-        """Called when the unit may have been sharded after a forward."""
+    def _show_given(self, group: Any) -> None:
         for module, name, given in self._given.get(group, ()):
             set_parameter(module, name, given)
+
+    def fresh_copy(self, parameter: Any) -> torch.Tensor | None:
+        """The gathered copy of `parameter`, if there is one and it has the parameter's values."""
+        group, fsdp_param = self._groups[parameter]
+        if not group.is_unsharded or self._was_written(group):
+            return None
+        copy = unsharded_parameter(fsdp_param)
+        return copy if copy is not None and copy.requires_grad == parameter.requires_grad else None
 
     def gathered(self, group: Any) -> None:
         """Called when the unit has been gathered."""
@@ -67,7 +93,7 @@ class UnitValues:
         return [
             (
                 tensor_version(unsharded_parameter(p)),  # type: ignore[arg-type]
-                tensor_version(p._sharded_param_data),
+                tensor_version(p._sharded_param_data) + _wrapper_version(p.sharded_param),
                 p.sharded_param.requires_grad,
             )
             for p in group.fsdp_params
@@ -92,3 +118,8 @@ class UnitValues:
                 local = sharded.to_local()
                 part = local_shard(copy.detach(), sharded.device_mesh, sharded.placements)
                 local.copy_(part.view(local.shape))
+
+
+def _wrapper_version(parameter: torch.Tensor) -> int:
+    with without_torch_functions_of_tensors():
+        return tensor_version(parameter)

@@ -29,11 +29,13 @@ class WholeReads:
 
     Attributes:
         wait: called with parameters before they are gathered; None for nothing.
+        copies: gives the gathered copy of a parameter that its unit has now; None for none.
         in_forward: whether the model's forward is running, which computes in `dtype`.
     """
 
     def __init__(self, gradients: ShardedGradients, dtype: torch.dtype | None) -> None:
         self.wait: Callable[[list[nn.Parameter]], None] | None = None
+        self.copies: Callable[[DTensor], torch.Tensor | None] | None = None
         self.in_forward = False
         self._gradients, self._dtype = gradients, dtype
         self._leaves: dict[DTensor, tuple[int, torch.Tensor]] = {}  # by parameter: version of the shard, and the whole
@@ -66,6 +68,9 @@ class WholeReads:
         return self._gradients.differentiate(arguments)
 
     def _leaf(self, parameter: DTensor) -> torch.Tensor:
+        copy = None if self.copies is None else self.copies(parameter)
+        if copy is not None:  # the gathered one of its unit, whose gradient is reduced with the unit's
+            return copy
         with without_torch_functions_of_tensors():
             version = tensor_version(parameter.to_local().detach())
         known = self._leaves.get(parameter)

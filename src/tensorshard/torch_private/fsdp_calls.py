@@ -26,6 +26,7 @@ __all__ = [
     "forget_backward",
     "gather_only",
     "gather_unit",
+    "gathered_parameters",
     "initialize_root",
     "is_gathered",
     "is_in_forward",
@@ -136,6 +137,11 @@ def _watch_group(group: Any, watcher: UnitWatcher) -> None:
 def is_in_forward(group: Any) -> bool:
     """Whether another module of a group has begun this forward."""
     return bool(group._training_state == TrainingState.FORWARD)
+
+
+def gathered_parameters(group: Any) -> list[torch.Tensor]:
+    """The full parameters of a group that is gathered."""
+    return [fsdp_param._unsharded_param for fsdp_param in group.fsdp_params]
 
 
 def is_gathered(group: Any) -> bool:
