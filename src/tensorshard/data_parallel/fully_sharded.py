@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Container
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.heads.under_plan.method_calls import call_before_heads, gather_for_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.parameters import ParameterPlaces, like
+from tensorshard.modules.surrounded import surround_forwards
 from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.slots import OffloadedMaster, Slot
 from tensorshard.offload.update_behind import UpdateBehind
@@ -35,7 +37,7 @@ from tensorshard.torch_private.fsdp import (
 )
 from tensorshard.torch_private.fsdp_calls import initialize_root, watch_unit
 from tensorshard.torch_private.modules import own_parameters
-from tensorshard.transforms.precision import compute_dtype, master_dtype
+from tensorshard.transforms.precision import autocast, compute_dtype, master_dtype, widen_output
 
 
 class FullyShardedModel(ShardedModel):
@@ -112,6 +114,8 @@ class FullyShardedModel(ShardedModel):
             if isinstance(master, DTensor):
                 self._reads.watch(master)
         self._calls = self._watch_units(mesh)
+        if precision != "fp32":
+            self._narrow_calls_from_outside(precision, torch.device(mesh.device_mesh.device_type))
         model.register_forward_hook(lambda *call: self._forward_over(call[-1]), always_call=True)
         if offloaded is not None:
             model.register_forward_pre_hook(lambda *_: offloaded.begin(), prepend=True)
@@ -145,6 +149,20 @@ class FullyShardedModel(ShardedModel):
         initialize_root(model)
         model.register_forward_pre_hook(lambda *_: self._forward_begins(), prepend=True)
         return calls
+
+    def _narrow_calls_from_outside(self, precision: str, device: torch.device) -> None:
+        """Makes units compute in the plan's type also where user code calls them, outside of the model's forward."""
+
+        def is_outside() -> bool:
+            return not self._calls.in_forward and not torch.is_autocast_enabled(device.type)  # as in recomputation
+
+        def context() -> AbstractContextManager[Any]:
+            return autocast(precision, device) if is_outside() else nullcontext()
+
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule) and module is not self.model:
+                surround_forwards(module, context)
+                module.register_forward_hook(lambda _, args, output: widen_output(output) if is_outside() else None)
 
     def _forward_begins(self) -> None:
         self._reads.in_forward = True

@@ -9,6 +9,7 @@ A unit that is called from outside of a forward of the model (``model.encode(x)`
 make the same calls.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,7 @@ class _Call:
     made: bool = True
     needed: bool = False  # whether a backward follows, on any rank
     begun: bool = False  # in the backward that is running
-    reduced: bool = False
+    given: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list)  # in the place of parameters
 
 
 @dataclass(eq=False)
@@ -117,6 +118,11 @@ class UnitCalls:
                 self._numbers[group] = len(self._units)
                 self._units.append(group)
         self._order = AgreedOrder(len(self._units))
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the model is running."""
+        return self._forward is not None
 
     def take_note(self, differed: bool) -> None:
         """Called on all ranks with whether any of them was in :attr:`differed`."""
@@ -242,6 +248,7 @@ class UnitCalls:
                     )
                 self._serial += 1
                 self._current[unit] = _Call(unit, self._serial)
+            self._current[unit].given = self._values.given(unit)
         result = original(*args)
         self._values.after_gather(unit)
         return result
@@ -259,7 +266,7 @@ class UnitCalls:
         call = self._current.pop(unit, None)
         if call is None or unit in self._root:
             self._serial += 1
-            return _Call(unit, self._serial, self._forward)
+            return _Call(unit, self._serial, self._forward, given=[] if call is None else call.given)
         if backward_follows and call.forward is not None:
             call.needed = True
             if not self._asks() and not self._order.needed[call.index - call.forward.lap]:
@@ -276,7 +283,7 @@ class UnitCalls:
         if forward is None or unit in self._root or unit is None:
             original()
             if unit is not None:
-                self._values.show_copies(unit)
+                self._values.show_copies(unit, call.given)
             if forward is not None:
                 left = self._begin(forward)
                 if left:
@@ -285,7 +292,7 @@ class UnitCalls:
         self._go_back(forward, call.index)
         call.begun = True
         original()
-        self._values.show_copies(unit)
+        self._values.show_copies(unit, call.given)
         left = self._begin(forward)
         if len(left) > 1 and left[-1] is call:
             self._prefetch(left[-2], unit)
@@ -378,10 +385,22 @@ class UnitCalls:
 
     def gathered(self, unit: Any) -> None:
         self._values.gathered(unit)
-        if unit in self._root and unit not in self._hooked:
-            self._hooked.add(unit)
+        if unit in self._root:
             for copy in gathered_parameters(unit):
-                copy.register_post_accumulate_grad_hook(lambda _: self.gradient_arrived())
+                if copy.requires_grad and copy not in self._hooked:
+                    self._hooked.add(copy)
+                    copy.register_post_accumulate_grad_hook(_end_with(weakref.ref(self)))
 
     def releasing(self, unit: Any) -> None:
         self._values.releasing(unit)
+
+
+def _end_with(calls: weakref.ref[UnitCalls]) -> Callable[[torch.Tensor], None]:
+    """A hook, on a tensor that lives as long as the model: a reference the other way round would keep both forever."""
+
+    def hook(_: torch.Tensor) -> None:
+        found = calls()
+        if found is not None:
+            found.gradient_arrived()
+
+    return hook

@@ -5,6 +5,7 @@ copies of shards that were written since are gathered again; and tensors that ``
 place of parameters stay there.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,8 +54,12 @@ class UnitValues:
         self.show_copies(group)
         self._show_given(group)
 
-    def show_copies(self, group: Any) -> None:
-        """Makes the modules compute with the gathered parameters, if there are any."""
+    def given(self, group: Any) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """The tensors that user code has put in the place of parameters: module, name, tensor."""
+        return self._given.get(group, [])
+
+    def show_copies(self, group: Any, given: Sequence[tuple[nn.Module, str, torch.Tensor]] = ()) -> None:
+        """Makes the modules compute with the gathered parameters, if there are any, and with `given` tensors."""
         if not group.is_unsharded:
             return
         for module, name, fsdp_param in self._places[group]:
@@ -64,6 +69,8 @@ class UnitValues:
                 if copy is not None and copy.requires_grad != sharded.requires_grad:
                     copy.requires_grad_(sharded.requires_grad)
                     self._noted[group] = self._state(group)
+        for module, name, tensor in given:
+            set_parameter(module, name, tensor)
 
     def show_shards(self, group: Any) -> None:
         """Makes the modules show the sharded parameters, which the optimizer has, after a forward that keeps copies."""
@@ -74,8 +81,8 @@ class UnitValues:
         self._show_given(group)
 
     def _show_given(self, group: Any) -> None:
-        for module, name, given in self._given.get(group, ()):
-            set_parameter(module, name, given)
+        for module, name, tensor in self.given(group):
+            set_parameter(module, name, tensor)
 
     def fresh_copy(self, parameter: Any) -> torch.Tensor | None:
         """The gathered copy of `parameter`, if there is one and it has the parameter's values."""
