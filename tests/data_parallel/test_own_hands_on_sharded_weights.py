@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import parity
 import seeds
-import tensorshard as ts
 from engines import engine_of, own_shard
 from toys import data, squares
 

@@ -24,9 +24,7 @@ class Routed(nn.Module):
         super().__init__()
         seeds.seed(4)
         self.inlet = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(BLOCKS)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(BLOCKS))
         self.outlet = nn.Linear(6, 3)
         self.checkpointed = checkpointed
 

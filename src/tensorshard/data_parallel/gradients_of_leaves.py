@@ -61,7 +61,10 @@ def differentiate(
         RuntimeError: as torch raises it; or the gradients would have to be differentiable, or batched.
     """
     inputs: Sequence[torch.Tensor] = arguments["inputs"]
-    for field, value in (("create_graph", arguments.get("create_graph")), ("is_grads_batched", arguments.get("is_grads_batched"))):
+    for field, value in (
+        ("create_graph", arguments.get("create_graph")),
+        ("is_grads_batched", arguments.get("is_grads_batched")),
+    ):
         if value:
             raise RuntimeError(
                 f"torch.autograd.grad was called with {field}=True by parameters that zero=3 shards, whose gradients "

@@ -212,8 +212,10 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     target = out if out is not None else args[0] if args else next(iter(kwargs.values()))
     name: str = getattr(func, "__name__", "")
     if isinstance(target, list | tuple):
-        return _native(func, _cut_lists(args), kwargs) if any(isinstance(t, DTensor) for t in target) else (
-            _compute_whole(func, args, kwargs)
+        return (
+            _native(func, _cut_lists(args), kwargs)
+            if any(isinstance(t, DTensor) for t in target)
+            else (_compute_whole(func, args, kwargs))
         )
     if not isinstance(target, DTensor):
         return _compute_whole(func, args, kwargs)
@@ -309,37 +311,189 @@ _KINDS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 # What does not read values, or is done for the shards.
 _NATIVE = frozenset(
-    "size dim numel nelement ndimension stride storage_offset element_size is_contiguous is_floating_point is_complex "
-    "is_signed is_same_size is_pinned is_shared data_ptr untyped_storage storage get_device has_names "
-    "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach detach_ backward __len__ "
-    "__repr__ __hash__ __format__ __dir__ __reduce_ex__ __deepcopy__ zeros_like ones_like empty_like full_like "
-    "is_tensor is_storage result_type can_cast promote_types typename numel_ share_memory_ pin_memory is_inference "
-    "_is_view _has_compatible_shallow_copy_type __instancecheck__".split()
+    [
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "ndimension",
+        "stride",
+        "storage_offset",
+        "element_size",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_same_size",
+        "is_pinned",
+        "is_shared",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "get_device",
+        "has_names",
+        "requires_grad_",
+        "retain_grad",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "detach",
+        "detach_",
+        "backward",
+        "__len__",
+        "__repr__",
+        "__hash__",
+        "__format__",
+        "__dir__",
+        "__reduce_ex__",
+        "__deepcopy__",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "is_tensor",
+        "is_storage",
+        "result_type",
+        "can_cast",
+        "promote_types",
+        "typename",
+        "numel_",
+        "share_memory_",
+        "pin_memory",
+        "is_inference",
+        "_is_view",
+        "_has_compatible_shallow_copy_type",
+        "__instancecheck__",
+    ]
 )
 # What gives Python's or NumPy's values.
 _VALUES = frozenset(
-    "tolist numpy item __array__ __bool__ __float__ __int__ __index__ __complex__ __contains__ __iter__ equal allclose "
-    "is_nonzero".split()
+    [
+        "tolist",
+        "numpy",
+        "item",
+        "__array__",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__complex__",
+        "__contains__",
+        "__iter__",
+        "equal",
+        "allclose",
+        "is_nonzero",
+    ]
 )
 _DRAWN = frozenset(
-    "rand_like randn_like randint_like new_empty new_zeros new_ones new_full new_tensor".split()
+    ["rand_like", "randn_like", "randint_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"]
 )
 _RANDOM = frozenset(
-    "normal_ uniform_ trunc_normal_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_ dropout_ orthogonal_ "
-    "kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ sparse_".split()
+    [
+        "normal_",
+        "uniform_",
+        "trunc_normal_",
+        "bernoulli_",
+        "random_",
+        "exponential_",
+        "cauchy_",
+        "log_normal_",
+        "geometric_",
+        "dropout_",
+        "orthogonal_",
+        "kaiming_uniform_",
+        "kaiming_normal_",
+        "xavier_uniform_",
+        "xavier_normal_",
+        "sparse_",
+    ]
 )
 # What gives a view of its argument, through which it may be written.
 _VIEWS = frozenset(
-    "view view_as reshape reshape_as select __getitem__ narrow transpose permute flatten unflatten squeeze unsqueeze "
-    "chunk split unbind diagonal swapaxes swapdims movedim t ravel tensor_split hsplit vsplit unsafe_chunk "
-    "unsafe_split as_strided split_with_sizes adjoint".split()
+    [
+        "view",
+        "view_as",
+        "reshape",
+        "reshape_as",
+        "select",
+        "__getitem__",
+        "narrow",
+        "transpose",
+        "permute",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "chunk",
+        "split",
+        "unbind",
+        "diagonal",
+        "swapaxes",
+        "swapdims",
+        "movedim",
+        "t",
+        "ravel",
+        "tensor_split",
+        "hsplit",
+        "vsplit",
+        "unsafe_chunk",
+        "unsafe_split",
+        "as_strided",
+        "split_with_sizes",
+        "adjoint",
+    ]
 )
-_COMPUTED_ATTRIBUTES = frozenset("T mT H mH real imag".split())
+_COMPUTED_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "real", "imag"])
 # What writes each element by itself, named without underscores.
 _ELEMENTWISE = frozenset(
-    "add sub subtract mul multiply div divide true_divide iadd isub imul itruediv ipow pow copy zero fill clamp clip "
-    "clamp_min clamp_max lerp addcmul addcdiv neg negative abs absolute sign sqrt rsqrt square exp log sigmoid tanh "
-    "relu reciprocal round floor ceil trunc nan_to_num masked_fill floor_divide remainder fmod".split()
+    [
+        "add",
+        "sub",
+        "subtract",
+        "mul",
+        "multiply",
+        "div",
+        "divide",
+        "true_divide",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ipow",
+        "pow",
+        "copy",
+        "zero",
+        "fill",
+        "clamp",
+        "clip",
+        "clamp_min",
+        "clamp_max",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "neg",
+        "negative",
+        "abs",
+        "absolute",
+        "sign",
+        "sqrt",
+        "rsqrt",
+        "square",
+        "exp",
+        "log",
+        "sigmoid",
+        "tanh",
+        "relu",
+        "reciprocal",
+        "round",
+        "floor",
+        "ceil",
+        "trunc",
+        "nan_to_num",
+        "masked_fill",
+        "floor_divide",
+        "remainder",
+        "fmod",
+    ]
 )
 
 

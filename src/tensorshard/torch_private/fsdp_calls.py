@@ -8,7 +8,6 @@ Public way: none; FSDP2 expects all ranks to call the same units.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from types import MethodType
 from typing import Any, Protocol
 
