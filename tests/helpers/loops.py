@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 import tensorshard as ts
 
 STEPS = 4
+POSITIONS = 4
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 class Net(nn.Module):
-    """Blocks, a head, and a tower that some inputs use."""
+    """Blocks that take sequences [samples, positions, 16], and a head."""
 
     def __init__(self, *, reentrant: bool = False) -> None:
         super().__init__()
@@ -30,6 +31,7 @@ class Net(nn.Module):
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inlet(x)
+        x = x + F.scaled_dot_product_attention(x, x, x)  # relates positions, as sequence parallelism asks for
         for block in self.blocks:
             if self._reentrant:
                 x = x + checkpoint(block, x, use_reentrant=True)
@@ -39,7 +41,7 @@ class Net(nn.Module):
         return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encode(x))
+        return self.head(self.encode(x).mean(1))
 
 
 class Tower(Net):
@@ -66,7 +68,8 @@ class Tasks(Net):
         self.task = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encode(x)) + self.heads[self.task](x)
+        x = self.encode(x).mean(1)
+        return self.head(x) + self.heads[self.task](x)
 
 
 class Teacher(nn.Module):
@@ -87,30 +90,44 @@ class Side:
     """One process, or one rank of an Engine.
 
     Attributes:
-        extras: further values to compare.
+        values: losses and others, by name and step. Ranks may have some of them.
     """
 
     def __init__(
         self, build: Callable[[], nn.Module], fields: dict[str, Any] | None, optimizer: Any, parts: int
     ) -> None:
         self.parts = parts  # data ranks
-        self.extras: list[float] = []
-        self.losses: list[float] = []
+        self.steps = 0
+        self.values: dict[str, float] = {}
         self.engine: Any = None
-        self._penalty: Callable[[nn.Module], torch.Tensor] | None = None
+        self.penalty: Callable[[nn.Module], torch.Tensor] | None = None
         module = build()
         if fields is None:
             self.model = module
             self.optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
             return
-        self.engine = ts.parallelize(module, ts.Plan(**fields), optimizer=optimizer, loss_fn=F.cross_entropy)
+        samples = torch.randn(2, POSITIONS, 16)  # the search for a table and the cut of a pipeline may look at them
+        self.engine = ts.parallelize(
+            module,
+            ts.Plan(**fields),
+            optimizer=optimizer,
+            loss_fn=self.loss,
+            sample_inputs=(samples, samples) if isinstance(module, Tower) else samples,
+        )
         self.model = self.engine.model
         self.optimizer = self.engine.optimizer
+
+    def note(self, values: dict[str, float]) -> None:
+        self.values |= {f"{name} {self.steps}": value for name, value in values.items()}
+
+    def loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(output, y)
+        return loss if self.penalty is None else loss + self.penalty(self.model)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This side's samples."""
         generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(16, 16, generator=generator), torch.randint(4, (16,), generator=generator)
+        x, y = torch.randn(16, POSITIONS, 16, generator=generator), torch.randint(4, (16,), generator=generator)
         if self.engine is None:
             return x, y
         share = slice(self.engine.mesh.dp_rank, None, self.engine.mesh.dp_size)
@@ -119,10 +136,10 @@ class Side:
     def step(self, x: Any, y: torch.Tensor) -> None:
         """A whole step."""
         if self.engine is not None:
-            self.losses.append(self.engine.step(x, y).item())
+            self.note({"loss": self.engine.step(x, y).item()})
             return
-        loss = F.cross_entropy(self.model(x), y)
-        self.losses.append(loss.item())
+        loss = self.loss(self.model(x), y)
+        self.note({"loss": loss.item()})
         loss.backward()
         self.update()
 
@@ -163,9 +180,9 @@ def clamp_data(side: Side, step: int) -> None:
 
 def new_head(side: Side, step: int) -> None:
     side.step(*side.batch(step))
-    if step == 1:
-        nn.init.constant_(side.model.head.weight, 0.1)
-        nn.init.zeros_(side.model.head.bias)
+    for name, p in side.model.named_parameters():  # under pp a rank has some of them
+        if step == 1 and name.startswith("head."):
+            nn.init.constant_(p, 0.1)
 
 
 def sharpness(side: Side, step: int) -> None:
@@ -191,7 +208,7 @@ def read(side: Side, step: int) -> None:
     """Norms of weights, as a log shows them."""
     side.step(*side.batch(step))
     with torch.no_grad():
-        side.extras += [p.norm().item() for p in side.model.head.parameters()]
+        side.note({name: p.norm().item() for name, p in side.model.named_parameters()})
 
 
 def ema_teacher(side: Side, step: int) -> None:
@@ -204,7 +221,7 @@ def ema_teacher(side: Side, step: int) -> None:
 def some_ranks_call(side: Side, step: int) -> None:
     """Every second data rank's batch has images."""
     generator = torch.Generator().manual_seed(step)
-    x, image = torch.randn(2, 16, 16, generator=generator)
+    x, image = torch.randn(2, 16, POSITIONS, 16, generator=generator)
     y = torch.randint(4, (16,), generator=generator)
     parts = side.parts
     with_image = [index % 2 == 1 or parts == 1 for index in range(parts)]
@@ -214,7 +231,7 @@ def some_ranks_call(side: Side, step: int) -> None:
             for i in range(parts)
         ]
         loss = torch.stack(losses).mean()
-        side.losses.append(loss.item())
+        side.note({"loss": loss.item()})
         loss.backward()
         side.update()
     else:
@@ -271,21 +288,12 @@ def penalty(side: Side, step: int) -> None:
         matrices = [w for w in model.parameters() if w.ndim == 2]
         return sum(0.1 * (w.t() @ w - torch.eye(w.size(1))).square().sum() for w in matrices)
 
-    x, y = side.batch(step)
-    if side.engine is None:
-        loss = F.cross_entropy(side.model(x), y) + squares(side.model)
-        loss.backward()
-        side.update()
-        return
-    if side.engine.plan.pp > 1:
+    if side.engine is not None and side.engine.plan.pp > 1:
         if step == 0:
             side.engine.add_penalty(squares)
-    elif step == 0:
-        side.engine.loss_fn = lambda o, y: F.cross_entropy(o, y) + squares(side.model)
-        side.engine._step_runner._objective = type(side.engine._step_runner._objective)(
-            side.engine.loss_fn, side.engine.plan.precision, side.engine.device
-        )
-    side.engine.step(x, y)
+    else:
+        side.penalty = squares
+    side.step(*side.batch(step))
 
 
 def double_backward(side: Side, step: int) -> None:
@@ -312,7 +320,7 @@ def other_method(side: Side, step: int) -> None:
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         features = side.model.encode(x)
-        return F.cross_entropy(side.model.head(features), y) + side.model.blocks[0](x).square().mean()
+        return F.cross_entropy(side.model.head(features.mean(1)), y) + side.model.blocks[0](x).square().mean()
 
     side.mean(loss_of, *side.batch(step))
     side.update()
@@ -328,10 +336,10 @@ def swap(side: Side, step: int) -> None:
         x, y = side.batch(step + 100)
         if side.engine is not None:
             with side.engine.using_weights(average):
-                side.extras.append(side.engine.evaluate(x, y).item())
+                side.note({"average": side.engine.evaluate(x, y).item()})
         else:
             output = torch.func.functional_call(side.model, average, (x,))
-            side.extras.append(F.cross_entropy(output, y).item())
+            side.note({"average": F.cross_entropy(output, y).item()})
 
 
 def gradients_by_hand(side: Side, step: int) -> None:
@@ -356,7 +364,7 @@ def other_weights(side: Side, step: int) -> None:
         if side.engine is not None and side.engine.mesh.dp_size > 1:
             torch.distributed.all_reduce(value, group=side.engine.mesh.dp_group)
             value = value / side.engine.mesh.dp_size
-        side.extras.append(value.item())
+        side.note({"other weights": value.item()})
     side.step(x, y)
 
 
@@ -391,7 +399,9 @@ def two_engines(side: Side, step: int) -> None:
             plan = side.engine.plan
             fields = dict(zero=plan.zero, tp=plan.tp, pp=plan.pp, micro_batches=plan.micro_batches)
             fields |= dict(precision=plan.precision, dp_replicate=plan.dp_replicate, recompute=plan.recompute)
-        side.other = Side(lambda: nn.Sequential(Net(), nn.Linear(4, 16)), fields, ADAMW, side.parts)  # type: ignore[attr-defined]
+        side.other = Side(
+            lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)), fields, ADAMW, side.parts
+        )  # type: ignore[attr-defined]
     other = side.other  # type: ignore[attr-defined]
     x, y = side.batch(step)
     other.mean(lambda x, y: F.cross_entropy(side.model(other.model(x)), y), x, y)
@@ -452,16 +462,19 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def run(loop: str, fields: dict[str, Any] | None, parts: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+Results = tuple[dict[str, torch.Tensor], dict[str, float]]
+
+
+def run(loop: str, fields: dict[str, Any] | None, parts: int) -> Results:
     """Weights and further values after a few steps. On ranks other than the first the weights are {}."""
     act, build, optimizer = LOOPS[loop]
     side = Side(build, fields, optimizer, parts)
-    for step in range(STEPS):
-        act(side, step)
-    return side.state(), side.losses + side.extras
+    for side.steps in range(STEPS):
+        act(side, side.steps)
+    return side.state(), side.values
 
 
-def try_to_run(loop: str, fields: dict[str, Any], parts: int) -> tuple[dict[str, torch.Tensor], list[float]] | str:
+def try_to_run(loop: str, fields: dict[str, Any], parts: int) -> Results | str:
     """As :func:`run`; the sentence if it is refused."""
     try:
         return run(loop, fields, parts)

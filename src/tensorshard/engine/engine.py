@@ -158,7 +158,8 @@ class Engine(LoopMethods):
         GuardedStateDicts(sharded, plan)
         if plan.pp > 1 or any(count > 1 for count in sharded.num_shards().values()):
             guard_optimizer_states(self._optimizer, plan, mesh)
-        mark_trained([*sharded.masters().values(), *sharded.shown_parameters().values()], self._optimizer)
+        masters, shown = sharded.masters().values(), sharded.shown_parameters().values()
+        mark_trained(masters, shown, self._optimizer, self._own_loop.before_other_optimizer)
 
     # -- one step --
 

@@ -1,8 +1,13 @@
-"""Refuses optimizers that the user built on a model's parameters: they would train nothing, or bypass the Engine."""
+"""Optimizers that the user built on a model's parameters, beside the one that parallelize made.
+
+One on the parameters of a laid-out model trains them: before its step, the Engine completes and clips the gradients. One
+on parameters that the model had before would train nothing. It is refused.
+"""
 
 import gc
 import logging
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -26,14 +31,31 @@ def mark_replaced(parameters: Iterable[nn.Parameter]) -> None:
         vars(parameter)[_PARAMETER] = _REPLACED
 
 
-def mark_trained(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Notes that `optimizer`, an Engine's, trains `parameters`."""
+BeforeStep = Callable[[str], None]
+
+
+def mark_trained(
+    masters: Iterable[nn.Parameter],
+    shown: Iterable[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    before_step: BeforeStep,
+) -> None:
+    """Notes that `optimizer`, an Engine's, trains a model.
+
+    Args:
+        masters: the parameters that it updates.
+        shown: those that the model shows, which user code may give to another optimizer.
+        before_step: a method, called with the class's name of such an optimizer before each of its steps.
+    """
     _watch_optimizers()
     vars(optimizer)[_OPTIMIZER] = True
     for inner in _held_by(optimizer):
         vars(inner)[_HOLDER] = type(optimizer).__name__
-    for parameter in parameters:
+    for parameter in masters:
         vars(parameter)[_PARAMETER] = _LAID_OUT
+    method = weakref.WeakMethod(before_step)
+    for parameter in shown:
+        vars(parameter)[_PARAMETER] = method
 
 
 @cache
@@ -48,6 +70,12 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         RuntimeError: it is not an Engine's, and holds parameters of a model that a plan has laid out.
     """
     found = _trained_by(optimizer)
+    if isinstance(found, weakref.WeakMethod):
+        before_step = found()
+        if before_step is not None and _HOLDER not in vars(optimizer):
+            before_step(type(optimizer).__name__)
+            return
+        found = _LAID_OUT if before_step is not None else None
     if found is None:
         return
     holder = vars(optimizer).get(_HOLDER)
@@ -89,7 +117,7 @@ def warn_of_schedulers() -> None:
     for found in gc.get_objects():
         if not issubclass(type(found), LRScheduler) or not hasattr(found, "optimizer"):
             continue
-        if _trained_by(found.optimizer) is not None:
+        if isinstance(_trained_by(found.optimizer), str):
             logger.warning(
                 "a %s sets the learning rates of an %s that does not train the model: build it on engine.optimizer",
                 type(found).__name__,
@@ -97,9 +125,9 @@ def warn_of_schedulers() -> None:
             )
 
 
-def _trained_by(optimizer: torch.optim.Optimizer) -> str | None:
-    """What became of the parameters of `optimizer` in an Engine: `_REPLACED` or `_LAID_OUT`. None if no Engine has
-    them, or `optimizer` is an Engine's."""
+def _trained_by(optimizer: torch.optim.Optimizer) -> str | weakref.WeakMethod[BeforeStep] | None:
+    """What became of the parameters of `optimizer` in an Engine: `_REPLACED`, `_LAID_OUT`, or what is called before its
+    step. None if no Engine has them, or `optimizer` is an Engine's."""
     if _OPTIMIZER in vars(optimizer):
         return None
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -118,6 +146,6 @@ def _sentence(name: str, found: str) -> str:
             f"The model has others now, so it trains nothing: {remedy}"
         )
     return (
-        f"this {name} was built on the parameters of a laid-out model, which engine.optimizer updates together with "
-        f"what the ranks compute with: {remedy}"
+        f"this {name} was built on the parameters of engine.optimizer, which updates them together with what the ranks "
+        f"compute with: {remedy}; or build another optimizer on engine.model.parameters()"
     )

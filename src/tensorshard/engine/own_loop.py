@@ -4,6 +4,7 @@ The user calls the model, a backward and the optimizer. The code here adds to ea
 and loss scaling, micro-batches, finite gradients and clipping. If a field cannot be honoured, an error names it.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +36,8 @@ from tensorshard.torch_private.autograd import engines_backward, is_in_engines_b
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.operators import foreach_norm
 from tensorshard.transforms.precision import autocast, widen_output
+
+logger = logging.getLogger("tensorshard")
 
 # The largest relative difference between ranks, in the norm of gradients that all hold, that rounding explains.
 _ROUNDING = 1e-3
@@ -81,6 +84,7 @@ class OwnLoop:
         self._same_batch = SameBatch(mesh, device)
         self._engines_own = False  # within the Engine's own calls
         self._in_forward = False
+        self._other_optimizers: set[str] = set()  # classes of those that user code has built
         self._in_backward = False
         self._accumulating = False
         self._done = 0  # micro-batches of the step under way whose backward is over
@@ -357,6 +361,40 @@ class OwnLoop:
                 update()
         self._count_step()
         return result
+
+    def before_other_optimizer(self, name: str) -> None:
+        """Called before the step of an optimizer that user code has built on the model's parameters.
+
+        Args:
+            name: of its class.
+
+        Raises:
+            RuntimeError: a field of the plan cannot be honoured.
+        """
+        self._check_no_pipeline(f"step() of this {name} on engine.model.parameters()")
+        fields = []
+        if self._scaler is not None:
+            fields.append("precision='fp16', which skips steps whose gradients overflow")
+        if self._gradients.offloaded is not None:
+            fields.append("offloaded gradients, which engine.optimizer alone can read")
+        if fields:
+            raise RuntimeError(
+                f"this {name} was built on engine.model.parameters(), under a plan with {' and '.join(fields)}: train "
+                f"with engine.optimizer, whose param_groups you can change between steps, or take a plan without it"
+            )
+        if not self._other_optimizers and self._mesh.rank == 0:
+            logger.warning(
+                "a %s that was built on engine.model.parameters() trains the model: checkpoints by engine.save do not "
+                "hold its states; keep its state_dict() beside them",
+                name,
+            )
+        self._other_optimizers.add(name)
+        self._check_complete(f"step() of this {name}")
+        with explained(f"step() of this {name}"), self.engines_own():
+            self._changes.check()
+            self._complete_gradients()
+            self._check_alike()
+            self._gradients.prepare(None, None, steps_taken=self._steps_taken(), measure=True)
 
     def _complete_gradients(self) -> None:
         self._sharded.finish_backward()
