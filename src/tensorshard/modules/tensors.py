@@ -102,7 +102,8 @@ def copy_record(record: Any) -> Any:
     """A shallow copy of a record, whatever its fields hold now."""
     if dataclasses.is_dataclass(record):
         return copy.copy(record)
-    made = object.__new__(type(record))
+    kind: Any = type(record)
+    made = kind.__new__(kind)
     vars(made).update(vars(record))
     return made
 

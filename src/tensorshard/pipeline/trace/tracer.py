@@ -109,7 +109,8 @@ class Tracer:
         ):
             with WithoutDerivatives(lambda: recording.module if recording.sources.call is None else None):
                 result = self._output(recording, samples)
-            output, kinds = tensors_within(result), take_apart(result)[1].opaque()
+            output, structure = take_apart(result)
+            output += _further(tensors_within(result), output, recording.sources)
             del result
             output_gradients = recording.gradient_leaves(output)
         sources = recording.sources
@@ -129,7 +130,7 @@ class Tracer:
             calls=tuple(recording.calls),
             output=reads_of(sources.of(output)),
             output_gradients=output_gradients,
-            output_kinds=tuple(kinds),
+            output_kinds=tuple(structure.opaque()),
             overwritten=frozenset(sources.overwritten),
             changed=frozenset(sources.changed),
             overwrites_inputs=sources.overwrites_inputs,
@@ -236,3 +237,15 @@ class Tracer:
 
 def _has_backward_hooks(module: nn.Module) -> bool:
     return has_backward_hooks(module)
+
+
+def _further(found: list[torch.Tensor], output: list[torch.Tensor], sources: UnitSources) -> list[torch.Tensor]:
+    """Those of the tensors that were `found` inside of objects of an output which count beside its own tensors.
+
+    A cache holds tensors that units did not return. They are no part of the output, unless nothing else has a gradient.
+    """
+    known = {id(tensor) for tensor in output}
+    further = [tensor for tensor in found if id(tensor) not in known]
+    if not any(tensor.requires_grad for tensor in output):
+        return further
+    return [tensor for tensor in further if all(kind != "side_output" for kind, _ in sources.of([tensor]))]
