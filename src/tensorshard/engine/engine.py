@@ -27,7 +27,7 @@ from tensorshard.engine.own_loop import OwnLoop
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.engine.state_dicts import GuardedStateDicts
-from tensorshard.engine.step_runner import StepRunner, WholeModelStepRunner
+from tensorshard.engine.step_runner import StepAgain, StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.engine.trained_parameters import TrainedParameters
 from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
@@ -192,10 +192,12 @@ class Engine(LoopMethods):
         try:
             with self._call("step"), self._cache.off():
                 loss = self._step(inputs, targets)
-        except BaseException:
+        except BaseException as error:
             self._step_runner.abandon()
             self._optimizer.zero_grad(set_to_none=True)
             before.restore()
+            if isinstance(error, StepAgain):
+                return self.step(inputs, targets)
             raise
         self._changing = self._changing or set()
         self._changing.update((id(module), name) for places in before.changed() for module, name in places)

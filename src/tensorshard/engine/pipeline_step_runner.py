@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import decide_once
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.engine.stand_ins import MicroBatch
-from tensorshard.engine.step_runner import StepLoss, StepRunner
+from tensorshard.engine.step_runner import StepAgain, StepLoss, StepRunner
 from tensorshard.mesh import Mesh
 from tensorshard.modules.batches import batch_size, split_unevenly, to_device
 from tensorshard.modules.tensors import map_tensors
@@ -174,19 +175,23 @@ class PipelineStepRunner(StepRunner):
         ]
 
     def _broadcast_loss(self, tally: LossTally, parts: int) -> StepLoss:
-        """Sends the last stage's loss to every rank."""
-        message = torch.zeros(4, dtype=torch.float64, device=self._device)
+        """Sends the last stage's loss to every rank, and what any rank has met to all."""
+        message = torch.zeros(5, dtype=torch.float64, device=self._device)
         if self._is_last:
             mean, correction = tally.mean(), tally.correction()
             message[0] = mean
             message[1] = 1.0 if correction is None else correction
             message[2] = float(mean.dtype == torch.float64)
             message[3] = float(self._failure is not None)
-        dist.broadcast(message, group=self._group, group_src=self._sharded.last_rank)
-        wide, failed = (False, False) if detect_fake_mode(message) else map(bool, message[2:].tolist())
+        message[4] = float(torch.is_grad_enabled() and self._sharded.is_stale)
+        all_reduce_(message, self._group, what="the loss of the last stage")
+        wide, failed, stale = (False,) * 3 if detect_fake_mode(message) else map(bool, message[2:].tolist())
         if failed:
             last = self._sharded.last_rank
             decide_once(self._raise_failure, self._group, rank=last, device=self._device)
+        if stale:
+            self._sharded.expect_gradients()
+            raise StepAgain
         mean = message[0] if wide else message[0].float()
         return StepLoss(mean, message[1] if parts > 1 else None)
 

@@ -34,6 +34,10 @@ class StepLoss:
     correction: torch.Tensor | None
 
 
+class StepAgain(Exception):
+    """Raised on all ranks where a step has to be made once more, from the state before it."""
+
+
 class StepRunner(ABC):
     """How batches go through a laid-out model. All calls are collectives of the mesh."""
 

@@ -188,3 +188,30 @@ def test_all_stages_follow_the_modes_of_the_model(ranks, fields):
     for modes in ranks(2, _modes, fields):
         stages = len(modes) // 5
         assert modes == [False, True, False, False] * stages + [False] * stages
+
+
+class Tied(Net):
+    """Its last layer uses a weight of the first block, whose name the weight has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.blocks[0][0].weight
+
+
+def _names_of_tied(fields: dict[str, Any]) -> list[str]:
+    engine = ts.parallelize(
+        Tied(), ts.Plan(**fields), optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=nn.functional.cross_entropy
+    )
+    names = [name for name, _ in engine.model.named_parameters()]
+    assert set(names) == set(engine.sharded.masters())
+    engine.step(*_batch())
+    return names
+
+
+@pytest.mark.parametrize("fields", PLANS, ids=str)
+def test_a_tied_parameter_has_its_first_name_on_every_stage(ranks, fields):
+    whole = {name for name, _ in Tied().named_parameters()}
+    names = ranks(2, _names_of_tied, fields)
+    assert set().union(*names) == whole
+    assert all("blocks.0.0.weight" in each for each in names if "head.bias" in each or "blocks.0.0.bias" in each)

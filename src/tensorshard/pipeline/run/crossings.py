@@ -70,6 +70,12 @@ class Shapes:
         self._note_numbers(inputs, mode)
         return placed
 
+    def expect_gradients(self) -> None:
+        """Forgets the runs so far, in which frozen parameters got no gradients, and takes all for trained ones."""
+        self._known.clear()
+        self._graphs = None
+        self._tracer.train_all()
+
     def _run(self, inputs: Any, model: nn.Module, key: Any) -> CallGraph:
         graph = None if self._graphs is None else self._graphs.get(key)
         if graph is None:

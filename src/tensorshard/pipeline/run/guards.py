@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from tensorshard.torch_private.modules import every_module
+from tensorshard.torch_private.modules import every_module, own_parameters
 
 _LISTS = ("named_parameters", "named_buffers")
 _HOOKS = (
@@ -83,11 +83,13 @@ def _within(path: str, outer: str) -> bool:
 
 def _guard_foreign(module: nn.Module, sentence: Callable[[], str]) -> None:
     own = vars(module)
-    for name in _LISTS:
-        own[name] = partial(_refuse_now, sentence)
-    own["named_modules"] = partial(_no_modules, sentence)
-    own["state_dict"] = partial(_state_dict, module, sentence)
-    own["requires_grad_"] = partial(_requires_grad, module)
+    # A tied parameter keeps its first name, on stages that use it under another one, too.
+    if not any(own_parameters(inner) for inner in every_module(module).values()):
+        for name in _LISTS:
+            own[name] = partial(_refuse_now, sentence)
+        own["named_modules"] = partial(_no_modules, sentence)
+        own["state_dict"] = partial(_state_dict, module, sentence)
+        own["requires_grad_"] = partial(_requires_grad, module)
     hooked = f"{sentence().partition('. ')[0]}. A hook on it runs there: register it before parallelize, which keeps it"
     for name in _HOOKS:
         own[name] = partial(_refuse, hooked)

@@ -18,7 +18,7 @@ from tensorshard.pipeline.run.shown_model import ShownModel
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.schedules import find_schedule
 from tensorshard.sharded_model import ShardedModel, TakeGradient
-from tensorshard.torch_private.modules import every_module
+from tensorshard.torch_private.modules import every_module, own_parameters
 from tensorshard.transforms.precision import master_dtype
 
 
@@ -63,8 +63,9 @@ class PipelinedModel(ShardedModel):
                 if first is not master:
                     self._copies.append((first, master))
         self._shared = SharedGradients(
-            {name: self._ranks_with(name) for name in self.cut.shared if self.is_trained(name)},
+            {name: self._ranks_with(name) for name in self.cut.shared},
             self._masters,
+            self._requires_grad,
             self._group,
             torch.device(mesh.device_mesh.device_type),
         )
@@ -98,13 +99,32 @@ class PipelinedModel(ShardedModel):
             around=self._shown.around,
         )
 
+    def _requires_grad(self, name: str) -> bool:
+        """Whether a parameter of this rank is trained now, as the user sees it."""
+        path, _, key = name.rpartition(".")
+        return own_parameters(self.model.get_submodule(path))[key].requires_grad
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether parameters of this rank were unfrozen, and other ranks do not know that they need gradients."""
+        return any(stage.is_stale for stage in self.stages) or self._shared.is_stale
+
+    def expect_gradients(self) -> None:
+        """Takes all parameters for trained ones from now on. Called on all ranks at the same time."""
+        for stage in self.stages:
+            stage.expect_gradients()
+        self._shared.take_all()
+
     def all_modules(self) -> list[nn.Module]:
         models = {id(model): model for model in (self.model, *(stage.module for stage in self.stages))}
         modules = (module for model in models.values() for module in every_module(model).values())
         return list({id(module): module for module in modules}.values())
 
     def follow_modes(self) -> None:
-        """Gives all stages the modes (training, evaluation) of the model that is shown. Called before each run."""
+        """Gives all stages the modes (training, evaluation) and frozen parameters of the model that is shown.
+
+        Called before each run.
+        """
         self._shown.follow_modes()
 
     @contextmanager

@@ -1,6 +1,6 @@
 """Gradients of parameters that stages on several pipeline ranks use, such as tied ones."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ class SharedGradients:
     Args:
         ranks: for each parameter, the pipeline ranks that have it.
         masters: this rank's parameters.
+        is_trained: says of a name whether it is trained now. Those that are not at first are left out.
         group: of the pipeline.
         device: from which the ranks send tensors.
     """
@@ -27,13 +28,26 @@ class SharedGradients:
         self,
         ranks: Mapping[str, Sequence[int]],
         masters: Mapping[str, nn.Parameter],
+        is_trained: Callable[[str], bool],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         self._group = group
         self._device = device
+        self._is_trained = is_trained
         self._ranks = {name: list(who) for name, who in sorted(ranks.items()) if len(who) > 1 and name in masters}
         self._masters = {name: masters[name] for name in self._ranks}
+        # A frozen one stays in: the ranks need not agree about that. One that is unfrozen comes in on all at once.
+        self._active = {name for name in self._ranks if is_trained(name)}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a parameter of this rank is trained whose gradients are not added up."""
+        return any(self._is_trained(name) for name in self._ranks.keys() - self._active)
+
+    def take_all(self) -> None:
+        """Adds up the gradients of all parameters from now on. Called on all ranks at the same time."""
+        self._active = set(self._ranks)
 
     @property
     def names(self) -> Collection[str]:
@@ -44,14 +58,15 @@ class SharedGradients:
     def add(self) -> None:
         """A collective of the ranks that have any of the parameters. A parameter without a gradient on any rank gets
         none."""
-        if not self._ranks:
+        ranks = {name: who for name, who in self._ranks.items() if name in self._active}
+        if not ranks:
             return
         mine = self._group.rank()
         own: dict[str, torch.Tensor] = {}
         received: dict[str, dict[int, torch.Tensor]] = {}
         counts: dict[str, dict[int, torch.Tensor]] = {}
         operations: list[dist.P2POp] = []
-        for name, who in self._ranks.items():
+        for name, who in ranks.items():
             master = self._masters[name]
             has = master.grad is not None
             sent = local_of(master.grad if has else torch.zeros_like(master))  # type: ignore[arg-type]
@@ -70,7 +85,7 @@ class SharedGradients:
                     operations.append(dist.P2POp(dist.irecv, room, peer, self._group))
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        for name, who in self._ranks.items():
+        for name, who in ranks.items():
             master = self._masters[name]
             if master.grad is None and not any(count.item() for count in counts[name].values()):
                 continue

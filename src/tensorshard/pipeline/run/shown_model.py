@@ -77,10 +77,14 @@ class ShownModel:
                 )
 
     def follow_modes(self) -> None:
-        """Gives the stages' modules the modes (training, evaluation) of those that are shown."""
+        """Gives the stages' modules the modes (training, evaluation) and frozen parameters of those that are shown."""
         for module, copies in self._copies:
+            shown = own_parameters(module)
             for copy in copies:
                 copy.training = module.training
+                for name, parameter in own_parameters(copy).items():
+                    if name in shown and parameter.requires_grad != shown[name].requires_grad:
+                        parameter.requires_grad_(shown[name].requires_grad)
 
 
 def _first(kind: Callable[[nn.Module], dict[str, Any]], modules: Iterable[nn.Module]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class StageModule:
             parameters it holds.
         elsewhere: names of the modules that only other stages compute, and of the modules inside them.
         latest: the cut of the last micro-batch that it computed.
+        is_stale: whether it sent what needs gradients since parameters were unfrozen. Other stages do not know it.
         blocks: those of the model's blocks that are the stage's own (for recomputation, compilation and sharding).
     """
 
@@ -60,6 +61,7 @@ class StageModule:
         self.units = {name: self.module.get_submodule(name) for name in graph.parameters if name in own}
         self.blocks = {name: self.module.get_submodule(name) for name in find_blocks(model) if name in own}
         self.latest = self.cut
+        self.is_stale = False
         self._device: torch.device | None = None
         self._some_parameter: tuple[nn.Module, str] | tuple[()] | None = None  # None before it was looked up
         self._attached = False
@@ -103,6 +105,11 @@ class StageModule:
         """Where the model is cut for the `inputs` of a micro-batch."""
         return self._shapes.of(inputs, self.module)
 
+    def expect_gradients(self) -> None:
+        """Takes all parameters for trained ones from now on. Called on all stages at the same time."""
+        self.is_stale = False
+        self._shapes.expect_gradients()
+
     def received(self, inputs: Any) -> tuple[Layout, ...]:
         """What the stage receives for the `inputs` of a micro-batch, in order."""
         return received_layouts(self.cut_for(inputs), self.index)
@@ -138,6 +145,7 @@ class StageModule:
         try:
             return call_model(self.module, inputs)
         finally:
+            self.is_stale |= self._run.is_stale
             self._run = None
             self._put(written)
 

@@ -39,6 +39,7 @@ class StageRun:
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
         self.position = 0  # of the next call
         self.depth = 0  # 1 while a unit runs
+        self.is_stale = False  # whether what is sent needs gradients that the next stage does not know of
         self._left = False
 
     def begin(self, unit: str) -> None:
@@ -81,6 +82,7 @@ class StageRun:
                     f"{layout}, as in the run on fake tensors: its shapes depend on values"
                 )
             tensor = tensors[leaf[1]]
+            self.is_stale |= tensor.requires_grad and not layout.requires_grad
             self._values[leaf] = tensor.clone() if leaf in self._graph.overwritten else tensor
 
     def is_foreign(self) -> bool:

@@ -152,6 +152,11 @@ class Tracer:
         for name, module in every_module(model).items():
             self._copy.get_submodule(name).training = module.training
 
+    def train_all(self) -> None:
+        """Makes all parameters of the copy require gradients."""
+        for parameter in self._copy.parameters():
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+
     # -- internals --
 
     def _unit_parameters(self) -> dict[str, tuple[str, ...]]:
