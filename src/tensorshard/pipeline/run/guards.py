@@ -41,6 +41,7 @@ def guard_modules(
     returns: nn.Module | None,
     last: str,
     around: Mapping[str, nn.Module],
+    aliases: Mapping[str, str],
 ) -> None:
     """Makes modules of `model` that other ranks compute say so, and lists of parameters that would be incomplete.
 
@@ -50,6 +51,7 @@ def guard_modules(
         part: what this rank has, for errors.
         returns: the model whose forward ends with the output, if this rank computes it.
         last: where that is computed, for errors.
+        aliases: for every name of a parameter, its first one.
         around: by name, modules that are only shown: each stage of this rank runs a copy.
     """
     modules = every_module(model)
@@ -67,6 +69,8 @@ def guard_modules(
         )
         for name in _HOOKS:
             vars(module)[name] = partial(_refuse, message)
+    if around:
+        vars(model)["named_parameters"] = partial(_without_copies, model.named_parameters, aliases)
     if returns is not None and returns is not model:
         vars(model)["register_forward_hook"] = returns.register_forward_hook
     if returns is None:
@@ -122,6 +126,20 @@ def _listed(
 
 def _refuse_now(sentence: Callable[[], str], *_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(sentence())
+
+
+def _without_copies(
+    listed: Callable[..., Iterator[Any]], aliases: Mapping[str, str], prefix: str = "", *args: Any, **kwargs: Any
+) -> Iterator[Any]:
+    """The list without tied parameters' copies on later stages of this rank."""
+    before = f"{prefix}." if prefix else ""
+    found = list(listed(prefix, *args, **kwargs))
+    names = {name for name, _ in found}
+    for name, parameter in found:
+        own = name.removeprefix(before)
+        first = before + aliases.get(own, own)
+        if first == name or first not in names:
+            yield name, parameter
 
 
 def _no_modules(sentence: Callable[[], str], memo: Any = None, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -97,6 +97,7 @@ class PipelinedModel(ShardedModel):
             returns=self.stages[-1].module if self.stages[-1].is_last else None,
             last=f"stage {self.cut.stages - 1}",
             around=self._shown.around,
+            aliases=self.aliases(),
         )
 
     def _requires_grad(self, name: str) -> bool:
