@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.up = nn.Linear(8, 16)
         self.down = nn.Linear(16, 8)
         self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("average", torch.zeros(8), persistent=False)  # of a rank's own samples
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:

@@ -21,8 +21,8 @@ class Remembering(nn.Module):
         self.norm = nn.BatchNorm1d(16)
         self.down = nn.Linear(16, 8)
         self.register_buffer("calls", torch.tensor(0))
-        self.register_buffer("average", torch.zeros(16))
-        self.register_buffer("codebook", torch.randn(5, 8))
+        self.register_buffer("average", torch.zeros(16), persistent=False)  # of a rank's own samples
+        self.register_buffer("codebook", torch.randn(5, 8), persistent=False)
         self.register_buffer("late", None)
         self.register_buffer("table", torch.randn(3))
 
@@ -61,7 +61,8 @@ def _train(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]
         mine = [t.chunk(engine.mesh.dp_size)[engine.mesh.dp_rank] for t in batch]
         losses.append(engine.step(*mine).item())
     late = [block.late for block in model.blocks] if engine.plan.pp == 1 else []
-    return losses, engine.full_state_dict(), late
+    own = {name: b for name, b in model.named_buffers() if "average" in name or "codebook" in name}
+    return losses, engine.full_state_dict() | own, late
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tensorshard.comm.decisions import meet
+from tensorshard.engine.batch_buffers import BatchBuffers
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.final_gradients import FinalGradients, NonFiniteLossError
 from tensorshard.engine.fused_updates import hook_beside_update
@@ -114,7 +115,6 @@ class Engine(LoopMethods):
         self.random = random
         self._seed = seed
         self.loaders: dict[str, EngineLoader] = {}
-        self._step_runner.watch_loaders(self.loaders)
         self.loader_states: dict[str, dict[str, int]] = {}  # of a loaded checkpoint, for loaders that are not made yet
         self._cache = cache
         self._check_samples = debug  # before the first step
@@ -134,7 +134,13 @@ class Engine(LoopMethods):
             trained = self._gradients.trained
             self._offloaded = offload_states(self._optimizer, optimizer, head_groups, sharded, trained, mesh, slots)
             self._gradients.offloaded = self._offloaded.gradients
-        before_update = (lambda: check_transfers(slots, mesh.world_group, self._offloaded), sharded.finish_backward)
+        batch_buffers = BatchBuffers(sharded, mesh, device, steps_taken=lambda: self.step_count)
+        self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
+        before_update = (
+            lambda: check_transfers(slots, mesh.world_group, self._offloaded),
+            sharded.finish_backward,
+            batch_buffers.check,
+        )
         for work in before_update:
             self._optimizer.register_step_pre_hook(hook_beside_update(work))
         self._optimizer.register_step_post_hook(hook_beside_update(self._follow_update))

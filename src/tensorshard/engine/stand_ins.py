@@ -5,7 +5,7 @@ micro-batch, since forward and backward hold collectives. A rank without a sampl
 is in no loss, gradient or batch statistic.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,9 +50,11 @@ class ShortBatches:
 
     Args:
         loaders: the Engine's. They know, on every rank at the same time, that their batch is smaller than others.
+        stand_ins: called, on every rank, before a step in which a sample stands in on some rank.
     """
 
-    def __init__(self, mesh: Mesh, loaders: Mapping[str, EngineLoader]) -> None:
+    def __init__(self, mesh: Mesh, loaders: Mapping[str, EngineLoader], stand_ins: Callable[[], None]) -> None:
+        self._stand_ins = stand_ins
         self._mesh = mesh
         self._loaders = loaders
 
@@ -70,6 +72,8 @@ class ShortBatches:
         sizes, sample = self._exchanged(inputs, targets)
         if not all_of_them:
             micro_batches = min(micro_batches, max(sizes))
+        if min(sizes) < micro_batches:
+            self._stand_ins()
         return self._filled(inputs, targets, micro_batches, sample)
 
     def split_for_evaluation(self, inputs: Any, targets: Any, micro_batches: int) -> list[MicroBatch]:

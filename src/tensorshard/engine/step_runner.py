@@ -1,7 +1,7 @@
 """Forward and backward over a batch by a whole model; :mod:`.pipeline_step_runner` does it by a pipeline."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +50,13 @@ class StepRunner(ABC):
         self._objective = objective
         self._device = device
         self._same_batch = SameBatch(mesh, device)
-        self._batches = ShortBatches(mesh, {})
+        self._batches = ShortBatches(mesh, {}, lambda: None)
         self._tally: LossTally | None = None  # of the step under way
 
-    def watch_loaders(self, loaders: Mapping[str, EngineLoader]) -> None:
-        """Lets the batches of `loaders` be smaller at the end of an epoch."""
-        self._batches = ShortBatches(self._mesh, loaders)
+    def watch_loaders(self, loaders: Mapping[str, EngineLoader], stand_ins: Callable[[], None]) -> None:
+        """Lets the batches of `loaders` be smaller at the end of an epoch, and calls `stand_ins` before a step in which
+        some rank runs a sample that is not its own."""
+        self._batches = ShortBatches(self._mesh, loaders, stand_ins)
 
     def abandon(self) -> None:
         """Ends what a failed step left under way. A collective of the ranks on which the step failed."""
