@@ -361,6 +361,43 @@ def test_calls_of_methods_and_parts(ranks, fields):
     assert ranks(2, differentiate, other_methods, dict(tp=2, **fields))[0] < 2e-5
 
 
+# -- with ZeRO 3, too --
+
+
+@pytest.mark.parametrize("change", [clamp, normalize, some_entries, average, kept_views])
+def test_a_write_with_shards(ranks, change):
+    assert ranks(4, write, change, dict(tp=2, zero=3))[0] < 2e-5
+
+
+@pytest.mark.parametrize("loop", [clip, perturb])
+def test_gradients_with_shards(ranks, loop):
+    assert ranks(4, differentiate, loop, dict(tp=2, zero=3))[0] < 2e-5
+
+
+def head_alone(model: nn.Module) -> torch.Tensor:
+    return model.head.weight.square().sum()
+
+
+def refusal(call: Callable[..., Any], *args: Any) -> str:
+    try:
+        call(*args)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("penalty", [squares, head_alone])
+def test_a_penalty_with_shards_is_refused(ranks, penalty, own_loop):
+    for message in ranks(4, refusal, penalize, penalty, dict(tp=2, zero=3), own_loop):
+        assert "zero=0, 1 or 2 with tp" in message
+
+
+def test_gradients_by_hand_of_shards_are_refused(ranks):
+    for message in ranks(4, refusal, differentiate, by_hand, dict(tp=2, zero=3)):
+        assert "engine.backward(loss) and read p.grad" in message
+
+
 # -- what it looks like --
 
 

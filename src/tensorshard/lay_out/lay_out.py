@@ -111,6 +111,7 @@ def lay_out(
             offloaded=OffloadedParameters(slots) if slots is not None and offloads else None,
         )
         sharded.logits = logits
+        _show_whole(part.module, split, sharded)
         if offloads:
             succeed_together(sharded.check_offloaded, mesh.world_group, "parallelize")
         return sharded
@@ -128,11 +129,15 @@ def lay_out(
         slots=None if slots is None or slots.offload.optimizer is None else slots,
     )
     replicated.logits = logits
+    _show_whole(part.module, split, replicated)
+    return replicated
+
+
+def _show_whole(module: nn.Module, split: TensorSplit, sharded: ShardedModel) -> None:
     if split.size > 1:
         from tensorshard.tensor_parallel.apply.whole_parameters import WholeParameters
 
-        replicated.whole_views.append(WholeParameters(part.module, split, replicated.full_shapes()))
-    return replicated
+        sharded.whole_views.append(WholeParameters(module, split, sharded.full_shapes()))
 
 
 def from_first_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -14,7 +14,7 @@ class Source:
 
     Args:
         base: the tensor.
-        held: the tensor that holds them.
+        version: counts the changes of them where they are held.
         read: makes a tensor such as `base` from it.
         write: stores such a tensor in it.
     """
@@ -22,22 +22,22 @@ class Source:
     def __init__(
         self,
         base: torch.Tensor,
-        held: torch.Tensor,
+        version: Callable[[], int],
         read: Callable[[], torch.Tensor],
         write: Callable[[torch.Tensor], None],
     ) -> None:
         self.base = base
-        self._held, self._read, self._write = held, read, write
+        self._version, self._read, self._write = version, read, write
         self._graph = base.grad_fn
         self._note()
 
     def _note(self) -> None:
-        self._versions = tensor_version(self.base), tensor_version(self._held)
+        self._versions = tensor_version(self.base), self._version()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Reads the values again if they were changed where they are held."""
-        if tensor_version(self._held) != self._versions[1] and not self.base.requires_grad:
+        if self._version() != self._versions[1] and not self.base.requires_grad:
             self.base.copy_(self._read())
             self._note()
 

@@ -23,16 +23,20 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd import Function
+from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.sharding import distribute_like, on_mesh_device
 from tensorshard.modules.calls_by_users import is_called_by_user, mark_modules
-from tensorshard.modules.watched_parameters import NotedParameter, Pause, Watch, watch, watches_of
+from tensorshard.modules.watched_parameters import Pause, Watch, unwatch, watch, watches_of
 from tensorshard.modules.written_through import Source, WrittenThrough, run
 from tensorshard.tensor_parallel.apply import part_operations
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
+from tensorshard.torch_private.tensors import tensor_version
 
 
 class WholeParameters:
@@ -45,10 +49,11 @@ class WholeParameters:
     def __init__(self, model: nn.Module, split: TensorSplit, shapes: Mapping[str, torch.Size]) -> None:
         self._optimizer: torch.optim.Optimizer | None = None
         self._depth = 1  # until the first :meth:`begin`
+        self._gathered: list[tuple[nn.Parameter, _Whole]] = []  # what ZeRO 3 shows between a forward and its backward
         self._watches: dict[nn.Parameter, _Whole] = {}
         for name, parameter in model.named_parameters():
-            if type(parameter) in (nn.Parameter, NotedParameter) and split.num_shards(name) > 1:
-                self._watches[parameter] = _Whole(name, split, shapes[name], self)
+            if split.num_shards(name) > 1 or isinstance(parameter, DTensor):  # with ZeRO 3 all look whole, or none
+                self._watches[parameter] = _Whole(name, split, shapes[name], self, isinstance(parameter, DTensor))
         for parameter, watching in self._watches.items():
             watch(parameter, watching)
         self._pause = Pause(self._watches)
@@ -120,6 +125,8 @@ class WholeParameters:
 
         def before(*_: Any) -> None:
             self._enter()
+            while self._gathered:
+                unwatch(*self._gathered.pop())
             given.append([])
             given[-1].extend(self._cut_given())
 
@@ -128,6 +135,11 @@ class WholeParameters:
                 return
             for module, key, tensor in given.pop():
                 set_parameter(module, key, tensor)
+            for module, key, parameter, watching in self._places:
+                shown = module._parameters[key]
+                if watching.is_sharded and shown is not parameter and isinstance(shown, nn.Parameter):
+                    watch(shown, watching)
+                    self._gathered.append((shown, watching))
             self._leave()
 
         model.register_forward_pre_hook(before, prepend=True)
@@ -156,8 +168,10 @@ class _Whole(Watch):
 
     stays_in_copies = True
 
-    def __init__(self, name: str, split: TensorSplit, shape: torch.Size, all_of_model: WholeParameters) -> None:
-        self.name, self.shape = name, shape
+    def __init__(
+        self, name: str, split: TensorSplit, shape: torch.Size, all_of_model: WholeParameters, is_sharded: bool
+    ) -> None:
+        self.name, self.shape, self.is_sharded = name, shape, is_sharded
         self.layout = split.layout(name)
         self._split, self._all = split, all_of_model
 
@@ -185,33 +199,51 @@ class _Whole(Watch):
     def held_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None or not self._all.is_users_call():
             return gradient
+        if isinstance(gradient, DTensor):
+            return gradient
         if gradient.shape != self.shape:
             raise RuntimeError(
                 f"a gradient of shape {list(gradient.shape)} was assigned to {self.name!r} of shape {list(self.shape)}"
             )
         if isinstance(gradient, WrittenThrough):
             gradient = gradient._plain
-        return self.cut(gradient)
+        part = self.cut(gradient)
+        return distribute_like(part, parameter) if isinstance(parameter, DTensor) else part
 
     def source(self, held: torch.Tensor, *, graph: bool) -> Source:
         """The whole of what this rank has as `held`."""
-        if graph:
-            base = _Gathered.apply(held, self)
-        else:
-            base = self.gather(held.detach())
-        return Source(base, held, partial(self._read, held), partial(self._store, held))
+        if graph and self.is_sharded:
+            raise RuntimeError(
+                f"parameter {self.name!r} was read outside of the model's forward while autograd records, as a penalty "
+                f"on the weights does, under a plan with tp={self._split.size} and zero=3, where its gradient could "
+                f"not be counted once: use zero=0, 1 or 2 with tp; under torch.no_grad() it can be read"
+            )
+        base = _Gathered.apply(held, self) if graph else self._read(held)
+        return Source(base, partial(_version, held), partial(self._read, held), partial(self._store, held))
 
     def shown(self, held: torch.Tensor) -> torch.Tensor:
         """A tensor that is the whole of `held`, and writes to it."""
         source = self.source(held, graph=held.requires_grad)
         return WrittenThrough.of(source.base, source)
 
+    @torch.no_grad()
     def _read(self, held: torch.Tensor) -> torch.Tensor:
-        return self.gather(held.detach())
+        with without_torch_functions_of_tensors():
+            part = held.detach()
+            return self.gather(on_mesh_device(part).full_tensor() if isinstance(part, DTensor) else part)
 
     def _store(self, held: torch.Tensor, whole: torch.Tensor) -> None:
         with without_torch_functions_of_tensors():
-            held.copy_(self.cut(whole))
+            part = self.cut(whole)
+            if self.is_sharded and not isinstance(held, DTensor):
+                raise RuntimeError(
+                    f"parameter {self.name!r} was written to between a forward and its backward, where zero=3 shows a "
+                    f"gathered copy: write to it after the backward"
+                )
+            if isinstance(held, DTensor):
+                shard_of(held).copy_(distribute_like(part, held).to_local())
+            else:
+                held.copy_(part)
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Writes the whole `value` to `parameter`.
@@ -226,6 +258,12 @@ class _Whole(Watch):
             )
         with torch.no_grad():
             self._store(parameter, value)
+
+
+def _version(held: torch.Tensor) -> int:
+    """Counts changes of `held`: of a DTensor those that DTensor makes, and those of the shard itself."""
+    with without_torch_functions_of_tensors():
+        return tensor_version(held) + (tensor_version(shard_of(held)) if isinstance(held, DTensor) else 0)
 
 
 class _Gathered(Function):
@@ -278,8 +316,9 @@ def _call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
             value = args[1]
             return own.write(first, value._plain if isinstance(value, WrittenThrough) else value)
         if function == part_operations.REPRESENTATION:
-            return f"Parameter of shape {list(own.shape)}, split along dimension {own.layout.dim} over the ranks"
-        if function in part_operations.ELEMENTWISE and _on_parts(function, own, args, kwargs):
+            return f"Parameter of shape {list(own.shape)}, of which each tensor-parallel rank holds a part"
+        plain = not isinstance(first, DTensor)
+        if plain and function in part_operations.ELEMENTWISE and _on_parts(function, own, args, kwargs):
             return first
     sources: dict[int, Source] = {}
     graph = torch.is_grad_enabled() and function not in part_operations.WITHOUT_GRAPH
@@ -327,6 +366,11 @@ def _autograd_gradients(args: Any, kwargs: dict[str, Any]) -> Any:
     outputs, inputs, *others = args
     several = isinstance(inputs, tuple | list)
     wanted = list(inputs) if several else [inputs]
+    if any((watching := _whole_watch(parameter)) and watching.is_sharded for parameter in wanted):
+        raise RuntimeError(
+            "torch.autograd.grad was asked for gradients of parameters that zero=3 shards, and forwards compute with "
+            "gathered ones: call engine.backward(loss) and read p.grad, or use zero=0, 1 or 2"
+        )
     given, wanted_plain, rest, options = tree_map_only(
         WrittenThrough, lambda leaf: leaf._plain, (outputs, wanted, others, kwargs)
     )
