@@ -361,6 +361,48 @@ def test_calls_of_methods_and_parts(ranks, fields):
     assert ranks(2, differentiate, other_methods, dict(tp=2, **fields))[0] < 2e-5
 
 
+def hooked(engine: Any, model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """A hook's term in the loss, and another hook that changes weights."""
+    terms = []
+    up = model.blocks[0].up
+    handles = [
+        up.register_forward_hook(lambda module, args, output: terms.append(module.weight.norm())),
+        model.blocks[1].register_forward_pre_hook(lambda module, args: _clamp(module.down.weight)),
+    ]
+    output = model(x)
+    _backward(engine, loss_of(output, y) + terms[0])
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+
+
+@torch.no_grad()
+def _clamp(weight: torch.Tensor) -> None:
+    weight[2:20].clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("fields", [{}, dict(recompute="full")], ids=str)
+def test_hooks_of_modules(ranks, fields):
+    assert ranks(2, differentiate, hooked, dict(tp=2, **fields))[0] < 2e-5
+
+
+def transform() -> str:
+    engine = ts.parallelize(build(), ts.Plan(tp=2), optimizer=SGD, loss_fn=loss_of)
+    x, y = batch(0)
+    weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+
+    def loss(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return loss_of(torch.func.functional_call(engine.model, given, (x,)), y)
+
+    message = refusal(torch.func.grad(loss), weights)
+    engine.step(x, y)  # goes on
+    return message
+
+
+def test_transforms_of_torch_func_are_refused(ranks):
+    assert all("torch.autograd.grad" in message for message in ranks(2, transform))
+
+
 # -- with ZeRO 3, too --
 
 

@@ -22,8 +22,10 @@ def mark_modules(model: nn.Module) -> None:
         vars(module)[_MARK] = True
 
 
-def is_called_by_user(first: FrameType | None, optimizer: Any = None) -> bool:
+def is_called_by_user(first: FrameType | None, optimizer: Any = None, *, within_calls: bool = False) -> bool:
     """Whether the frame `first` was called by code of the user's, outside of calls of marked modules.
+
+    With `within_calls`, also within them.
 
     It was not if the next code that is not torch's is tensorshard's. Nor if a marked module's call is under way
     further out, or loading or conversion of it, or a method of `optimizer`.
@@ -37,6 +39,8 @@ def is_called_by_user(first: FrameType | None, optimizer: Any = None) -> bool:
                 if _is_within(name, _OWN) and not _is_within(name, _USERS):
                     return False
                 asking = False
+                if within_calls:
+                    return True
         code = frame.f_code
         if code in _MODULE_CODE:
             if _MARK in vars(frame.f_locals["self"]):

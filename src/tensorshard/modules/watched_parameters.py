@@ -58,6 +58,9 @@ class Watch:
     stays_in_copies = False
     """Whether a deep copy of a parameter is watched, too."""
 
+    is_outermost = False
+    """Whether this watch gets what the others show, whenever they are added, as one that gathers what a rank holds."""
+
     def held_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """What the tensor itself holds after ``parameter.grad = gradient``."""
         return gradient
@@ -129,16 +132,16 @@ class _Watched:
     def grad(self) -> torch.Tensor | None:
         with functions_off():
             shown: torch.Tensor | None = _TENSOR.grad.__get__(self)
-            for watching in reversed(watches_of(self)):
+            for watching in watches_of(self):
                 shown = watching.gradient(self, shown)  # type: ignore[arg-type]
             return shown
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         with functions_off():
-            for watching in watches_of(self):
-                gradient = watching.held_gradient(self, gradient)  # type: ignore[arg-type]
             for watching in reversed(watches_of(self)):
+                gradient = watching.held_gradient(self, gradient)  # type: ignore[arg-type]
+            for watching in watches_of(self):
                 if watching.set_gradient(self, gradient):  # type: ignore[arg-type]
                     return
             _TENSOR.grad.__set__(self, gradient)
@@ -180,7 +183,7 @@ def _watched_class(plain: type) -> type:
 
 
 def watches_of(parameter: Any) -> list[Watch]:
-    """The watches of `parameter`, oldest first. The oldest is the outermost: it shows what the later ones show it."""
+    """The watches of `parameter`, oldest first, and then the outermost ones."""
     return list(parameter.__dict__.get(_WATCHES, ()))
 
 
@@ -188,7 +191,8 @@ def watch(parameter: nn.Parameter, watching: Watch) -> None:
     """Adds a watch; one that is there already is not added again."""
     watches: list[Watch] = parameter.__dict__.setdefault(_WATCHES, [])
     if watching not in watches:
-        watches.append(watching)
+        inner = sum(not other.is_outermost for other in watches)
+        watches.insert(len(watches) if watching.is_outermost else inner, watching)
         if not isinstance(parameter, _Watched):
             parameter.__class__ = _watched_class(type(parameter))
 
