@@ -24,9 +24,9 @@ from tensorshard.data_parallel.reduction import Bucket, Groups
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.modules.watched_parameters import METADATA, Watch, unwatch, watch
 from tensorshard.offload.update_behind import UpdateBehind
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.tensors import storage_owners, tensor_version
-from tensorshard.torch_private.torch_functions import functions_off
 
 
 class PublishedWeights:
@@ -172,7 +172,7 @@ class PublishedWeights:
         """
         if not self._are_real:
             return False
-        with functions_off():
+        with without_torch_functions_of_tensors():
             return self._adopt_all()
 
     def _adopt_all(self) -> bool:

@@ -38,8 +38,8 @@ from tensorshard.offload.slots import OffloadedMaster, Slots
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward, current_backward
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.fake_tensors import FakeTensor
-from tensorshard.torch_private.torch_functions import functions_off
 from tensorshard.transforms.precision import master_dtype
 
 # Reductions under way at once where gradients leave when they are reduced; more would keep more of them alive.
@@ -268,7 +268,7 @@ class ReplicatedModel(ShardedModel):
 
     def _arrange(self) -> None:
         """Fills the buckets with the parameters that are trained now, if these have changed."""
-        with functions_off():
+        with without_torch_functions_of_tensors():
             trained = tuple([p.compute.requires_grad for p in self._all.values()])
         if trained == self._trained_flags:
             return

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.torch_private.torch_functions import NOT_CALLED, functions_off
+from tensorshard.torch_private.dispatch import NOT_CALLED, without_torch_functions_of_tensors
 
 _WATCHES = "_tensorshard_watches"  # a key in a parameter's __dict__
 _TAKEN = "_tensorshard_data_taken"
@@ -116,7 +116,7 @@ class _Watched:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         watches: dict[Watch, None] = {}
-        with functions_off():
+        with without_torch_functions_of_tensors():
             for parameter in _watched((args, kwargs.values())):
                 for watching in watches_of(parameter):
                     watching.before_use(parameter, func)
@@ -125,12 +125,12 @@ class _Watched:
             result = watching.call(func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        with functions_off():
+        with without_torch_functions_of_tensors():
             return func(*args, **kwargs)
 
     @property
     def grad(self) -> torch.Tensor | None:
-        with functions_off():
+        with without_torch_functions_of_tensors():
             shown: torch.Tensor | None = _TENSOR.grad.__get__(self)
             for watching in watches_of(self):
                 shown = watching.gradient(self, shown)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ class _Watched:
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        with functions_off():
+        with without_torch_functions_of_tensors():
             for watching in reversed(watches_of(self)):
                 gradient = watching.held_gradient(self, gradient)  # type: ignore[arg-type]
             for watching in watches_of(self):
@@ -155,7 +155,7 @@ class _Watched:
         plain = type(self).__mro__[2]  # before a watch removes itself
         for watching in watches_of(self):
             watching.before_use(self, torch.clone)  # type: ignore[arg-type]
-        with functions_off():
+        with without_torch_functions_of_tensors():
             copied = plain.__deepcopy__(self, memo)  # type: ignore[attr-defined]
         copied.__class__ = plain
         copied.__dict__.pop(_WATCHES, None)
@@ -167,13 +167,13 @@ class _Watched:
 
 def held_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The gradient that autograd has added up in `parameter`, whatever ``parameter.grad`` shows."""
-    with functions_off():
+    with without_torch_functions_of_tensors():
         return _TENSOR.grad.__get__(parameter)
 
 
 def hold_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Makes `parameter` hold `gradient`, to which autograd adds, whatever ``parameter.grad`` shows."""
-    with functions_off():
+    with without_torch_functions_of_tensors():
         _TENSOR.grad.__set__(parameter, gradient)
 
 

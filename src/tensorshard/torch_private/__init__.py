@@ -19,5 +19,4 @@ imports anything else of tensorshard. Each topic is imported by itself, so that 
     process_groups     process groups of one's own, and what a group is made of
     pytree             nested structures of tensors
     tensors            a tensor's memory, version and kind
-    torch_functions    how torch's functions treat classes that derive from ``torch.Tensor``
 """

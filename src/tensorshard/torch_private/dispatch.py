@@ -8,15 +8,25 @@ Checked: torch 2.11 and 2.13.
 
 Public way: none. ``torch.overrides.TorchFunctionMode`` is public, but sees Python functions, and not what custom
 autograd functions and C++ code call.
+
+`NOT_CALLED`: as a class's ``__torch_function__``, it makes torch's functions treat the tensors as plain ones.
+
+Why: a parameter that overrides an attribute is not to make functions slower.
+
+Checked: torch 2.13.
+
+Public way: ``torch._C._disabled_torch_function_impl``, which torch's notes on extending it name.
 """
 
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._C import _disabled_torch_function_impl as NOT_CALLED
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 __all__ = [
+    "NOT_CALLED",
     "TorchDispatchMode",
     "has_dispatch_mode",
     "innermost_dispatch_mode",

@@ -29,8 +29,8 @@ from tensorshard.modules.watched_parameters import Pause, unwatch, watch
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.apply.users_hooks import surround_later_hooks
 from tensorshard.tensor_parallel.apply.whole_parameter import PartOf, WholeParameter
-from tensorshard.torch_private.autograd import is_in_backward, is_function_transformed
-from tensorshard.torch_private.modules import own_parameters, set_parameter
+from tensorshard.torch_private.autograd import is_function_transformed, is_in_backward
+from tensorshard.torch_private.modules import own_parameters, parameter_at, set_parameter
 
 
 class WholeParameters:
@@ -65,7 +65,6 @@ class WholeParameters:
         ]
         if self._watches:
             mark_modules(model)
-            self._surround(model)
             owners = {module for module, *_ in self._places}
             for module in model.modules():
                 if module is not model and any(inner in owners for inner in module.modules()):
@@ -81,6 +80,7 @@ class WholeParameters:
         """From now on, the user's code gets the whole outside of :meth:`parts`, and `optimizer` parts."""
         self._optimizer = optimizer
         if self._watches:
+            self._surround(self._model)  # all other code around a forward runs within
             surround_later_hooks(self._model, self._users_hook)
         self._leave()
 
@@ -156,7 +156,7 @@ class WholeParameters:
             for module, key, tensor in given.pop():
                 set_parameter(module, key, tensor)
             for module, key, parameter, watching in self._places:
-                shown = module._parameters.get(key)
+                shown = parameter_at(module, key)
                 if watching.is_sharded and shown is not parameter and isinstance(shown, nn.Parameter):
                     watch(shown, watching)
                     self._gathered.append((shown, watching))
@@ -169,7 +169,7 @@ class WholeParameters:
         """Puts parts in the place of whole tensors that were given for a call, as ``torch.func.functional_call``
         does."""
         for module, key, parameter, watching in self._places:
-            tensor = module._parameters.get(key)
+            tensor = parameter_at(module, key)
             if tensor is not parameter and tensor is not None and tensor.shape == watching.shape:
                 set_parameter(module, key, PartOf.apply(tensor, watching))
                 yield module, key, tensor
