@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import distribute, on_mesh_device
 from tensorshard.data_parallel.views_of_whole import is_write, take_over, view_of
-from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.dispatch import WithoutTorchFunctions, without_torch_functions_of_tensors
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
 _READER = "_tensorshard_reader"
@@ -59,19 +59,42 @@ class _Held:
         return self
 
 
+def _direct(name: str) -> property:
+    """An attribute that the code of every step reads, without asking :func:`_kind`."""
+    attribute: Any = getattr(DTensor, name)
+
+    def get(self: DTensor) -> Any:
+        with WithoutTorchFunctions():
+            return attribute.__get__(self)
+
+    def set_(self: DTensor, value: Any) -> None:
+        with WithoutTorchFunctions():
+            attribute.__set__(self, value)
+
+    return property(get, set_)
+
+
+_stored_gradient: Any = DTensor.grad
+
+
 class ShardedParameter(DTensor):
     """A DTensor that mixes with plain tensors. See the top of this file."""
+
+    requires_grad = _direct("requires_grad")
+    is_sparse = _direct("is_sparse")
+    _backward_hooks = _direct("_backward_hooks")
+    _post_accumulate_grad_hooks = _direct("_post_accumulate_grad_hooks")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _KINDS[_kind(func)](func, args, kwargs or {})
 
     @property
-    def grad(self) -> torch.Tensor | None:  # read often, so that it goes the short way
-        if (given := vars(self).get(_GRADIENT)) is not None:
-            return given  # type: ignore[no-any-return]
-        with without_torch_functions_of_tensors():
-            return DTensor.grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+    def grad(self) -> torch.Tensor | None:
+        if _GRADIENT in (own := self.__dict__):
+            return own[_GRADIENT]  # type: ignore[no-any-return]
+        with WithoutTorchFunctions():
+            return _stored_gradient.__get__(self)  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -82,25 +105,15 @@ class ShardedParameter(DTensor):
                 )
             _reader_of(self).set_gradient(self, value)
             return
-        vars(self).pop(_GRADIENT, None)
+        self.__dict__.pop(_GRADIENT, None)
         if type(value) is DTensor:
             value.__class__ = ShardedParameter
-        with without_torch_functions_of_tensors():
-            DTensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+        with WithoutTorchFunctions():
+            _stored_gradient.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    @property
-    def requires_grad(self) -> bool:
-        with without_torch_functions_of_tensors():
-            return DTensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        with without_torch_functions_of_tensors():
-            DTensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor. The gradient of a parameter is averaged over the data ranks."""
@@ -145,7 +158,7 @@ def _reader_of(parameter: DTensor) -> Reader:
 
 
 def _native(func: Any, args: Any, kwargs: Any) -> Any:
-    with without_torch_functions_of_tensors():
+    with WithoutTorchFunctions():
         return _mixable(func(*args, **kwargs))
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import local_shard
-from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.dispatch import WithoutTorchFunctions, without_torch_functions_of_tensors
 from tensorshard.torch_private.fsdp import unsharded_parameter
-from tensorshard.torch_private.fsdp_calls import release_unit, shown_parameters
+from tensorshard.torch_private.fsdp_calls import gathered_parameters, release_unit, shown_parameters
 from tensorshard.torch_private.modules import set_parameter
 from tensorshard.torch_private.tensors import tensor_version
 
@@ -99,11 +99,11 @@ class UnitValues:
     def _state(self, group: Any) -> list[tuple[int, int, bool]]:
         return [
             (
-                tensor_version(unsharded_parameter(p)),  # type: ignore[arg-type]
+                tensor_version(copy),
                 tensor_version(p._sharded_param_data) + _wrapper_version(p.sharded_param),
-                p.sharded_param.requires_grad,
+                copy.requires_grad,
             )
-            for p in group.fsdp_params
+            for p, copy in zip(group.fsdp_params, gathered_parameters(group), strict=True)
         ]
 
     def _was_written(self, group: Any) -> bool:
@@ -128,5 +128,5 @@ class UnitValues:
 
 
 def _wrapper_version(parameter: torch.Tensor) -> int:
-    with without_torch_functions_of_tensors():
+    with WithoutTorchFunctions():
         return tensor_version(parameter)

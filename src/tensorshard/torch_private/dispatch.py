@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "NOT_CALLED",
     "TorchDispatchMode",
+    "WithoutTorchFunctions",
     "has_dispatch_mode",
     "innermost_dispatch_mode",
     "make_wrapper_tensor",
@@ -71,6 +72,13 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
     Public way: none.
     """
     return _disable_current_modes()
+
+
+WithoutTorchFunctions = torch._C.DisableTorchFunctionSubclass
+"""The class of the contexts of :func:`without_torch_functions_of_tensors`, for code that runs for every parameter.
+
+Why, checked, public way: as for that function.
+"""
 
 
 def without_torch_functions_of_tensors() -> AbstractContextManager[Any]:
