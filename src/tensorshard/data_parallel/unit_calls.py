@@ -1,9 +1,9 @@
 """The gathers and reductions of ZeRO 3's units, in an order that is the same on all ranks whatever each of them calls.
 
 In a forward of the whole model the ranks gather along the sequence of :mod:`.agreed_order`. Each backward of such a
-forward goes back through the calls for which one follows on any rank: a rank gathers each unit, begins to gather the one
-before it, and reduces its gradients, with zeros for calls that it did not make. Autograd runs the calls of a rank from
-the last to the first, so a rank that reaches a call has completed all later ones.
+forward goes back through the calls for which one follows on any rank: a rank gathers each unit, begins to gather the
+one before it, and reduces its gradients, with zeros for calls that it did not make. Autograd runs the calls of a rank
+from the last to the first, so a rank that reaches a call has completed all later ones.
 
 A unit that is called from outside of a forward of the model (``model.encode(x)``) is gathered at once; there, all ranks
 make the same calls.
@@ -259,7 +259,8 @@ class UnitCalls:
             self._values.show_shards(unit)
         return result
 
-    def inputs(self, unit: Any, original: Any) -> Any:
+    def inputs(self, unit: Any) -> Any:
+        """The call whose backward is over when those of its inputs are due."""
         return self._current.get(unit)
 
     def outputs(self, unit: Any, backward_follows: bool) -> Any:

@@ -36,12 +36,12 @@ class UnitValues:
 
     def before_gather(self, group: Any) -> None:
         """Called before a forward gathers the unit, or finds it gathered."""
-        given = []
+        given: list[tuple[nn.Module, str, torch.Tensor]] = []
         for module, name, fsdp_param in self._places[group]:
             shown = module._parameters.get(name)
-            if shown is not fsdp_param.sharded_param and shown is not unsharded_parameter(fsdp_param):
-                if shown is not None:
-                    given.append((module, name, shown))
+            own = (fsdp_param.sharded_param, unsharded_parameter(fsdp_param))
+            if shown is not None and shown is not own[0] and shown is not own[1]:
+                given.append((module, name, shown))
         if given:
             self._given[group] = given
         else:
@@ -63,10 +63,11 @@ class UnitValues:
         if not group.is_unsharded:
             return
         for module, name, fsdp_param in self._places[group]:
-            copy, sharded = unsharded_parameter(fsdp_param), fsdp_param.sharded_param
-            if module._parameters.get(name) is sharded:
+            copy = unsharded_parameter(fsdp_param)
+            sharded: DTensor = fsdp_param.sharded_param
+            if copy is not None and module._parameters.get(name) is sharded:
                 set_parameter(module, name, copy)
-                if copy is not None and copy.requires_grad != sharded.requires_grad:
+                if copy.requires_grad != sharded.requires_grad:
                     copy.requires_grad_(sharded.requires_grad)
                     self._noted[group] = self._state(group)
         for module, name, tensor in given:

@@ -68,7 +68,7 @@ def take_over(target: DTensor, full: torch.Tensor) -> None:
 
 
 def view_of(target: DTensor, gather: Callable[[], torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func(target, ...)`` gives, which only views memory: on the shard if that is possible, else on the whole."""
+    """What ``func(target, ...)`` gives, which only views memory: that of the shard if possible, else of the whole."""
     with without_torch_functions_of_tensors():
         try:
             result = func(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Parameters that are read as a whole outside of their unit's forward, and gradients by them that a loop asks for.
 
-FSDP2 gathers a unit's parameters only while the unit's own forward runs. Another read (``model.head(x)`` from the loop, a
-part of a block that the model calls, a penalty on the weights) gathers the parameter by itself. Its gradient stays whole
-until the backward is over, as not all ranks need to read the same ones; then it is averaged over the data ranks.
+FSDP2 gathers a unit's parameters only while the unit's own forward runs. Another read (``model.head(x)`` from the loop,
+a part of a block that the model calls, a penalty on the weights) gathers the parameter by itself. Its gradient stays
+whole until the backward is over, as not all ranks need to read the same ones; then it is averaged over the data ranks.
 """
 
 import weakref

@@ -44,7 +44,7 @@ class UnitWatcher(Protocol):
 
     def after_forward(self, unit: Any, original: Callable[..., Any], *args: Any) -> Any: ...
 
-    def inputs(self, unit: Any, original: Callable[[Any], Any]) -> Any: ...
+    def inputs(self, unit: Any) -> Any: ...
 
     def outputs(self, unit: Any, backward_follows: bool) -> Any: ...
 
@@ -71,7 +71,7 @@ class _Call:
         self._watcher.after_backward(self._group, self._call)
 
 
-def watch_unit(module: nn.Module, watcher: UnitWatcher) -> list[Any]:
+def watch_unit(module: Any, watcher: UnitWatcher) -> list[Any]:
     """Makes `watcher` stand between FSDP2 and the groups of parameters of a `module`, which are returned.
 
     Why, checked, public way: as at the top of this file.
@@ -112,7 +112,7 @@ def _watch_group(group: Any, watcher: UnitWatcher) -> None:
     group._backward_prefetch = lambda: None  # the watcher prefetches, in an order that all ranks know
 
     def register_inputs(args: Any, kwargs: Any) -> Any:
-        call = watcher.inputs(group, lambda: None)
+        call = watcher.inputs(group)
         return FSDPParamGroup._register_post_backward_hook(_Call(watcher, group, call), args, kwargs)  # type: ignore[arg-type]
 
     def shard() -> None:
@@ -170,8 +170,8 @@ def prefetch_unit(group: Any) -> None:
 def reduce_unit(group: Any) -> None:
     """Reduces the gradients that a group has so far, and releases its parameters.
 
-    Its module may be called again in this backward, as reentrant checkpointing does, and FSDP2 would take that for a part
-    of the backward that is over.
+    Its module may be called again in this backward, as reentrant checkpointing does, and FSDP2 would take that for a
+    part of the backward that is over.
     """
     group.post_backward()
     group.modules[0]._get_fsdp_state()._training_state = TrainingState.IDLE
