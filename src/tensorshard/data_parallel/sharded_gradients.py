@@ -155,6 +155,8 @@ class ShardedGradients:
     def _enter_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
+            if self.calls is not None:
+                self.calls.gradient_arrived()  # on all ranks, FSDP2's own end of the backward comes first
             self._used = {p for p in self._used if p.grad is not None}
             call_after_backward(self._end_backward)
 

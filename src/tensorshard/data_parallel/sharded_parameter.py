@@ -52,11 +52,14 @@ def show_as_whole(parameter: DTensor, reader: Reader) -> None:
 class _Held:
     """A reader that copies of a parameter share."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader | None) -> None:
         self.reader = reader
 
     def __deepcopy__(self, memo: Any) -> "_Held":
         return self
+
+    def __reduce__(self) -> Any:  # a parameter in a file has no model
+        return _Held, (None,)
 
 
 def _direct(name: str) -> property:
@@ -148,7 +151,7 @@ def _as_dtensor(action: Callable[[], Any], parameter: DTensor) -> Any:
 
 def _reader_of(parameter: DTensor) -> Reader:
     held = vars(parameter).get(_READER)
-    if held is None:
+    if held is None or held.reader is None:
         raise RuntimeError(
             "a plain tensor was given as the gradient of a sharded tensor that is no parameter of the model; give one "
             "that is sharded, such as torch.zeros_like of it"
@@ -178,7 +181,7 @@ def _whole(tensor: Any) -> Any:
     if not isinstance(tensor, DTensor):
         return tensor
     held = vars(tensor).get(_READER)
-    if held is not None:
+    if held is not None and held.reader is not None:
         return held.reader.read(tensor)
     with without_torch_functions_of_tensors():
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -232,7 +235,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
         )
     if not isinstance(target, DTensor):
         return _compute_whole(func, args, kwargs)
-    if target.requires_grad and torch.is_grad_enabled() and func.__module__ != nn.init.__name__:
+    if target.requires_grad and torch.is_grad_enabled() and getattr(func, "__module__", None) != nn.init.__name__:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     if name.strip("_") in _ELEMENTWISE:
         args, kwargs = tree_map(lambda leaf: _cut(leaf, target), (args, kwargs))

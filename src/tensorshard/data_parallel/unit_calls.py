@@ -313,6 +313,7 @@ class UnitCalls:
 
     def _begin(self, forward: _Forward) -> list[_Call]:
         if forward.left is None:
+            self._values.check_places()
             forward.left = list(forward.calls)
             for call in forward.left:
                 call.begun = False
@@ -378,7 +379,7 @@ class UnitCalls:
                 release_unit(unit)
 
     def gradient_arrived(self) -> None:
-        """Called when a gathered parameter of the root gets a gradient, perhaps through none of the units' outputs."""
+        """Called when a parameter gets a gradient, perhaps through none of the units' outputs."""
         call_at_end_of_backward(self._model)
 
     def may_release(self, unit: Any) -> bool:

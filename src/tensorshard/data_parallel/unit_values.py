@@ -13,7 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import local_shard
-from tensorshard.torch_private.dispatch import WithoutTorchFunctions, without_torch_functions_of_tensors
+from tensorshard.torch_private.dispatch import (
+    WithoutTorchFunctions,
+    transformed,
+    without_torch_functions_of_tensors,
+)
 from tensorshard.torch_private.fsdp import unsharded_parameter
 from tensorshard.torch_private.fsdp_calls import gathered_parameters, release_unit, shown_parameters
 from tensorshard.torch_private.modules import set_parameter
@@ -41,6 +45,11 @@ class UnitValues:
             shown = module._parameters.get(name)
             own = (fsdp_param.sharded_param, unsharded_parameter(fsdp_param))
             if shown is not None and shown is not own[0] and shown is not own[1]:
+                if isinstance(transformed(shown), DTensor):
+                    raise RuntimeError(
+                        "torch.func differentiates by, or batches, parameters that zero=3 shards: give it whole ones, "
+                        "{name: p.detach().full_tensor()} of engine.model.named_parameters(), or use zero=2"
+                    )
                 given.append((module, name, shown))
         if given:
             self._given[group] = given
@@ -57,6 +66,23 @@ class UnitValues:
     def given(self, group: Any) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """The tensors that user code has put in the place of parameters: module, name, tensor."""
         return self._given.get(group, [])
+
+    def check_places(self) -> None:
+        """Called before a backward, when ``torch.func.functional_call`` has put its own tensors away.
+
+        Raises:
+            RuntimeError: a parameter was replaced by another, which nothing would train.
+        """
+        for places in self._places.values():
+            for module, name, fsdp_param in places:
+                shown = module._parameters.get(name)
+                if shown is fsdp_param.sharded_param or shown is unsharded_parameter(fsdp_param):
+                    continue
+                raise RuntimeError(
+                    f"the parameter {name!r} of a {type(module).__name__} was replaced after tensorshard.parallelize, "
+                    f"which shards it and gave it to the optimizer: write into the one that was there, as by "
+                    f"`with torch.no_grad(): parameter.copy_(value)`, or replace it before parallelize"
+                )
 
     def show_copies(self, group: Any, given: Sequence[tuple[nn.Module, str, torch.Tensor]] = ()) -> None:
         """Makes the modules compute with the gathered parameters, if there are any, and with `given` tensors."""
