@@ -136,14 +136,11 @@ class Engine(LoopMethods):
             self._gradients.offloaded = self._offloaded.gradients
         batch_buffers = BatchBuffers(sharded, mesh, device, steps_taken=lambda: self.step_count)
         self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
-        before_update = (
+        self._surround_update(
             lambda: check_transfers(slots, mesh.world_group, self._offloaded),
             sharded.finish_backward,
             batch_buffers.check,
         )
-        for work in before_update:
-            self._optimizer.register_step_pre_hook(hook_beside_update(work))
-        self._optimizer.register_step_post_hook(hook_beside_update(self._follow_update))
         self._changes = ModuleChanges(sharded.model, shards_parameters=plan.shards_parameters)
         self._trained = TrainedParameters(
             self._optimizer, optimizer, head_groups, sharded, is_offloaded=self._offloaded is not None
@@ -166,6 +163,11 @@ class Engine(LoopMethods):
             guard_optimizer_states(self._optimizer, plan, mesh)
         masters, shown = sharded.masters().values(), sharded.shown_parameters().values()
         mark_trained(masters, shown, self._optimizer, self._own_loop.before_other_optimizer)
+
+    def _surround_update(self, *before: Callable[[], object]) -> None:
+        for work in before:
+            self._optimizer.register_step_pre_hook(hook_beside_update(work))
+        self._optimizer.register_step_post_hook(hook_beside_update(self._follow_update))
 
     # -- one step --
 

@@ -1,7 +1,7 @@
 """Optimizers that the user built on a model's parameters, beside the one that parallelize made.
 
-One on the parameters of a laid-out model trains them: before its step, the Engine completes and clips the gradients. One
-on parameters that the model had before would train nothing. It is refused.
+One on the parameters of a laid-out model trains them: before its step, the Engine completes and clips the gradients.
+One on parameters that the model had before would train nothing. It is refused.
 """
 
 import gc
