@@ -280,6 +280,8 @@ class UnitCalls:
         if torch.is_grad_enabled():
             self._differentiable = self._kept = True
         forward = call.forward
+        if forward is not None and forward.left is None:
+            self._values.check_places()
         self._complete(call.serial if forward is None else forward.serial, forward)
         if forward is None or unit in self._root or unit is None:
             original()
@@ -313,7 +315,6 @@ class UnitCalls:
 
     def _begin(self, forward: _Forward) -> list[_Call]:
         if forward.left is None:
-            self._values.check_places()
             forward.left = list(forward.calls)
             for call in forward.left:
                 call.begun = False
