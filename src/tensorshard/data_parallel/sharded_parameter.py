@@ -22,6 +22,15 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import distribute, on_mesh_device
+from tensorshard.data_parallel.tensor_functions import (
+    COMPUTED_ATTRIBUTES,
+    DRAWN,
+    ELEMENTWISE,
+    NATIVE,
+    RANDOM,
+    VALUES,
+    VIEWS,
+)
 from tensorshard.data_parallel.views_of_whole import is_write, take_over, view_of
 from tensorshard.torch_private.dispatch import WithoutTorchFunctions, without_torch_functions_of_tensors
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
@@ -194,7 +203,7 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("out") is not None:
         return _write(func, args, kwargs)
     leaves = _tensors((args, kwargs))
-    if getattr(func, "__name__", "") in _VIEWS and isinstance(args[0], DTensor) and not _is_recorded(leaves):
+    if getattr(func, "__name__", "") in VIEWS and isinstance(args[0], DTensor) and not _is_recorded(leaves):
         rest = tree_map(lambda leaf: leaf if leaf is args[0] else _whole(leaf), (args, kwargs))
         return _mixable(view_of(args[0], lambda: _whole(args[0]), func, *rest))
     if all(isinstance(leaf, DTensor) or leaf.numel() == 1 for leaf in leaves) and not _is_recorded(leaves):
@@ -237,7 +246,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
         return _compute_whole(func, args, kwargs)
     if target.requires_grad and torch.is_grad_enabled() and getattr(func, "__module__", None) != nn.init.__name__:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    if name.strip("_") in _ELEMENTWISE:
+    if name.strip("_") in ELEMENTWISE:
         args, kwargs = tree_map(lambda leaf: _cut(leaf, target), (args, kwargs))
         result = _native(func, args, kwargs)
         with without_torch_functions_of_tensors():
@@ -325,196 +334,9 @@ _KINDS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "grad": _differentiate,
 }
 
-# What does not read values, or is done for the shards.
-_NATIVE = frozenset(
-    [
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "ndimension",
-        "stride",
-        "storage_offset",
-        "element_size",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "is_same_size",
-        "is_pinned",
-        "is_shared",
-        "data_ptr",
-        "untyped_storage",
-        "storage",
-        "get_device",
-        "has_names",
-        "requires_grad_",
-        "retain_grad",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "detach",
-        "detach_",
-        "backward",
-        "__len__",
-        "__repr__",
-        "__hash__",
-        "__format__",
-        "__dir__",
-        "__reduce_ex__",
-        "__deepcopy__",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "is_tensor",
-        "is_storage",
-        "result_type",
-        "can_cast",
-        "promote_types",
-        "typename",
-        "numel_",
-        "share_memory_",
-        "pin_memory",
-        "is_inference",
-        "_is_view",
-        "_has_compatible_shallow_copy_type",
-        "__instancecheck__",
-    ]
-)
-# What gives Python's or NumPy's values.
-_VALUES = frozenset(
-    [
-        "tolist",
-        "numpy",
-        "item",
-        "__array__",
-        "__bool__",
-        "__float__",
-        "__int__",
-        "__index__",
-        "__complex__",
-        "__contains__",
-        "__iter__",
-        "equal",
-        "allclose",
-        "is_nonzero",
-    ]
-)
-_DRAWN = frozenset(
-    ["rand_like", "randn_like", "randint_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"]
-)
-_RANDOM = frozenset(
-    [
-        "normal_",
-        "uniform_",
-        "trunc_normal_",
-        "bernoulli_",
-        "random_",
-        "exponential_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
-        "dropout_",
-        "orthogonal_",
-        "kaiming_uniform_",
-        "kaiming_normal_",
-        "xavier_uniform_",
-        "xavier_normal_",
-        "sparse_",
-    ]
-)
-# What gives a view of its argument, through which it may be written.
-_VIEWS = frozenset(
-    [
-        "view",
-        "view_as",
-        "reshape",
-        "reshape_as",
-        "select",
-        "__getitem__",
-        "narrow",
-        "transpose",
-        "permute",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "chunk",
-        "split",
-        "unbind",
-        "diagonal",
-        "swapaxes",
-        "swapdims",
-        "movedim",
-        "t",
-        "ravel",
-        "tensor_split",
-        "hsplit",
-        "vsplit",
-        "unsafe_chunk",
-        "unsafe_split",
-        "as_strided",
-        "split_with_sizes",
-        "adjoint",
-    ]
-)
-_COMPUTED_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "real", "imag"])
-# What writes each element by itself, named without underscores.
-_ELEMENTWISE = frozenset(
-    [
-        "add",
-        "sub",
-        "subtract",
-        "mul",
-        "multiply",
-        "div",
-        "divide",
-        "true_divide",
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ipow",
-        "pow",
-        "copy",
-        "zero",
-        "fill",
-        "clamp",
-        "clip",
-        "clamp_min",
-        "clamp_max",
-        "lerp",
-        "addcmul",
-        "addcdiv",
-        "neg",
-        "negative",
-        "abs",
-        "absolute",
-        "sign",
-        "sqrt",
-        "rsqrt",
-        "square",
-        "exp",
-        "log",
-        "sigmoid",
-        "tanh",
-        "relu",
-        "reciprocal",
-        "round",
-        "floor",
-        "ceil",
-        "trunc",
-        "nan_to_num",
-        "masked_fill",
-        "floor_divide",
-        "remainder",
-        "fmod",
-    ]
-)
-
 
 def _is_random(func: Any) -> bool:
-    return getattr(func, "__name__", "") in _RANDOM
+    return getattr(func, "__name__", "") in RANDOM
 
 
 @cache
@@ -522,15 +344,15 @@ def _kind(func: Any) -> str:
     name: str = getattr(func, "__name__", "")
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if name == "__get__":
-        return "compute" if attribute in _COMPUTED_ATTRIBUTES else "native"
+        return "compute" if attribute in COMPUTED_ATTRIBUTES else "native"
     if name == "__set__":
         return "set" if attribute == "data" else "native"
     if func is torch.autograd.grad:
         return "grad"
-    if name in _NATIVE or name == "__delete__":
+    if name in NATIVE or name == "__delete__":
         return "native"
-    if name in _VALUES:
+    if name in VALUES:
         return "whole"
-    if name in _DRAWN:
+    if name in DRAWN:
         return "draw"
     return "write" if is_write(name) else "compute"
