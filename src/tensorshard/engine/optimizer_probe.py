@@ -35,6 +35,10 @@ _TOLERANCE = 0.05  # of the update; some compute in 16 bits, and what couples el
 _REMEDY = "take an optimizer that updates each element by itself, such as torch.optim.AdamW or SGD"
 
 
+class UnsuitableOptimizerError(ValueError, RuntimeError):
+    """An optimizer that a plan cannot step: a wrong argument, and what would be an error of its first step."""
+
+
 @dataclass(frozen=True)
 class _Kind:
     """Parameters that an optimizer treats alike."""
@@ -62,7 +66,7 @@ def check_optimizer(
         zero: the level, for messages.
 
     Raises:
-        ValueError: it is no such optimizer, and what works instead.
+        UnsuitableOptimizerError: it is no such optimizer; says what works instead.
     """
     if type(optimizer) in _ELEMENTWISE:
         return
@@ -94,14 +98,14 @@ def _check_parts(build: Build, trained: Mapping[str, nn.Parameter], split: Param
         for half in halves:
             half.run(names)
     except Exception as error:
-        raise ValueError(
+        raise UnsuitableOptimizerError(
             f"{refused} could not be tried on small parts of tensors: its step failed ({_first_line(error)}); {advice}"
         ) from error
     for name in names:
         dim = split.layout(name).dim
         joined = torch.cat([half.parameters[name].detach() for half in halves], dim)
         if not whole.agrees(name, joined):
-            raise ValueError(
+            raise UnsuitableOptimizerError(
                 f"{refused} couples a tensor's elements (or draws random numbers): the update of {name!r}, "
                 f"{list(trained[name].shape)} on this rank, would depend on how it is split; {advice}"
             )
@@ -124,10 +128,10 @@ def _check_shards(build: Build, trained: Mapping[str, nn.Parameter], sharded: li
         shards.run(names)
         found = {name: _full(shards.parameters[name]) for name in names}
     except Exception as error:
-        raise ValueError(f"{refused}its step fails with them ({_first_line(error)}); {advice}") from error
+        raise UnsuitableOptimizerError(f"{refused}its step fails with them ({_first_line(error)}); {advice}") from error
     for name in names:
         if not whole.agrees(name, found[name]):
-            raise ValueError(
+            raise UnsuitableOptimizerError(
                 f"{refused}its update of {name!r} would depend on how it is sharded, as it couples a tensor's elements "
                 f"in a way that DTensors do not show, or draws random numbers; {advice}"
             )
