@@ -6,6 +6,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from tensorshard.comm.ends import end_after_threads
+
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective, unless told otherwise."""
 
@@ -38,8 +40,9 @@ def join_world(device: torch.device, *, timeout: timedelta | None = None) -> Non
     """Makes sure that a default process group exists.
 
     An existing group is kept; under torchrun (``RANK`` and ``WORLD_SIZE`` are set) that world is joined; under plain
-    ``python`` this process becomes a world of one.
+    ``python`` this process becomes a world of one. At its end the process waits a moment for Gloo's threads.
     """
+    end_after_threads()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
