@@ -146,9 +146,9 @@ def lay_out_engine(
             mesh.world_group,
         )
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
-    sharded.protect()
     for view in sharded.whole_views:
         view.begin(engine.optimizer)
+    sharded.protect()
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
     mark_replaced(users_parameters)
     if mesh.rank == 0:

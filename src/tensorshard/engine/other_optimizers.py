@@ -21,6 +21,7 @@ logger = logging.getLogger("tensorshard")
 _PARAMETER = "_tensorshard_trained_by"
 _OPTIMIZER = "_tensorshard_engine"
 _HOLDER = "_tensorshard_held_by"
+_STEPPED = "_tensorshard_stepped"
 _REPLACED, _LAID_OUT = "nobody", "engine.optimizer"
 
 
@@ -74,6 +75,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         before_step = found()
         if before_step is not None and _HOLDER not in vars(optimizer):
             before_step(type(optimizer).__name__)
+            vars(optimizer)[_STEPPED] = True
             return
         found = _LAID_OUT if before_step is not None else None
     if found is None:
@@ -117,7 +119,7 @@ def warn_of_schedulers() -> None:
     for found in gc.get_objects():
         if not issubclass(type(found), LRScheduler) or not hasattr(found, "optimizer"):
             continue
-        if isinstance(_trained_by(found.optimizer), str):
+        if _trained_by(found.optimizer) is not None and _STEPPED not in vars(found.optimizer):
             logger.warning(
                 "a %s sets the learning rates of an %s that does not train the model: build it on engine.optimizer",
                 type(found).__name__,
