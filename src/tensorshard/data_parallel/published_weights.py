@@ -10,6 +10,7 @@ Code of the user may write a parameter at any time. Tensors count their changes 
 those after the last publication: before a forward, and before an update.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from typing import Any
@@ -26,7 +27,10 @@ from tensorshard.modules.watched_parameters import METADATA, Watch, unwatch, wat
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.fake_tensors import FakeTensor
-from tensorshard.torch_private.tensors import storage_owners, tensor_version
+from tensorshard.torch_private.tensors import storage_owners
+
+DEBUG_VARIABLE = "TENSORSHARD_DEBUG_WEIGHTS"
+"""Set to 1 in the environment, it fills weights with NaN until they have arrived, so that early reads show."""
 
 
 class PublishedWeights:
@@ -51,6 +55,7 @@ class PublishedWeights:
         self.written: dict[ReplicatedParameter, None] = {}
         self._separate = [p for p in self._parameters if p.master is not p.compute]
         self._whole = [p for p in self._parameters if p.master is p.compute]
+        self._fills = os.environ.get(DEBUG_VARIABLE) == "1"
         self._are_real = not any(isinstance(p.storage, FakeTensor) for p in self._parameters)
         for p in self._parameters:
             p.note_published()
@@ -99,6 +104,9 @@ class PublishedWeights:
             unwatch(p.compute, arrival)
 
     def _gather(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
+        if self._fills and self._are_real:
+            for p in bucket.parameters:
+                p.forget_other_parts()
         for p in bucket.alone:
             work = all_gather_into(p.storage, p.storage[p.own], group, async_op=True)
             assert work is not None
@@ -180,7 +188,7 @@ class PublishedWeights:
         for p in self._separate:
             if p.is_updated_behind:
                 continue
-            if tensor_version(p.shard) != p.published[1] or (not p.is_awaited and p.is_written()):
+            if p.is_master_written() or (not p.is_awaited and p.is_written()):
                 behind = self._adopt(p) or behind
         for p in self._whole:
             if p.is_written():
@@ -192,7 +200,7 @@ class PublishedWeights:
 
     @torch.no_grad()
     def _adopt(self, p: ReplicatedParameter) -> bool:
-        master_written = tensor_version(p.shard) != p.published[1]
+        master_written = p.is_master_written()
         if not p.is_awaited and p.is_written():
             self.written[p] = None
             p.take_over(keep_master=master_written)

@@ -140,10 +140,22 @@ class ReplicatedParameter:
         rows[: self.index].copy_(parts[: self.index])
         rows[self.index + 1 :].copy_(parts[self.index + 1 :])
 
+    def forget_other_parts(self) -> None:
+        """Fills the other ranks' parts with NaN, which are about to arrive."""
+        if self.num_shards > 1 and self.storage.is_floating_point():
+            rows = self.storage.view(self.num_shards, self.chunk)
+            rows[: self.index].fill_(torch.nan)
+            rows[self.index + 1 :].fill_(torch.nan)
+
     def note_published(self) -> None:
         """Notes that `compute` and the master have the same values now."""
-        self.published = (tensor_version(self.compute), tensor_version(self.shard))
+        # Operations on a DTensor count as changes of it alone, and those on its shard as changes of the shard.
+        self.published = (tensor_version(self.compute), tensor_version(self.master) + tensor_version(self.shard))
         forget_taken(self.compute)
+
+    def is_master_written(self) -> bool:
+        """Whether the master, where it is not `compute`, was written since :meth:`note_published`."""
+        return tensor_version(self.master) + tensor_version(self.shard) != self.published[1]
 
     def is_written(self) -> bool:
         """Whether `compute` was written, or given other memory, since :meth:`note_published`."""
