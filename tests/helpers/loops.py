@@ -391,6 +391,11 @@ def second_phase(side: Side, step: int) -> None:
     side.second.zero_grad()  # type: ignore[attr-defined]
 
 
+def _generator() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+
 def two_engines(side: Side, step: int) -> None:
     """A second model's loss goes through the first, and trains the second alone."""
     if step == 0:
@@ -399,9 +404,7 @@ def two_engines(side: Side, step: int) -> None:
             plan = side.engine.plan
             fields = dict(zero=plan.zero, tp=plan.tp, pp=plan.pp, micro_batches=plan.micro_batches)
             fields |= dict(precision=plan.precision, dp_replicate=plan.dp_replicate, recompute=plan.recompute)
-        side.other = Side(
-            lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)), fields, ADAMW, side.parts
-        )  # type: ignore[attr-defined]
+        side.other = Side(_generator, fields, ADAMW, side.parts)  # type: ignore[attr-defined]
     other = side.other  # type: ignore[attr-defined]
     x, y = side.batch(step)
     other.mean(lambda x, y: F.cross_entropy(side.model(other.model(x)), y), x, y)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from tensorshard.torch_private.modules import every_module, own_parameters
+from tensorshard.torch_private.modules import every_module, own_modules, own_parameters
 
 _LISTS = ("named_parameters", "named_buffers")
 _HOOKS = (
@@ -26,10 +26,13 @@ class Access:
 
     Attributes:
         in_loss: whether the loss function runs, whose sums over parameters would lack those of other ranks.
+        open_lists: the lists of parameters that are under way, each with its name and the names in it. Two at once are
+            of a ``zip``.
     """
 
     def __init__(self) -> None:
         self.in_loss = False
+        self.open_lists: list[tuple[str, frozenset[str]]] = []
 
 
 def guard_modules(
@@ -62,6 +65,8 @@ def guard_modules(
     for path, module in modules.items():
         if path not in missing and any(_within(other, path) for other in foreign):
             _guard_partly_held(module, f"engine.model{path and '.'}{path}", access, part)
+        elif path not in missing and own_modules(module):
+            _guard_lists(module, f"engine.model.{path}", access, part)
     for path, module in around.items():
         message = (
             f"engine.model{path and '.'}{path} is around modules of several stages, each of which runs it: register a "
@@ -99,6 +104,12 @@ def _guard_foreign(module: nn.Module, sentence: Callable[[], str]) -> None:
         own[name] = partial(_refuse, hooked)
 
 
+def _guard_lists(module: nn.Module, shown: str, access: Access, part: str) -> None:
+    """Guards the lists of a module that this rank has whole, which may be paired with others."""
+    for name in _LISTS:
+        vars(module)[name] = partial(_paired, getattr(type(module), name), module, access, f"{shown}.{name}()", part)
+
+
 def _guard_partly_held(module: nn.Module, shown: str, access: Access, part: str) -> None:
     for name in _LISTS:
         message = (
@@ -106,7 +117,8 @@ def _guard_partly_held(module: nn.Module, shown: str, access: Access, part: str)
             f"stages': for a penalty on the weights call engine.add_penalty(function), which runs on every stage and "
             f"sums, and leave it out of loss_fn"
         )
-        vars(module)[name] = partial(_listed, getattr(type(module), name), module, access, message)
+        call = f"{shown}.{name}()"
+        vars(module)[name] = partial(_listed, getattr(type(module), name), module, access, message, call, part)
 
 
 # Functions that stand in for a module's methods. A deep copy of a module keeps what they refer to.
@@ -117,11 +129,47 @@ def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
 
 
 def _listed(
-    method: Callable[..., Iterator[Any]], module: nn.Module, access: Access, message: str, *args: Any, **kwargs: Any
+    method: Callable[..., Iterator[Any]],
+    module: nn.Module,
+    access: Access,
+    message: str,
+    call: str,
+    part: str,
+    *args: Any,
+    **kwargs: Any,
 ) -> Iterator[Any]:
     if access.in_loss:
         raise RuntimeError(message)
-    return method(module, *args, **kwargs)
+    return _paired(method, module, access, call, part, *args, **kwargs)
+
+
+def _paired(
+    method: Callable[..., Iterator[Any]],
+    module: nn.Module,
+    access: Access,
+    call: str,
+    part: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Iterator[Any]:
+    return _one_by_one(method(module, *args, **kwargs), frozenset(n for n, _ in method(module)), access, call, part)
+
+
+def _one_by_one(listed: Iterator[Any], names: frozenset[str], access: Access, call: str, part: str) -> Iterator[Any]:
+    """The list; refuses to be paired with another one (as by ``zip``) that has other names."""
+    for other, its_names in access.open_lists:
+        if its_names != names:
+            raise RuntimeError(
+                f"{call} is listed within {other}, as by zip(), but this rank has {part} alone and other parts of the "
+                f"one than of the other, so that parameters would be paired wrongly: pair them by name where a rank "
+                f"has both (dict(module.named_parameters())), and let pp_split put both on one stage; or set pp=1"
+            )
+    entry = (call, names)
+    access.open_lists.append(entry)
+    try:
+        yield from listed
+    finally:
+        access.open_lists.remove(entry)
 
 
 def _refuse_now(sentence: Callable[[], str], *_: Any, **__: Any) -> NoReturn:
