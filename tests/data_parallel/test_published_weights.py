@@ -178,6 +178,25 @@ def test_masters_of_elements_that_were_not_written_keep_their_digits(ranks):
     assert ranks(2, _unwritten_digits) == [0.0, 0.0]
 
 
+def _perturbed() -> float:
+    """How far masters in bf16 are from what they were, after a perturbation that was taken back."""
+    engine = engine_of(_net(), zero=1, precision="bf16")
+    before = engine.full_state_dict()
+    inputs = own_shard(engine, *data(0))[0]
+    with torch.no_grad():
+        for factor in (1.0, -1.0):
+            for p in engine.model.parameters():
+                p.add_(torch.full_like(p, 2**-8), alpha=factor)
+            engine.model(inputs)
+    after = engine.full_state_dict()
+    off = torch.cat([(after[n] - before[n]).abs().flatten() for n in before]) if before else torch.zeros(1)
+    return off.quantile(0.5).item()
+
+
+def test_masters_keep_their_digits_where_a_perturbation_is_taken_back(ranks):
+    assert max(ranks(2, _perturbed)) <= 1e-7
+
+
 class _Averaging(torch.optim.SGD):
     """Its parameters are averages between ``eval()`` and ``train()``, as those of schedule-free optimizers are."""
 

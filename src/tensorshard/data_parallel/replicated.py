@@ -37,7 +37,7 @@ from tensorshard.modules.watched_parameters import (
 from tensorshard.offload.slots import OffloadedMaster, Slots
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
-from tensorshard.torch_private.autograd import call_after_backward, current_backward
+from tensorshard.torch_private.autograd import call_after_backward, current_backward, is_function_transformed
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.transforms.precision import master_dtype
@@ -298,7 +298,8 @@ class ReplicatedModel(ShardedModel):
         return [*rest, *(bucket for index, bucket in self._of_units.items() if index in in_units)]
 
     def _before_forward(self, *_: Any) -> None:
-        self.adopt_writes()
+        if not is_function_transformed():  # there nothing may be written
+            self.adopt_writes()
 
     # -- gradients --
 

@@ -183,7 +183,11 @@ class ReplicatedParameter:
             return
         shard = self.local(self.master)
         mine = self.storage[self.own][: shard.numel()].view(shard.shape).to(shard.device)
-        shard.copy_(torch.where(mine == shard.to(mine.dtype), shard, mine.to(shard.dtype)))
+        # The master moves by as much as `compute` did, and so keeps the digits that `compute` does not have, as where a
+        # perturbation is added and taken back. Where it would then be rounded to another value, it gets what was
+        # written.
+        moved = shard + (mine.to(shard.dtype) - shard.to(mine.dtype).to(shard.dtype))
+        shard.copy_(torch.where(moved.to(mine.dtype) == mine, moved, mine.to(shard.dtype)))
 
     @torch.no_grad()
     def set_master(self, value: torch.Tensor) -> None:
