@@ -62,6 +62,7 @@ NOT_RUN = {
     "installs packages": 1,
     "makes the model that the test makes, too": 1,
 }
+OWN_PLAN = 'ts.Plan(zero=3, precision="bf16", clip_grad_norm=1.0)'  # of docs/your-own-loop.md
 ELSEWHERE = ("docs/estimate.md", "docs/planning.md")  # they are about a world that is not there
 SHOWN = {"", "text", "diff"}  # what no program runs: tables, pictures, what is printed
 
@@ -90,8 +91,12 @@ def _write_inputs(folder: Path) -> None:
         write_token_file(folder / f"{name}.tokens", [np.arange(2050) % 256], vocab_size=256)
 
 
-def _run_page(page: str, folder: Path) -> dict[str, Any]:
-    """Runs a page's Python blocks one after the other; returns what they left that can be told."""
+def _run_page(page: str, folder: Path, plan: str | None = None) -> dict[str, Any]:
+    """Runs a page's Python blocks one after the other; returns what they left that can be told.
+
+    Args:
+        plan: in place of that of docs/your-own-loop.md.
+    """
     names: dict[str, Any] = {"__name__": "page"}
     if page in ELSEWHERE:
         dist.destroy_process_group()
@@ -107,7 +112,8 @@ def _run_page(page: str, folder: Path) -> dict[str, Any]:
         for block in blocks(page):
             if block.language == "python" and not block.reason:
                 # So that errors show the page's line.
-                exec(compile("\n" * block.line + block.code, str(ROOT / page), "exec"), names)
+                code = block.code if plan is None else block.code.replace(OWN_PLAN, plan)
+                exec(compile("\n" * block.line + code, str(ROOT / page), "exec"), names)
         for name in ("check", "main"):
             if name in names:
                 names[name]()
@@ -127,8 +133,10 @@ def _check_readme(found: dict[str, Any], folder: Path) -> None:
 
 
 def _check_own_loop(found: dict[str, Any], folder: Path) -> None:
-    assert found["steps"] == 8 + 3  # 16 batches of two epochs are 8 steps
-    assert found["seen"] == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert found["steps"] == 2 * 32 + 11  # two epochs of 32 batches, then the sections' own
+    assert found["seen"] == sorted(
+        f"{name}.{kind}" for name in ("blocks.0.0", "blocks.1.0", "head", "inlet") for kind in ("bias", "weight")
+    )
     assert (folder / "checkpoints" / "weights.pt").is_file()
 
 
@@ -155,6 +163,13 @@ def test_python_runs(ranks, page, tmp_path):
     ranks(1, _write_inputs, tmp_path)
     found = ranks(RANKS[page], _run_page, page, tmp_path)
     CHECKS.get(page, lambda *_: None)(found[0], tmp_path)
+
+
+@pytest.mark.parametrize("plan", ["ts.Plan(zero=0)", 'ts.Plan(zero=2, precision="bf16")', "ts.Plan(tp=2)"])
+def test_a_loop_of_ones_own_runs_under_other_plans(ranks, plan, tmp_path):
+    assert any(OWN_PLAN in block.code for block in blocks("docs/your-own-loop.md"))
+    found = ranks(2, _run_page, "docs/your-own-loop.md", tmp_path, plan)[0]
+    _check_own_loop(found, tmp_path)
 
 
 def test_the_config_of_training_is_one(tmp_path, monkeypatch):
