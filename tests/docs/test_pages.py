@@ -4,6 +4,7 @@ import contextlib
 import glob
 import io
 import os
+import re
 import shlex
 import sys
 from collections import Counter
@@ -191,6 +192,18 @@ def test_yaml_is_a_config(page, tmp_path):
             OmegaConf.create(block.code)
             (tmp_path / "config.yaml").write_text(block.code)
             load_config(tmp_path / "config.yaml")
+
+
+def test_the_architectures_files_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    sources = [path.as_posix() for path in (ROOT / "src" / "tensorshard").rglob("*.py")]
+    missing = [
+        name
+        for name in sorted(named)
+        if not (ROOT / name).is_file() and not any(path.endswith(f"/{name}") for path in sources)
+    ]
+    assert len(named) > 80 and not missing
 
 
 # -- the command line --
