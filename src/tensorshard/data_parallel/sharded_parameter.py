@@ -33,6 +33,7 @@ from tensorshard.data_parallel.tensor_functions import (
 )
 from tensorshard.data_parallel.views_of_whole import is_write, take_over, view_of
 from tensorshard.torch_private.dispatch import WithoutTorchFunctions, without_torch_functions_of_tensors
+from tensorshard.torch_private.dtensor import DTensorWithDirectHooks, direct_attribute
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
 _READER = "_tensorshard_reader"
@@ -71,31 +72,14 @@ class _Held:
         return _Held, (None,)
 
 
-def _direct(name: str) -> property:
-    """An attribute that the code of every step reads, without asking :func:`_kind`."""
-    attribute: Any = getattr(DTensor, name)
-
-    def get(self: DTensor) -> Any:
-        with WithoutTorchFunctions():
-            return attribute.__get__(self)
-
-    def set_(self: DTensor, value: Any) -> None:
-        with WithoutTorchFunctions():
-            attribute.__set__(self, value)
-
-    return property(get, set_)
-
-
 _stored_gradient: Any = DTensor.grad
 
 
-class ShardedParameter(DTensor):
+class ShardedParameter(DTensorWithDirectHooks):
     """A DTensor that mixes with plain tensors. See the top of this file."""
 
-    requires_grad = _direct("requires_grad")
-    is_sparse = _direct("is_sparse")
-    _backward_hooks = _direct("_backward_hooks")
-    _post_accumulate_grad_hooks = _direct("_post_accumulate_grad_hooks")
+    requires_grad = direct_attribute("requires_grad")
+    is_sparse = direct_attribute("is_sparse")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,5 +1,7 @@
 """Names of torch's functions, by what they do with a sharded parameter."""
 
+from tensorshard.torch_private.tensors import QUESTIONS
+
 # What does not read values, or is done for the shards.
 NATIVE = frozenset(
     [
@@ -51,8 +53,7 @@ NATIVE = frozenset(
         "share_memory_",
         "pin_memory",
         "is_inference",
-        "_is_view",
-        "_has_compatible_shallow_copy_type",
+        *QUESTIONS,
         "__instancecheck__",
     ]
 )

@@ -18,9 +18,9 @@ from tensorshard.torch_private.dispatch import (
     transformed,
     without_torch_functions_of_tensors,
 )
-from tensorshard.torch_private.fsdp import unsharded_parameter
+from tensorshard.torch_private.fsdp import shard_version, unsharded_parameter
 from tensorshard.torch_private.fsdp_calls import gathered_parameters, release_unit, shown_parameters
-from tensorshard.torch_private.modules import set_parameter
+from tensorshard.torch_private.modules import parameter_at, set_parameter
 from tensorshard.torch_private.tensors import tensor_version
 
 
@@ -42,7 +42,7 @@ class UnitValues:
         """Called before a forward gathers the unit, or finds it gathered."""
         given: list[tuple[nn.Module, str, torch.Tensor]] = []
         for module, name, fsdp_param in self._places[group]:
-            shown = module._parameters.get(name)
+            shown = parameter_at(module, name)
             own = (fsdp_param.sharded_param, unsharded_parameter(fsdp_param))
             if shown is not None and shown is not own[0] and shown is not own[1]:
                 if isinstance(transformed(shown), DTensor):
@@ -75,7 +75,7 @@ class UnitValues:
         """
         for places in self._places.values():
             for module, name, fsdp_param in places:
-                shown = module._parameters.get(name)
+                shown = parameter_at(module, name)
                 if shown is fsdp_param.sharded_param or shown is unsharded_parameter(fsdp_param):
                     continue
                 raise RuntimeError(
@@ -91,7 +91,7 @@ class UnitValues:
         for module, name, fsdp_param in self._places[group]:
             copy = unsharded_parameter(fsdp_param)
             sharded: DTensor = fsdp_param.sharded_param
-            if copy is not None and module._parameters.get(name) is sharded:
+            if copy is not None and parameter_at(module, name) is sharded:
                 set_parameter(module, name, copy)
                 if copy.requires_grad != sharded.requires_grad:
                     copy.requires_grad_(sharded.requires_grad)
@@ -103,7 +103,7 @@ class UnitValues:
         """Makes the modules show the sharded parameters, which the optimizer has, after a forward that keeps copies."""
         if group.is_unsharded:
             for module, name, fsdp_param in self._places[group]:
-                if module._parameters.get(name) is unsharded_parameter(fsdp_param):
+                if parameter_at(module, name) is unsharded_parameter(fsdp_param):
                     set_parameter(module, name, fsdp_param.sharded_param)
         self._show_given(group)
 
@@ -127,7 +127,7 @@ class UnitValues:
         return [
             (
                 tensor_version(copy),
-                tensor_version(p._sharded_param_data) + _wrapper_version(p.sharded_param),
+                shard_version(p) + _wrapper_version(p.sharded_param),
                 copy.requires_grad,
             )
             for p, copy in zip(group.fsdp_params, gathered_parameters(group), strict=True)

@@ -11,6 +11,7 @@ imports anything else of tensorshard. Each topic is imported by itself, so that 
     dtensor            a DTensor's own shard, its subclasses and its operators
     fake_tensors       running a model in shapes alone
     fsdp               FSDP2's collectives
+    fsdp_calls         when FSDP2 gathers and reduces a unit
     messages           what torch says that a user cannot act on
     modules            a module's own tensors, hooks and conversions; base classes of its layers
     operators          operators without a public name, and what an operator says of itself

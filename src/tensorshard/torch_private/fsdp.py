@@ -37,6 +37,7 @@ __all__ = [
     "refresh_dtypes",
     "replace_shards",
     "reset_iteration",
+    "shard_version",
     "unsharded_parameter",
 ]
 
@@ -78,6 +79,18 @@ def unsharded_parameter(fsdp_param: Any) -> torch.Tensor | None:
     Public way: the module's own parameter, between a forward and its backward.
     """
     return getattr(fsdp_param, "_unsharded_param", None)
+
+
+def shard_version(fsdp_param: Any) -> int:
+    """How often this rank's shard was changed in place, for one of a group's ``fsdp_params``.
+
+    Why: a gathered copy of a shard that was written since is gathered again.
+
+    Checked: torch 2.13.
+
+    Public way: none. The autograd notes name versions, but they have no public name.
+    """
+    return fsdp_param._sharded_param_data._version  # type: ignore[no-any-return]
 
 
 def refresh_dtypes(group: Any) -> None:

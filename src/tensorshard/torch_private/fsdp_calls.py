@@ -38,7 +38,14 @@ __all__ = [
 
 
 class UnitWatcher(Protocol):
-    """What is called in place of FSDP2's own steps. Each method gets the original step, which it has to call."""
+    """What is called in place of FSDP2's own steps. Each method gets the original step, which it has to call.
+
+    Why: the data ranks may call different units, and all have to gather and reduce the same ones in one order.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
 
     def before_forward(self, unit: Any, original: Callable[..., Any], *args: Any) -> Any: ...
 
@@ -74,7 +81,11 @@ class _Call:
 def watch_unit(module: Any, watcher: UnitWatcher) -> list[Any]:
     """Makes `watcher` stand between FSDP2 and the groups of parameters of a `module`, which are returned.
 
-    Why, checked, public way: as at the top of this file.
+    Why: FSDP2 gathers and reduces what this rank calls; other ranks may call other units.
+
+    Checked: torch 2.13.
+
+    Public way: none; forward and backward hooks run before or after FSDP2's, and cannot replace its steps.
     """
     assert isinstance(module, FSDPModule)
     state: Any = module._get_fsdp_state()
@@ -134,36 +145,78 @@ def _watch_group(group: Any, watcher: UnitWatcher) -> None:
 
 
 def is_in_forward(group: Any) -> bool:
-    """Whether another module of a group has begun this forward."""
+    """Whether another module of a group has begun this forward.
+
+    Why: modules that travel together are gathered once, and each of them begins a forward.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
     return bool(group._training_state == TrainingState.FORWARD)
 
 
 def gathered_parameters(group: Any) -> list[torch.Tensor]:
-    """The full parameters of a group that is gathered."""
+    """The full parameters of a group that is gathered.
+
+    Why: their versions tell whether user code wrote to them.
+
+    Checked: torch 2.13.
+
+    Public way: the modules' own parameters, inside of their forwards alone.
+    """
     return [fsdp_param._unsharded_param for fsdp_param in group.fsdp_params]
 
 
 def is_gathered(group: Any) -> bool:
-    """Whether a group is gathered, or its gather has begun."""
+    """Whether a group is gathered, or its gather has begun.
+
+    Why: a group that is gathered needs no collective for another call.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
     return bool(group.is_unsharded or group._all_gather_result is not None)
 
 
 def gather_unit(group: Any) -> None:
-    """Gathers a group for backward, or waits for what :func:`prefetch_unit` began."""
+    """Gathers a group for backward, or waits for what :func:`prefetch_unit` began.
+
+    Why: a rank takes part in the gathers of units that it did not call.
+
+    Checked: torch 2.13.
+
+    Public way: ``FSDPModule.unshard``, which gathers for forwards, and knows no offloaded shards.
+    """
     with group.use_training_state(TrainingState.PRE_BACKWARD):
         group.unshard(group.unshard_async_op)
         group.wait_for_unshard()
 
 
 def gather_only(group: Any) -> None:
-    """Takes part in the gather of a group for a forward that this rank does not run."""
+    """Takes part in the gather of a group for a forward that this rank does not run.
+
+    Why: as for :func:`gather_unit`.
+
+    Checked: torch 2.13.
+
+    Public way: ``FSDPModule.unshard``, for all groups of a module together.
+    """
     with group.use_training_state(TrainingState.FORWARD):
         group.unshard(group.unshard_async_op)
         group.wait_for_unshard()
 
 
 def prefetch_unit(group: Any) -> None:
-    """Begins to gather a group for its backward."""
+    """Begins to gather a group for its backward.
+
+    Why: the next unit of the common order may be one that this rank did not call.
+
+    Checked: torch 2.13.
+
+    Public way: ``FSDPModule.set_modules_to_backward_prefetch``, which fixes the order once.
+    """
     FSDPParamGroup._prefetch_unshard(group, "backward")
 
 
@@ -172,13 +225,26 @@ def reduce_unit(group: Any) -> None:
 
     Its module may be called again in this backward, as reentrant checkpointing does, and FSDP2 would take that for a
     part of the backward that is over.
+
+    Why: a rank takes part in the reductions of units that it did not call.
+
+    Checked: torch 2.13.
+
+    Public way: none.
     """
     group.post_backward()
     group.modules[0]._get_fsdp_state()._training_state = TrainingState.IDLE
 
 
 def release_unit(group: Any) -> None:
-    """Shards a group again, whatever its watcher says."""
+    """Shards a group again, whatever its watcher says.
+
+    Why: gathered parameters whose shards were written since are gathered anew.
+
+    Checked: torch 2.13.
+
+    Public way: ``FSDPModule.reshard``, for all groups of a module together.
+    """
     group._to_sharded()
 
 
@@ -215,13 +281,27 @@ def forget_backward(model: nn.Module) -> None:
 
 
 def call_at_end_of_backward(model: nn.Module) -> None:
-    """Makes the running backward end as FSDP2's do, though none of its own hooks has been called."""
+    """Makes the running backward end as FSDP2's do, though none of its own hooks has been called.
+
+    Why: a rank may reach parameters through no unit's output, or none at all, while others end a backward.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
     assert isinstance(model, FSDPModule)
     model._get_fsdp_state()._register_root_post_backward_final_callback()
 
 
 def shown_parameters(group: Any) -> list[tuple[nn.Module, str, Any]]:
-    """The places where a group's parameters are shown: module, name, and FSDP2's object for the parameter."""
+    """The places where a group's parameters are shown: module, name, and FSDP2's object for the parameter.
+
+    Why: between calls the modules show the sharded parameters, which the optimizer has, even if copies are kept.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
     places = []
     for fsdp_param in group.fsdp_params:
         info = fsdp_param._module_info

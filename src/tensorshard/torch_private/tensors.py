@@ -5,6 +5,9 @@ import torch
 PARAMETER_FLAG = "_is_param"
 """A key in a tensor's ``__dict__`` that makes it count as an ``nn.Parameter``, see :func:`mark_as_parameter`."""
 
+QUESTIONS = ("_is_view", "_has_compatible_shallow_copy_type")
+"""Names of functions by which torch's own Python code asks what kind of tensor one is, without reading values."""
+
 
 def storage_address(storage: torch.UntypedStorage) -> int:
     """The same number for all tensors on one storage, as long as it exists; also for fake and meta tensors.
