@@ -12,6 +12,7 @@ make the same calls.
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from tensorshard.comm.monitor import CollectiveMismatchError
 from tensorshard.data_parallel.agreed_order import AgreedOrder
 from tensorshard.data_parallel.unit_values import UnitValues
-from tensorshard.torch_private.autograd import is_in_backward, keeps_graph
+from tensorshard.torch_private.autograd import is_in_backward, is_in_reentrant_checkpoint, keeps_graph
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.fsdp_calls import (
     call_at_end_of_backward,
@@ -49,6 +50,7 @@ class _Call:
     index: int = 0  # in the forward
     made: bool = True
     needed: bool = False  # whether a backward follows, on any rank
+    again: bool = False  # whether reentrant checkpointing will make it again in the backward
     begun: bool = False  # in the backward that is running
     given: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list)  # in the place of parameters
 
@@ -63,6 +65,8 @@ class _Forward:
     place: int = 0  # in the sequence
     lap: int = 0  # the first call of this time through the sequence
     left: list[_Call] | None = None  # those that the running backward has not completed; None if none is running
+    uneven: set[Any] = field(default_factory=set)  # units that some ranks called and some did not
+    apart: bool = False  # not all calls of the sequence were made by all ranks
 
 
 class UnitCalls:
@@ -97,7 +101,8 @@ class UnitCalls:
         self._order = AgreedOrder(0)
         self._asked = _ASKED_FORWARDS
         self._careful = False  # the ranks have differed
-        self._uneven: set[Any] = set()  # units that some ranks left out
+        self._noted = False  # a step is over
+        self._asked_of: weakref.WeakSet[_Forward] = weakref.WeakSet()  # forwards at whose ends the ranks asked
         self._forward: _Forward | None = None
         self._open: list[_Forward] = []  # whose backward has begun
         self._current: dict[Any, _Call] = {}  # the call that each unit is in
@@ -127,12 +132,14 @@ class UnitCalls:
     def take_note(self, differed: bool) -> None:
         """Called on all ranks with whether any of them was in :attr:`differed`."""
         self.differed = False
+        self._noted = True
         self._careful = self._careful or differed
 
     def reset(self) -> None:
         """Called after a forward or backward has failed on every rank."""
         self._forward, self._open = None, []
         self._current.clear()
+        self._asked_of.clear()
         self._differentiable = self._kept = False
 
     # -- forwards --
@@ -154,17 +161,20 @@ class UnitCalls:
             return
         self._join(forward, len(self._order.sequence))
         laps = 1
-        if self._asks():
+        if self._asks(forward):
             while self._ask(forward, more=False):
                 laps += 1
                 self._join(forward, len(self._order.sequence))
             self._asked = max(0, self._asked - 1)
-            if laps > 1 or forward.lap:
-                self._learn(forward)
+            learned = (laps > 1 or forward.lap > 0) and self._learn(forward)
+            self._careful = self._careful or (forward.apart and not learned)
+            self._asked_of.add(forward)
         forward.calls = [call for call in forward.calls if call.needed] if forward.recorded else []
 
-    def _asks(self) -> bool:
-        return (self._asked > 0 or self._careful) and self._ranks > 1 and active_fake_mode() is None
+    def _asks(self, forward: _Forward) -> bool:
+        """Whether the ranks ask each other at the end of this time through the sequence."""
+        asks = self._asked > 0 or self._careful or (forward.recorded and not self._noted)
+        return asks and self._ranks > 1 and active_fake_mode() is None
 
     def _reach(self, forward: _Forward, unit: Any) -> _Call:
         """Takes part in the gathers before the next one of `unit` in the sequence."""
@@ -172,7 +182,7 @@ class UnitCalls:
         place = self._order.find(number, forward.place)
         if place is None:
             self._join(forward, len(self._order.sequence))
-            if self._asks():
+            if self._asks(forward):
                 self._ask(forward, more=True)
             elif self._ranks > 1 and active_fake_mode() is None:
                 raise CollectiveMismatchError(
@@ -199,7 +209,7 @@ class UnitCalls:
         for number in self._order.sequence[forward.place : place]:
             unit = self._units[number]
             self._note(forward, unit, made=False)
-            self.differed = True
+            self.differed = self.differed or not self._asks(forward)
             if not unit.is_unsharded:
                 gather_only(unit)
                 if not self._kept:
@@ -210,13 +220,20 @@ class UnitCalls:
         """Asks all ranks, at the end of the sequence, whether one of them has to go through it again.
 
         The ranks also tell each other for which calls a backward follows.
+
+        Raises:
+            CollectiveMismatchError: on all ranks, if some of them made a call that will be made again in the backward.
         """
         lap = forward.calls[forward.lap :]
-        found = self._sum([float(more), *(float(c.needed and c.made) for c in lap), *(float(c.made) for c in lap)])
-        needed = [number > 0.5 for number in found[1 : 1 + len(lap)]]
-        uneven = [c.unit for c, number in zip(lap, found[1 + len(lap) :], strict=True) if number < self._ranks - 0.5]
-        self._uneven.update(uneven)
-        self._careful = self._careful or bool(uneven)
+        numbers = [[float(call.needed and call.made), float(call.made), float(call.again)] for call in lap]
+        found = self._sum([float(more), *chain.from_iterable(numbers)])
+        needed = [number > 0.5 for number in found[1::3]]
+        for call, made, again_in_backward in zip(lap, found[2::3], found[3::3], strict=True):
+            forward.apart = forward.apart or made < self._ranks - 0.5
+            if 0.5 < made < self._ranks - 0.5:
+                forward.uneven.add(call.unit)
+                if again_in_backward > 0.5:
+                    raise self._recomputed(call.unit)
         if forward.recorded:
             for call, value in zip(lap, needed, strict=True):
                 call.needed = value
@@ -226,26 +243,35 @@ class UnitCalls:
             forward.place, forward.lap = 0, len(forward.calls)
         return again
 
-    def _learn(self, forward: _Forward) -> None:
+    def _learn(self, forward: _Forward) -> bool:
+        """Takes a sequence that has this forward's calls in it, of all ranks. False: the present one stays."""
         made = [self._numbers[call.unit] for call in forward.calls if call.made]
         longest = int(max(self._gather_lists([len(made)], 1))[0])
         lists = self._gather_lists([*made, *([-1] * (longest - len(made)))], longest)
-        if self._order.learn([[number for number in one if number >= 0] for one in lists]):
+        learned = self._order.learn([[number for number in one if number >= 0] for one in lists])
+        if learned:
             self._asked = max(self._asked, 1)
+        return learned
+
+    def _recomputed(self, unit: Any) -> CollectiveMismatchError:
+        return CollectiveMismatchError(
+            f"{self._names[unit]} is called again in the backward, as torch.utils.checkpoint does with "
+            f"use_reentrant=True, and not all data ranks have called it, so that zero=3 cannot gather it from all of "
+            f"them: checkpoint each block by itself, with use_reentrant=False, or use zero=2"
+        )
 
     def before_forward(self, unit: Any, original: Callable[..., Any], *args: Any) -> Any:
         if not is_in_forward(unit):
             self._values.before_gather(unit)
             forward = self._forward
             if forward is not None and unit in self._numbers and not is_in_backward():
-                self._current[unit] = self._reach(forward, unit)
+                call = self._current[unit] = self._reach(forward, unit)
+                if forward.recorded and not torch.is_grad_enabled() and is_in_reentrant_checkpoint():
+                    call.again = True
+                    self.differed = True  # from now on, each forward tells whether all ranks make such calls
             else:
-                if unit in self._uneven and is_in_backward() and not is_gathered(unit):
-                    raise CollectiveMismatchError(
-                        f"{self._names[unit]} is called again in the backward, as torch.utils.checkpoint does, and not "
-                        f"all data ranks have called it, so that zero=3 cannot gather it from all of them: checkpoint "
-                        f"each block by itself, with use_reentrant=False, or use zero=2"
-                    )
+                if is_in_backward() and not is_gathered(unit) and any(unit in f.uneven for f in self._asked_of):
+                    raise self._recomputed(unit)
                 self._serial += 1
                 self._current[unit] = _Call(unit, self._serial)
             self._current[unit].given = self._values.given(unit)
@@ -270,7 +296,7 @@ class UnitCalls:
             return _Call(unit, self._serial, self._forward, given=[] if call is None else call.given)
         if backward_follows and call.forward is not None:
             call.needed = True
-            if not self._asks() and not self._order.needed[call.index - call.forward.lap]:
+            if not self._asks(call.forward) and not self._order.needed[call.index - call.forward.lap]:
                 self.differed = True
         return call
 
