@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-# torch's words when code computes with a parameter that is sharded at the time.
+# torch's words when code computes with a DTensor and a plain tensor. The model's own parameters mix with plain ones.
 _SHARDED = "mixed torch.Tensor and DTensor"
 # Gloo's and NCCL's words when another rank did not come, or is gone.
 _SIGNS = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL error")
@@ -13,7 +13,7 @@ _SIGNS = ("Timed out waiting", "Connection closed by peer", "Connection reset by
 
 @contextmanager
 def explained(call: str) -> Iterator[None]:
-    """Adds advice to an error of a collective, or of a computation with a sharded parameter.
+    """Adds advice to an error of a collective, or of a computation with a sharded tensor.
 
     Args:
         call: what the user called.
@@ -23,9 +23,8 @@ def explained(call: str) -> Iterator[None]:
     except RuntimeError as error:
         if _SHARDED in str(error):
             error.add_note(
-                "with zero=3 the model reads a parameter of a block outside of the block's own forward, where each "
-                "rank has a shard of it: call the module that holds it, list the other blocks in shard_units, so that "
-                "this one stays gathered, or use zero=2"
+                "one of these tensors is split over the ranks (a DTensor), and another is plain: give the whole, by "
+                "tensor.full_tensor(), which every rank has to call"
             )
         if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS):
             error.add_note(
