@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-from tensorshard.torch_private.pytree import tree_leaves
 
 __all__ = [
     "UnitWatcher",
@@ -35,6 +34,9 @@ __all__ = [
     "shown_parameters",
     "watch_unit",
 ]
+
+
+_BEGUN = "_tensorshard_begun"  # on FSDP2's state: the number of autograd's next node when a forward began
 
 
 class UnitWatcher(Protocol):
@@ -98,17 +100,18 @@ def watch_unit(module: Any, watcher: UnitWatcher) -> list[Any]:
     )
 
     def register_outputs(output: Any) -> Any:
-        follows = torch.is_grad_enabled() and any(
-            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)
-        )
-        call = watcher.outputs(first, follows)
+        recorded = list(collect_grad_tensors(output)) if torch.is_grad_enabled() else []
+        call = watcher.outputs(first, bool(recorded))
 
         def pre_backward(state: Any, grad: torch.Tensor) -> torch.Tensor:
             watcher.before_backward(first, call, lambda: before(grad))
             return grad
 
         state._pre_backward = MethodType(pre_backward, state)
-        return register(output)
+        if all(leaf._base is None for leaf in recorded) or torch._C._are_functorch_transforms_active():
+            return register(output)
+        _hook_views(recorded, state._pre_backward, getattr(state, _BEGUN, 0))
+        return output
 
     state._register_pre_backward_hook = register_outputs
     state._root_post_backward_final_callback = lambda: watcher.backward_is_over(finish)
@@ -124,6 +127,7 @@ def _watch_group(group: Any, watcher: UnitWatcher) -> None:
 
     def register_inputs(args: Any, kwargs: Any) -> Any:
         call = watcher.inputs(group)
+        vars(group.modules[0]._get_fsdp_state())[_BEGUN] = torch._C._autograd._get_sequence_nr()
         return FSDPParamGroup._register_post_backward_hook(_Call(watcher, group, call), args, kwargs)  # type: ignore[arg-type]
 
     def shard() -> None:
@@ -142,6 +146,19 @@ def _watch_group(group: Any, watcher: UnitWatcher) -> None:
     group.post_forward = lambda *args: watcher.after_forward(group, post_forward, *args)
     group.reshard = lambda: reshard() if watcher.may_release(group) else None
     group._to_sharded, group._to_unsharded = shard, unshard
+
+
+def _hook_views(outputs: list[torch.Tensor], hook: Callable[[torch.Tensor], torch.Tensor], begun: int) -> None:
+    """Calls `hook` before the backward of `outputs`, also of views that are written to later.
+
+    A write makes a view's gradient come from what it is a view of, and the view's own hook is called no more. FSDP2
+    warns of that. What the module made in this call (its nodes are newer than `begun`) has a hook of its own; a view of
+    what the module was given needs none, as its gradient then goes past the module.
+    """
+    bases = {id(leaf._base): leaf._base for leaf in outputs if leaf._base is not None}
+    made = [base for base in bases.values() if base.grad_fn is not None and base.grad_fn._sequence_nr() >= begun]  # type: ignore[attr-defined]
+    for tensor in {id(tensor): tensor for tensor in (*outputs, *made)}.values():
+        tensor.register_hook(hook)
 
 
 def is_in_forward(group: Any) -> bool:
