@@ -1,5 +1,6 @@
 """What people do with a laid-out model by hand: state dicts, other optimizers, other weights, loaders."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -154,6 +155,50 @@ def test_other_optimizers_are_told(ranks):
     ]
     for message, start in zip(ranks(2, _optimizers_by_hand)[0], expected, strict=True):
         assert message.startswith(start)
+
+
+def _step_of_another(fields: dict[str, Any]) -> str:
+    engine = engine_of(nn.Linear(6, 3), **fields)
+    inputs, targets = own_shard(engine, *data(0))
+    engine.backward(nn.functional.mse_loss(engine.model(inputs), targets))
+    before = engine.model.weight.detach().clone()
+    try:
+        torch.optim.SGD(engine.model.parameters(), lr=0.1).step()
+    except RuntimeError as error:
+        assert torch.equal(engine.model.weight, before)
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fields", [dict(precision="fp16", zero=1), dict(offload="cpu", zero=2)], ids=str)
+def test_another_optimizer_is_refused_where_a_field_could_not_be_honoured(ranks, fields):
+    for sentence in ranks(2, _step_of_another, fields):
+        assert "this SGD was built on engine.model.parameters(), under a plan with" in sentence
+
+
+def _copied_in_bf16(fields: dict[str, Any]) -> bool:
+    engine = engine_of(Methods(), precision="bf16", **fields)
+    copied = copy.deepcopy(engine.model)
+    inputs = own_shard(engine, *data(0))[0]
+    with torch.no_grad():
+        copied.layer.weight.zero_()
+        return bool(copied.twice(inputs).abs().max() < engine.model.twice(inputs).abs().max())
+
+
+class Methods(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.twice(x)
+
+
+def test_a_deep_copy_in_16_bits_calls_its_own_methods(ranks):
+    assert ranks(2, _copied_in_bf16, dict(zero=0)) == [True, True]
 
 
 class _Lookahead(torch.optim.Optimizer):

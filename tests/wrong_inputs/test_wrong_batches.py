@@ -87,11 +87,6 @@ def _too_early(e: Engines) -> None:
         e.in_two.optimizer.zero_grad()
 
 
-def _own_optimizer(e: Engines) -> None:
-    e.output().mean().backward()
-    torch.optim.SGD(e.usual.model.parameters(), lr=0.1).step()
-
-
 def _hook_of_another_shape(e: Engines) -> None:
     handle = e.usual.register_gradient_hook(lambda name, gradient: torch.zeros(5))
     try:
@@ -185,7 +180,6 @@ LOOPS: dict[str, Case] = {
     "weights of another shape": (
         lambda e: e.usual.using_weights({"2.bias": torch.zeros(9)}).__enter__(), "'2.bias'", "[9]", "[3]"
     ),
-    "an optimizer of one's own": (_own_optimizer, "engine.optimizer"),
     "a schedule on the Engine": (lambda e: torch.optim.lr_scheduler.StepLR(e.usual, 1), "Engine"),
     "an optimizer on the Engine": (lambda e: torch.optim.SGD(e.usual, lr=0.1), "engine.optimizer"),
     "calling the Engine": (lambda e: e.usual(TOKENS), "engine.model(", "engine.step(inputs, targets)"),

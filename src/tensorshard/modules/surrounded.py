@@ -69,7 +69,8 @@ def surround_parts(
             module.register_forward_hook(leave, always_call=True)
     for name in _own_methods(type(model)):
         if name not in vars(model):  # deep copies of a partial object call the method of the copied model
-            vars(model)[name] = partial(_within, context, is_wanted, MethodType(getattr(type(model), name), model))
+            method = MethodType(getattr(type(model), name), model)
+            vars(model)[name] = partial(_within, as_hook(context), as_hook(is_wanted), method)
 
 
 def _own_methods(cls: type) -> list[str]:

@@ -14,6 +14,7 @@ Public way: a tuple of all public classes, which misses such layers.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -387,6 +388,8 @@ def without_values(module: nn.Module, own_class: Callable[[nn.Module], type[nn.M
                 vars(made)[name] = {key: None if held is None else copied(held) for key, held in value.items()}
             elif "_hooks" in name and isinstance(value, dict):
                 vars(made)[name] = type(value)()
+            elif isinstance(value, partial) and hasattr(type(original), name):
+                continue  # it surrounds a method of the original
             elif name not in ("forward", "__deepcopy__"):
                 vars(made)[name] = value
         return made
