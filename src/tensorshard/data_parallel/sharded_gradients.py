@@ -205,10 +205,11 @@ class ShardedGradients:
 
     def sum_over_ranks(self, numbers: Sequence[float], scalars: Sequence[torch.Tensor | float] = ()) -> list[float]:
         """The sums of `numbers` over the data ranks, and those of `scalars`."""
-        message = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        if scalars:
-            parts = [torch.as_tensor(s, dtype=torch.float64, device=self._device).view(1) for s in scalars]
-            message = torch.cat([message, *parts])
+        plain = [*numbers, *(0.0 if isinstance(s, torch.Tensor) else s for s in scalars)]
+        message = torch.tensor(plain, dtype=torch.float64, device=self._device)
+        for place, scalar in enumerate(scalars, start=len(numbers)):
+            if isinstance(scalar, torch.Tensor):
+                message[place] = scalar
         all_reduce_(message, self._group, what="which parameters were used")
         if detect_fake_mode(message) is not None:  # fake tensors have no numbers, and fake ranks are alike
             return [*numbers, *(0.0 for _ in scalars)]
