@@ -276,6 +276,10 @@ class ShardedModel(ABC):
             return True
         return isinstance(master, DTensor) and master.device_mesh.size(-1) > 1
 
+    def shows_part(self, name: str) -> bool:
+        """Whether the module's parameter `name` has only a part of the original one in memory."""
+        return self.is_part(name)
+
     def master_shown_in_state_dicts(self, name: str) -> nn.Parameter | None:
         """The master of the parameter `name`, if a state dict has to hold it in the parameter's place."""
         return self.masters().get(name)

@@ -53,7 +53,9 @@ def test_state_dicts_by_hand(ranks):
     found = ranks(2, _loaded_by_hand, [*_SPLIT, *_FULL])[0]
     for fields, (refused, loaded, expected, wrong) in zip([*_SPLIT, *_FULL], found, strict=True):
         if fields in _SPLIT:
-            assert "would hold only this rank's parts of the weights" in refused
+            rounded = fields.get("precision") == "bf16" and fields.get("zero") in (1, 2)
+            held = "weights that are rounded to 16 bits" if rounded else "only this rank's parts of the weights"
+            assert f"would hold {held}" in refused
             assert "engine.full_state_dict()" in refused
         else:
             assert refused == "set()"
@@ -198,7 +200,33 @@ class Methods(nn.Module):
 
 
 def test_a_deep_copy_in_16_bits_calls_its_own_methods(ranks):
-    assert ranks(2, _copied_in_bf16, dict(zero=0)) == [True, True]
+    for level in (0, 1):
+        assert ranks(2, _copied_in_bf16, dict(zero=level)) == [True, True]
+
+
+def _copied_layer() -> tuple[str, list[int]]:
+    copied = copy.deepcopy(engine_of(Methods(), zero=3).model.layer)
+    torch.optim.SGD(copied.parameters(), lr=0.1).step()  # nobody's any more
+    return type(copied).__name__, list(copied.weight.shape)
+
+
+def test_a_module_in_no_unit_can_be_copied_at_zero_3(ranks):
+    assert ranks(2, _copied_layer) == [("Linear", [3, 6])] * 2
+
+
+def _rounded_state() -> str:
+    engine = engine_of(nn.Linear(6, 3), zero=1, precision="bf16")
+    try:
+        engine.model.state_dict()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_dict_of_rounded_weights_is_refused(ranks):
+    for sentence in ranks(2, _rounded_state):
+        assert "would hold weights that are rounded to 16 bits" in sentence
+        assert "precision='bf16'" in sentence and "engine.full_state_dict()" in sentence
 
 
 class _Lookahead(torch.optim.Optimizer):

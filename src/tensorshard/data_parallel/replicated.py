@@ -211,6 +211,9 @@ class ReplicatedModel(ShardedModel):
         p = self._all.get(name)
         return self.split.num_shards(name) > 1 or (p is not None and p.is_copy and p.num_shards > 1)
 
+    def shows_part(self, name: str) -> bool:
+        return self.split.num_shards(name) > 1
+
     def master_shown_in_state_dicts(self, name: str) -> nn.Parameter | None:
         p = self._all.get(name)
         return p.master if p is not None and p.is_copy else None

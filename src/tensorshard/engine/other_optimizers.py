@@ -35,6 +35,24 @@ def mark_replaced(parameters: Iterable[nn.Parameter]) -> None:
 BeforeStep = Callable[[str], None]
 
 
+class _Engines:
+    """The mark of a parameter that an Engine's model shows. Copies of the parameter are of no Engine.
+
+    Args:
+        before_step: a method, called before another optimizer's step.
+    """
+
+    def __init__(self, before_step: BeforeStep | None) -> None:
+        self._method = None if before_step is None else weakref.WeakMethod(before_step)
+
+    @property
+    def before_step(self) -> BeforeStep | None:
+        return None if self._method is None else self._method()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Engines":
+        return _Engines(None)
+
+
 def mark_trained(
     masters: Iterable[nn.Parameter],
     shown: Iterable[nn.Parameter],
@@ -54,9 +72,9 @@ def mark_trained(
         vars(inner)[_HOLDER] = type(optimizer).__name__
     for parameter in masters:
         vars(parameter)[_PARAMETER] = _LAID_OUT
-    method = weakref.WeakMethod(before_step)
+    mark = _Engines(before_step)
     for parameter in shown:
-        vars(parameter)[_PARAMETER] = method
+        vars(parameter)[_PARAMETER] = mark
 
 
 @cache
@@ -71,8 +89,8 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         RuntimeError: it is not an Engine's, and holds parameters of a model that a plan has laid out.
     """
     found = _trained_by(optimizer)
-    if isinstance(found, weakref.WeakMethod):
-        before_step = found()
+    if isinstance(found, _Engines):
+        before_step = found.before_step
         if before_step is not None and _HOLDER not in vars(optimizer):
             before_step(type(optimizer).__name__)
             vars(optimizer)[_STEPPED] = True
@@ -119,7 +137,10 @@ def warn_of_schedulers() -> None:
     for found in gc.get_objects():
         if not issubclass(type(found), LRScheduler) or not hasattr(found, "optimizer"):
             continue
-        if _trained_by(found.optimizer) is not None and _STEPPED not in vars(found.optimizer):
+        mark = _trained_by(found.optimizer)
+        if isinstance(mark, _Engines) and (mark.before_step is None or _STEPPED in vars(found.optimizer)):
+            continue
+        if mark is not None:
             logger.warning(
                 "a %s sets the learning rates of an %s that does not train the model: build it on engine.optimizer",
                 type(found).__name__,
@@ -127,7 +148,7 @@ def warn_of_schedulers() -> None:
             )
 
 
-def _trained_by(optimizer: torch.optim.Optimizer) -> str | weakref.WeakMethod[BeforeStep] | None:
+def _trained_by(optimizer: torch.optim.Optimizer) -> str | _Engines | None:
     """What became of the parameters of `optimizer` in an Engine: `_REPLACED`, `_LAID_OUT`, or what is called before its
     step. None if no Engine has them, or `optimizer` is an Engine's."""
     if _OPTIMIZER in vars(optimizer):

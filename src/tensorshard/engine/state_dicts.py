@@ -34,7 +34,7 @@ class GuardedStateDicts:
         self._loaded = False  # whether a state dict was loaded that the copies of the master weights do not have yet
         self._modules = {id(module) for module in sharded.model.modules()}
         sharded_names = {name for name in sharded.masters() if sharded.is_part(name)}
-        self.holds_parts = plan.pp > 1 or bool(sharded_names)
+        self.holds_parts = plan.pp > 1 or any(map(sharded.shows_part, sharded.masters()))
         for path, module in sharded.model.named_modules():
             prefix = f"{path}." if path else ""
             names = {name: sharded.aliases().get(prefix + name, prefix + name) for name in own_parameters(module)}
@@ -77,17 +77,22 @@ class GuardedStateDicts:
     def _refuse_part(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if keep_vars:  # its callers, such as FSDP's code and ours, know what they get
             return
+        held = "only this rank's parts of the weights" if self.holds_parts else "weights that are rounded to 16 bits"
         raise RuntimeError(
             f"state_dict() of the laid-out model (as by torch.save(model.state_dict()) or save_pretrained) would hold "
-            f"only this rank's parts of the weights, under {self._described()}. Call engine.full_state_dict() on "
+            f"{held}, under {self._described()}. Call engine.full_state_dict() on "
             f"every rank: it returns the full state dict on rank 0 (save_pretrained takes it as state_dict=); or "
             f"engine.save(path) for a checkpoint of weights and optimizer"
         )
 
     def _described(self) -> str:
         degrees = {"pp": self._plan.pp, "tp": self._plan.tp, "dp_shard": self._plan.dp_shard}
-        split = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
-        return f"a plan with zero={self._plan.zero}, {split}"
+        fields = [f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1]
+        if self._plan.dp_shard > 1:
+            fields.insert(0, f"zero={self._plan.zero}")
+        if not self.holds_parts:
+            fields.append(f"precision={self._plan.precision!r}")
+        return f"a plan with {', '.join(fields)}"
 
     def _show_masters(self, names: dict[str, str], _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
         """Saves the master weights where the module shows 16-bit copies."""
