@@ -46,7 +46,13 @@ def alone(ranks):
 CELLS = [(loop, plan) for loop in loops.LOOPS for plan in loops.PLANS if (loop, plan) not in OF_ONE_STAGE]
 
 
-@pytest.mark.parametrize(("loop", "plan"), CELLS)
+FAST = {"zero1", "zero3", "tp", "pp", "bf16-zero1"}  # plans
+
+
+@pytest.mark.parametrize(
+    ("loop", "plan"),
+    [pytest.param(*cell, marks=() if cell[1] in FAST else pytest.mark.slow) for cell in CELLS],
+)
 def test_a_loop_gives_what_one_process_gives(ranks, alone, loop, plan):
     world_size, fields = loops.PLANS[plan]
     parts = world_size // (fields.get("tp", 1) * fields.get("pp", 1))
