@@ -46,7 +46,7 @@ def alone(ranks):
 CELLS = [(loop, plan) for loop in loops.LOOPS for plan in loops.PLANS if (loop, plan) not in OF_ONE_STAGE]
 
 
-FAST = {"zero1", "zero3", "tp", "pp", "bf16-zero1"}  # plans
+FAST = {"zero1", "zero3", "tp"}  # plans
 
 
 @pytest.mark.parametrize(
