@@ -58,8 +58,8 @@ def test_a_loop_gives_what_one_process_gives(ranks, alone, loop, plan):
     parts = world_size // (fields.get("tp", 1) * fields.get("pp", 1))
     found = ranks(world_size, loops.try_to_run, loop, fields, parts)
     if (loop, plan) in SENTENCES:
-        for sentence in found:
-            assert isinstance(sentence, str) and sentence.startswith(SENTENCES[loop, plan])
+        assert all(isinstance(sentence, str) for sentence in found)
+        assert any(sentence.startswith(SENTENCES[loop, plan]) for sentence in found)  # others may fail by that
         return
     for sentence in found:
         assert not isinstance(sentence, str), sentence
