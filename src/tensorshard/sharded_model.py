@@ -211,17 +211,9 @@ class ShardedModel(ABC):
             RuntimeError: they wrote different values.
         """
 
-    def interleaved(self) -> AbstractContextManager[None]:
-        """Surrounds a step in which forwards and backwards of several micro-batches take turns, as in a pipeline.
-
-        A backward may then come in parts; :meth:`begin_micro_batch` is called before each, and
-        :meth:`finish_micro_batch` after it.
-        """
-        return nullcontext()
-
     @abstractmethod
     def finish_micro_batch(self) -> None:
-        """Called when a backward of an interleaved step is over."""
+        """Called when a backward of a step, or a part of one, is over."""
 
     @abstractmethod
     def finish_backward(self) -> None:

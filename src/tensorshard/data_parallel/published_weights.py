@@ -227,9 +227,8 @@ class PublishedWeights:
         all_gather_into(everyone.view(-1), prints.view(-1), group, what="the parameters that were written")
         bits = everyone.view(torch.int64)  # NaN equals NaN
         differ = (bits != bits[:1]).any(dim=2).any(dim=0).tolist()
-        for p, different in zip(members, differ, strict=True):
+        for index, (p, different) in enumerate(zip(members, differ, strict=True)):
             if different:
-                index = members.index(p)
                 sums = [f"{value:.6g}" for value in everyone[:, index, 0].tolist()]
                 raise RuntimeError(
                     f"the data ranks have different values of the parameter {p.name!r}, which your code has written "

@@ -80,7 +80,8 @@ class PipelineStepRunner(StepRunner):
             return loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)
 
         split, logits = self._sharded.split, self._sharded.logits
-        with self._sharded.interleaved(), split.keep_outputs_split(), logits.pending():
+        self._sharded.begin_step()
+        with split.keep_outputs_split(), logits.pending():
             self._runner.step([part.inputs for part in parts], loss, hand_over=True)
         self._sharded.finish_backward()
         return self._broadcast_loss(tally, len(parts))

@@ -1,7 +1,7 @@
 """The stages that one rank of a pipeline has, seen as one laid-out model."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -202,13 +202,9 @@ class PipelinedModel(ShardedModel):
             part.abandon_step()
         self._complete = True
 
-    @contextmanager
-    def interleaved(self) -> Iterator[None]:
+    def begin_step(self) -> None:
+        """Called before the micro-batches of a step: :meth:`finish_backward` completes their gradients."""
         self._complete = False
-        with ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part.interleaved())
-            yield
 
     def begin_micro_batch(self, last: bool, *, average: bool = False) -> None:
         raise RuntimeError("a pipeline's stages begin micro-batches one by one")
