@@ -177,7 +177,7 @@ class LoopMethods(WaitingForUpdates):
             batch_size: samples in one batch over all data ranks, so that training is the same on any number of them.
             shuffle: whether each epoch has its own order, which depends on the seed and the epoch alone.
             drop_last: whether to leave out an epoch's last, smaller batch. Else it is dealt as evenly as possible, and
-                some ranks may get none of its samples: :meth:`step` counts each sample once all the same.
+                some ranks may get none of its samples: :meth:`Engine.step` counts each sample once all the same.
             seed: of the order; None for the Engine's.
             name: the loader's name in checkpoints; by default "loader0", "loader1" and so on, in the order they are
                 made.
