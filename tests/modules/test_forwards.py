@@ -13,11 +13,11 @@ from torch import nn
 
 import tensorshard as ts
 from parity import assert_same_state
+from tensorshard.modules.copies import copy_module
 from tensorshard.modules.fake_copies import copy_with
 from tensorshard.modules.forwards import (
     Role,
     convert_forward,
-    deepcopy_module,
     forward_within,
     has_users_forward,
     own_forward,
@@ -187,7 +187,7 @@ def test_a_copy_runs_the_users_forward_on_its_own_parameters(kind, wrapped):
 def test_a_copy_has_code_of_its_own_around_it():
     module = Scale()
     wrap_forward(module, Role.RECOMPUTATION, partial(adding, 1))
-    for copied in (copy.deepcopy(module), deepcopy_module(module, {})):
+    for copied in (copy.deepcopy(module), copy_module(module, {})):
         with torch.no_grad():
             copied.weight.fill_(5.0)
         wrap_forward(copied, Role.COMPILATION, partial(adding, 2))
@@ -198,7 +198,7 @@ def test_a_copy_has_code_of_its_own_around_it():
 def test_functions_that_refer_to_no_module_are_shared():
     module = Scale()
     module.forward = free = lambda x: 3 * x
-    assert vars(deepcopy_module(module, {}))["forward"] is free
+    assert vars(copy_module(module, {}))["forward"] is free
 
 
 # -- users' forwards under plans --

@@ -17,7 +17,7 @@ from tensorshard.materialize.log import Log, TensorRef
 from tensorshard.materialize.recorder import OperationRecorder, UnrecordableError
 from tensorshard.materialize.replay import replay
 from tensorshard.materialize.source import TensorSource, from_module, move_to_meta, named_tensors
-from tensorshard.modules.forwards import deepcopy_module
+from tensorshard.modules.copies import copy_module
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from tensorshard.torch_private.modules import TABLES
@@ -66,7 +66,7 @@ class Recording(TensorSource):
                 if id(tensor) not in memo:
                     memo[id(tensor)] = _same_layout(tensor)
             try:
-                module = deepcopy_module(self.module, memo)
+                module = copy_module(self.module, memo)
             except Exception:  # some attributes refuse to be copied
                 return None
         return Recording(module, self._log, self._origins, self._seed)

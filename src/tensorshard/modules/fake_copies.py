@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tensorshard.modules.forwards import deepcopy_module
+from tensorshard.modules.copies import copy_module
 from tensorshard.modules.memoized import nothing_remembered
 from tensorshard.modules.running_statistics import STATISTICS
 from tensorshard.modules.stacked_experts import use_placeholder_outputs
@@ -15,7 +15,6 @@ from tensorshard.modules.tensors import map_tensors_once
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import NEEDS_VALUES, FakeTensor, FakeTensorMode
-from tensorshard.torch_private.pytree import tree_leaves
 
 # The most parameters of a copy with values: they take 2 GB.
 _LARGEST_REAL_COPY = 500_000_000
@@ -47,16 +46,7 @@ def copy_with(module: _Module, tensor_for: Callable[[str, torch.Tensor], torch.T
             memo[id(tensor)] = (
                 nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             )
-    return deepcopy_module(module, memo | computed_attributes(module))
-
-
-def computed_attributes(module: nn.Module) -> dict[int, torch.Tensor]:
-    """Replacements, by ``id``, for tensors with a graph, which :func:`copy.deepcopy` refuses to copy.
-
-    Modules keep some as plain attributes: the weight that the older weight_norm computes, or a tensor that a hook kept.
-    """
-    kept = (leaf for inner in module.modules() for value in vars(inner).values() for leaf in tree_leaves(value))
-    return {id(leaf): leaf.detach() for leaf in kept if isinstance(leaf, torch.Tensor) and not leaf.is_leaf}
+    return copy_module(module, memo)
 
 
 def keep_padding(model: nn.Module) -> None:

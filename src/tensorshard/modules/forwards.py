@@ -8,12 +8,10 @@ built when code is added, so that a call of the module costs no more than a few 
 A module's own forward is its class's, or one that the user has set on the instance. The latter is never replaced.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from functools import partial
-from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -231,74 +229,3 @@ def _second(forward: Forward, _: Forward) -> Forward:
 
 def _name(module: nn.Module) -> str:
     return type(module).__name__
-
-
-# -- copies --
-
-
-def deepcopy_module(module: nn.Module, memo: Mapping[int, Any]) -> Any:
-    """:func:`copy.deepcopy`, after which forwards that users set on instances work on the copy.
-
-    ``copy.deepcopy`` does not copy functions. If one was made around a module (``old = m.forward``, then
-    ``m.forward = lambda x: 2 * old(x)``), the copy would run the original's. Here it is made again around the copy.
-
-    Args:
-        memo: replacements for objects, by their ``id``.
-    """
-    made = dict(memo)
-    copied = copy.deepcopy(module, made)
-    for inner in module.modules():
-        if not has_users_forward(inner):
-            continue
-        counterpart = made.get(id(inner), inner)
-        record = _record_of(counterpart)
-        if record is None:
-            vars(counterpart)["forward"] = _rebound(vars(inner)["forward"], made)
-        else:
-            record.own = _rebound(own_forward(inner), made)
-            record.composed = vars(counterpart)["forward"] = record.compose()
-    return copied
-
-
-def _rebound(value: Any, made: dict[int, Any]) -> Any:
-    """`value`, with copies in place of the objects that were copied, also where methods and functions refer to them."""
-    if isinstance(value, MethodType):
-        return MethodType(value.__func__, _rebound(value.__self__, made))
-    if isinstance(value, partial):
-        keywords = {key: _rebound(given, made) for key, given in value.keywords.items()}
-        again = partial(_rebound(value.func, made), *(_rebound(given, made) for given in value.args), **keywords)
-        vars(again).update(vars(value))
-        return again
-    if isinstance(value, FunctionType):
-        return _rebound_function(value, made)
-    return made.get(id(value), value)
-
-
-def _rebound_function(function: FunctionType, made: dict[int, Any]) -> FunctionType:
-    if id(function) in made:
-        return made[id(function)]
-    cells, defaults = function.__closure__ or (), function.__defaults__ or ()
-    if not any(_may_refer(value, made) for value in (*_contents(cells), *defaults)):
-        return function
-    new_cells = tuple(CellType() for _ in cells)
-    code, name = function.__code__, function.__name__
-    again = FunctionType(code, function.__globals__, name, tuple(_rebound(v, made) for v in defaults), new_cells)
-    again.__kwdefaults__ = function.__kwdefaults__
-    vars(again).update(vars(function))
-    made[id(function)] = again  # before its cells are filled, as it may refer to itself
-    for cell, new in zip(cells, new_cells, strict=True):
-        for value in _contents((cell,)):
-            new.cell_contents = _rebound(value, made)
-    return again
-
-
-def _may_refer(value: Any, made: dict[int, Any]) -> bool:
-    return isinstance(value, MethodType | partial | FunctionType) or id(value) in made
-
-
-def _contents(cells: tuple[CellType, ...]) -> Iterator[Any]:
-    for cell in cells:
-        try:
-            yield cell.cell_contents
-        except ValueError:  # an empty cell
-            continue

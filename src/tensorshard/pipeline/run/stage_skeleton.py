@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from tensorshard.modules.copies import copy_module
 from tensorshard.modules.elsewhere import Elsewhere
-from tensorshard.modules.fake_copies import computed_attributes, keep_padding
-from tensorshard.modules.forwards import deepcopy_module
+from tensorshard.modules.fake_copies import keep_padding
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.modules import own_buffers, own_parameters
@@ -70,8 +70,7 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
         keep: first names of the parameters to keep. Each is kept at all of its places.
         stubs: names of modules that lose their buffers, unless these modules have another name outside of the stubs.
     """
-    memo: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copied = deepcopy_module(model, memo | computed_attributes(model))
+    copied = copy_module(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     keep_padding(copied)
     removed: list[Removed] = []
     aliases = parameter_aliases(copied)

@@ -4,7 +4,6 @@ The split block runs on as many simulated ranks as there will be, through the sa
 weights. :mod:`.comparison` compares the results.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.modules.copies import copy_module
 from tensorshard.modules.fake_copies import (
     compact_values,
     copy_with,
@@ -23,7 +23,6 @@ from tensorshard.modules.fake_copies import (
     pooled_values,
     random_values,
 )
-from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.operation_counter import OperationCounter
 from tensorshard.modules.tensors import map_tensors, map_tensors_once, tensor_leaves
@@ -116,7 +115,6 @@ class BlockCheck:
         self._configs = {
             id(value): value for key, value in held if key == "config" and not isinstance(value, nn.Module)
         }
-        self._hooks = [id(value) for _, value in held if type(value) is OrderedDict and not value]
         # A copy runs, since some modules keep values of a run (LeViT its biases), which split copies must not have.
         self.expected = self._run(self.make_copy(), self._given, None)
 
@@ -126,9 +124,7 @@ class BlockCheck:
         for tensor in self._tensors:
             own = tensor.detach()
             made[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
-        for hooks in self._hooks:  # they are most of a module, and slow to copy
-            made[hooks] = OrderedDict()
-        return deepcopy_module(self._block, made)  # type: ignore[no-any-return]
+        return copy_module(self._block, made)
 
     def make_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Copies of its arguments, which a run may write into."""

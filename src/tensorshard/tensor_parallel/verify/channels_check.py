@@ -7,8 +7,8 @@ that only looks like one, is also compared by itself.
 import torch
 from torch import nn
 
+from tensorshard.modules.copies import copy_module
 from tensorshard.modules.fake_copies import copy_with, random_values
-from tensorshard.modules.forwards import deepcopy_module
 from tensorshard.modules.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.channelwise import as_channelwise, channel_layouts, keep_own_channels
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
@@ -64,7 +64,7 @@ def _agrees(module: nn.Module, shape: tuple[int, ...], size: int, parts: int) ->
 
 
 def _shard(module: nn.Module, layouts: dict[str, Layout], rank: int, size: int, parts: int) -> nn.Module:
-    shard: nn.Module = deepcopy_module(module, {})
+    shard: nn.Module = copy_module(module, {})
     keep_own_channels(shard, rank, size, parts)
     for key, parameter in own_parameters(shard).items():
         local = local_shard(parameter.detach(), layouts.get(key, Layout()), rank, size)

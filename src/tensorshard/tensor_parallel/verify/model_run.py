@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tensorshard.modules.blocks import find_blocks
-from tensorshard.modules.forwards import deepcopy_module
+from tensorshard.modules.copies import copy_module
 from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.sample_inputs import example_inputs
 from tensorshard.modules.smaller_inputs import smaller_inputs
@@ -163,7 +163,7 @@ def without_repetition(model: nn.Module, kinds: Mapping[str, int]) -> nn.Module:
         kinds: of its blocks, as in :class:`ModelRun`.
     """
     parameters = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
-    smaller = deepcopy_module(model, parameters)
+    smaller = copy_module(model, parameters)
     alike: Counter[tuple[str, int]] = Counter()
     for name, kind in kinds.items():
         if not name:
