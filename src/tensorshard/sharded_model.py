@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import dtensor_like, on_mesh_device, to_local
 from tensorshard.logits.output_layers import OutputLogits
-from tensorshard.modules.parameters import parameter_aliases
+from tensorshard.modules.parameters import buffer_aliases, parameter_aliases
 from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.transforms.precision import master_dtype
@@ -406,5 +406,6 @@ class ShardedModel(ABC):
     def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
         """The original model's state dict, whole, on the CPU; {} on ranks that do not `keep` it. A collective."""
         full = {name: tensor.to("cpu", copy=True) for name, tensor in self.full_tensors(keep)}
-        names = self.structure.state_dict(keep_vars=True)
-        return {name: full[self._aliases.get(name, name)] for name in names if keep}
+        state = self.structure.state_dict(keep_vars=True)
+        first = self._aliases | buffer_aliases(self.structure)
+        return {name: full[first.get(name, name)] for name in state if keep}

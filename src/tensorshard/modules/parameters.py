@@ -44,3 +44,9 @@ def parameter_aliases(model: nn.Module) -> dict[str, str]:
     """For every name of a parameter, the first name that it is registered under: tied ones have several."""
     first: dict[nn.Parameter, str] = {}
     return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def buffer_aliases(model: nn.Module) -> dict[str, str]:
+    """For every name of a buffer, the first name that it is registered under: blocks may share one."""
+    first: dict[torch.Tensor, str] = {}
+    return {name: first.setdefault(b, name) for name, b in model.named_buffers(remove_duplicate=False)}

@@ -45,6 +45,10 @@ class Cut:
         """First names of the parameters that `stage` holds."""
         return self._holdings[stage]
 
+    def buffers(self, stage: int) -> frozenset[str]:
+        """First names of the buffers that `stage` reads."""
+        return self.graph.buffers_of(*self.spans[stage])
+
     @cached_property
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Parameters, by their first names, that several stages hold: each adds to the gradient."""

@@ -17,6 +17,15 @@ def obstacle(graph: CallGraph, position: int) -> str | None:
                 f"{later.unit!r} is called on both sides and changes its buffers (running statistics, say), which two "
                 f"stages would change apart; all calls of it must be on one stage"
             )
+    for buffer, writers in graph.buffer_writers.items():
+        readers = {index for index in range(len(graph.calls) + 1) if buffer in graph.reads(index).buffers}
+        for writer in sorted(writers):
+            reader = next((i for i in sorted(readers | writers) if (i < position) != (writer < position)), None)
+            if reader is not None:
+                return (
+                    f"{_name(graph, writer)} changes the buffer {buffer!r}, which {_name(graph, reader)} reads, too; "
+                    f"two stages would have it differently, so both must be on one stage"
+                )
     for index in range(position, len(graph.calls) + 1):
         for call in graph.reads(index).side_outputs:
             if call < position:

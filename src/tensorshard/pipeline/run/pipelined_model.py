@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.mesh import Mesh
+from tensorshard.modules.parameters import buffer_aliases
 from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.pipeline.cut.placement import unit_stages
@@ -264,7 +265,7 @@ class PipelinedModel(ShardedModel):
         self._update_copies()
         buffers = self.persistent_buffers()
         for part in self.parts:
-            for name, buffer in part.persistent_buffers().items():
+            for name, buffer in self._buffers_of(part):
                 if buffer is not buffers[name]:
                     buffer.copy_(buffers[name])
             part.all_gather_loaded()
@@ -302,7 +303,7 @@ class PipelinedModel(ShardedModel):
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for part in self.parts:
-            for name, buffer in part.persistent_buffers().items():
+            for name, buffer in self._buffers_of(part):
                 found.setdefault(name, buffer)
         return found
 
@@ -310,8 +311,14 @@ class PipelinedModel(ShardedModel):
         found: dict[str, torch.Tensor] = {}
         for stage, part in zip(self.stages, self.parts, strict=True):
             owned = set(stage.owned_buffers())
-            found.update({name: b for name, b in part.persistent_buffers().items() if name in owned})
+            found.update({name: buffer for name, buffer in self._buffers_of(part) if name in owned})
         return found
+
+    def _buffers_of(self, part: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
+        """The persistent buffers of a stage, by their first names in the whole model: blocks of two may share one."""
+        first = buffer_aliases(self._whole)
+        for name, buffer in part.persistent_buffers().items():
+            yield first.get(name, name), buffer
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's full parameters. The ranks of a pipeline have different ones."""

@@ -50,7 +50,9 @@ class StageModule:
         # Units that no run has called stay whole: a stage that holds their parameters may use them in ways not seen
         # yet.
         called_elsewhere = {call.unit for call in graph.calls} - own
-        self.module, self._removed = skeleton(model, self.cut.parameters(index), called_elsewhere - graph.nested)
+        self.module, self._removed = skeleton(
+            model, self.cut.parameters(index) | self.cut.buffers(index), called_elsewhere - graph.nested
+        )
         self.elsewhere = frozenset(
             f"{stub}.{inner}" if inner else stub
             for stub in called_elsewhere
@@ -102,8 +104,20 @@ class StageModule:
         return [name for name, within in inside.items() if name.startswith(mine) or (not within and self.is_last)]
 
     def cut_for(self, inputs: Any) -> Cut:
-        """Where the model is cut for the `inputs` of a micro-batch."""
-        return self._shapes.of(inputs, self.module)
+        """Where the model is cut for the `inputs` of a micro-batch.
+
+        Raises:
+            ValueError: the stage cannot compute its part of such inputs.
+        """
+        cut = self._shapes.of(inputs, self.module)
+        if cut is not self.latest:
+            lacking = cut.buffers(self.index).intersection(removed.path for removed in self._removed)
+            if lacking:
+                raise ValueError(
+                    f"with inputs like these stage {self.index} reads the buffer {min(lacking)!r}, which it did not read "
+                    f"with the sample inputs and therefore does not hold; cut the model by inputs like these"
+                )
+        return cut
 
     def expect_gradients(self) -> None:
         """Takes all parameters for trained ones from now on. Called on all stages at the same time."""

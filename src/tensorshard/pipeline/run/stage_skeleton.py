@@ -10,7 +10,7 @@ from torch import nn
 from tensorshard.modules.copies import copy_module
 from tensorshard.modules.elsewhere import Elsewhere
 from tensorshard.modules.fake_copies import keep_padding
-from tensorshard.modules.parameters import parameter_aliases
+from tensorshard.modules.parameters import buffer_aliases, parameter_aliases
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
@@ -67,13 +67,13 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
     Tensors that are kept are the model's own, not copies, so that ties are kept.
 
     Args:
-        keep: first names of the parameters to keep. Each is kept at all of its places.
+        keep: first names of the parameters to keep, and of buffers to keep in stubs. Each is kept at all of its places.
         stubs: names of modules that lose their buffers, unless these modules have another name outside of the stubs.
     """
     copied = copy_module(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     keep_padding(copied)
     removed: list[Removed] = []
-    aliases = parameter_aliases(copied)
+    aliases = parameter_aliases(copied) | buffer_aliases(copied)
     inside = {
         path: any(path == stub or path.startswith(f"{stub}.") for stub in stubs)
         for path, _ in copied.named_modules(remove_duplicate=False)
@@ -86,7 +86,8 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
                 removed.append(_remove(aliases[prefix + name], module, name, parameter))
         if module not in kept:
             for name, buffer in own_buffers(module).items():
-                removed.append(_remove(prefix + name, module, name, buffer))
+                if aliases[prefix + name] not in keep:
+                    removed.append(_remove(aliases[prefix + name], module, name, buffer))
     put_placeholders(removed, torch.device("meta"))
     return copied, removed
 

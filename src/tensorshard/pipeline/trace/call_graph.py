@@ -18,12 +18,14 @@ class Reads:
     Args:
         leaves: outputs of earlier unit calls.
         parameters: by their first names, those that functional code or the call itself reads.
+        buffers: likewise.
         rng_ops: random operations of functional code, by number.
         side_outputs: earlier calls whose tensors it reads although they were not returned.
     """
 
     leaves: frozenset[Leaf] = frozenset()
     parameters: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
     rng_ops: frozenset[int] = frozenset()
     side_outputs: frozenset[int] = frozenset()
 
@@ -65,6 +67,7 @@ class CallGraph:
         changed: outputs of calls that later calls change in place.
         overwrites_inputs: whether the model changes its inputs in place.
         written_parameters: by their first names, those that code outside of units changes in place.
+        buffer_writers: the calls that change a buffer, by its first name.
         parameters: for each unit, its parameters by their first names; those of its submodules included.
         bytes_of: bytes of each parameter.
         stateful: units that change buffers of theirs.
@@ -82,6 +85,7 @@ class CallGraph:
     changed: frozenset[Leaf]
     overwrites_inputs: bool
     written_parameters: frozenset[str]
+    buffer_writers: dict[str, frozenset[int]]
     parameters: dict[str, tuple[str, ...]]
     bytes_of: dict[str, int]
     stateful: frozenset[str]
@@ -128,6 +132,11 @@ class CallGraph:
     def crossing_bytes(self, position: int) -> int:
         """Bytes that a cut at `position` sends in the forward of one micro-batch."""
         return sum(self.layout(leaf).nbytes for leaf in self.crossing(position))
+
+    def buffers_of(self, start: int, stop: int) -> frozenset[str]:
+        """First names of the buffers that are read for the calls from `start` to before `stop`."""
+        last = stop + (stop == len(self.calls))
+        return frozenset().union(*(self.reads(index).buffers for index in range(start, last)))
 
     def parameters_of(self, start: int, stop: int) -> frozenset[str]:
         """First names of the parameters that a stage needs for the calls from `start` to before `stop`."""

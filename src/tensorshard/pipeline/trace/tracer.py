@@ -135,6 +135,7 @@ class Tracer:
             changed=frozenset(sources.changed),
             overwrites_inputs=sources.overwrites_inputs,
             written_parameters=frozenset(sources.written_parameters),
+            buffer_writers={name: frozenset(calls) for name, calls in sources.buffer_writers.items()},
             parameters=self._unit_parameters(),
             bytes_of={name: p.numel() * p.element_size() for name, p in self._copy.named_parameters()},
             stateful=frozenset(recording.stateful),

@@ -14,8 +14,8 @@ from tensorshard.repetitions import FewTurns
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
 Source = tuple[str, Any]
-"""Where a value comes from: ("output", leaf) of a unit, ("parameter", name), ("rng_op", number) of functional code, or
-("side_output", call) for a tensor that a unit call computed but did not return."""
+"""Where a value comes from: ("output", leaf) of a unit, ("parameter", name), ("buffer", name), ("rng_op", number) of
+functional code, or ("side_output", call) for a tensor that a unit call computed but did not return."""
 
 
 class UnitSources(Provenance[Source]):
@@ -31,6 +31,8 @@ class UnitSources(Provenance[Source]):
         super().__init__(fake)
         for name, parameter in model.named_parameters():
             self.set(parameter, [("parameter", name)])
+        for name, buffer in model.named_buffers():
+            self.set(buffer, [("buffer", name)])
         self._parameters = {storage_key(parameter): name for name, parameter in model.named_parameters()}
         self.written_parameters: set[str] = set()  # outside of units
         self._buffers = {storage_key(buffer): name for name, buffer in model.named_buffers()}
@@ -45,6 +47,7 @@ class UnitSources(Provenance[Source]):
         self.changed: set[Leaf] = set()  # outputs of units that later units changed in place
         self.overwrites_inputs = False
         self.written_buffers: dict[str, bool] = {}  # written outside of units; whether the value came from units
+        self.buffer_writers: dict[str, set[int]] = {}  # the unit calls that wrote a buffer
         self.impure = False  # whether functional code made random numbers, or changed a buffer, since last asked
 
     def begin_call(self, call: int, passed: Iterable[torch.Tensor]) -> None:
@@ -73,6 +76,9 @@ class UnitSources(Provenance[Source]):
                 self.set(tensor, [own])
         for tensor in operation.written:
             leaf = self._outputs.get(storage_key(tensor))
+            buffer = self._buffers.get(storage_key(tensor))
+            if buffer is not None and self.call is not None:
+                self.buffer_writers.setdefault(buffer, set()).add(self.call)
             if leaf is None:
                 self.add([tensor], frozenset([own]))
             else:  # a unit's output stays one, and is sent with its content at the stage's end
@@ -108,12 +114,15 @@ class UnitSources(Provenance[Source]):
 
 def reads_of(sources: Iterable[Source]) -> Reads:
     """`sources`, by kind."""
-    kinds: dict[str, set[Any]] = {"output": set(), "parameter": set(), "rng_op": set(), "side_output": set()}
+    kinds: dict[str, set[Any]] = {
+        kind: set() for kind in ("output", "parameter", "buffer", "rng_op", "side_output")
+    }
     for kind, what in sources:
         kinds[kind].add(what)
     return Reads(
         leaves=frozenset(kinds["output"]),
         parameters=frozenset(kinds["parameter"]),
+        buffers=frozenset(kinds["buffer"]),
         rng_ops=frozenset(kinds["rng_op"]),
         side_outputs=frozenset(kinds["side_output"]),
     )
