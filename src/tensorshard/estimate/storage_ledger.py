@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tensorshard.estimate.operation_ledger import OperationLedger
-from tensorshard.estimate.source_lines import users_line
+from tensorshard.modules.source_lines import users_line
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode

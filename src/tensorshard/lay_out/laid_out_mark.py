@@ -8,14 +8,19 @@ _MARK = "_tensorshard_laid_out_by"
 
 
 def mark_laid_out(models: Iterable[nn.Module], by: str) -> None:
-    """Marks every module of `models` as laid out.
+    """Marks every module of `models` as laid out that holds tensors: others may be shared with another model.
 
     Args:
         by: the name of the function that did it, for the error of :func:`check_not_laid_out`.
     """
     for model in models:
         for module in model.modules():
-            vars(module)[_MARK] = by
+            if _holds_tensors(module):
+                vars(module)[_MARK] = by
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
 def check_not_laid_out(model: nn.Module) -> None:

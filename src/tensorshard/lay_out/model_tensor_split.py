@@ -12,6 +12,7 @@ from tensorshard.plan import Plan
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
+from tensorshard.torch_private.process_groups import alone_in_the_world
 
 if TYPE_CHECKING:
     from tensorshard.tensor_parallel.search.find_table import VerifiedTable
@@ -34,7 +35,7 @@ def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: An
     from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
 
     def choose() -> "VerifiedTable":
-        with source.real_buffers():
+        with source.real_buffers(), alone_in_the_world():
             found = choose_tensor_plan(
                 source.module,
                 mesh.degrees["tp"],

@@ -77,6 +77,13 @@ def _cut(
 ) -> Shapes:
     """Where the model is cut into stages, and what crosses the cuts."""
     tracer, graph, graphs, _ = _traced(source, decisions, plan, mesh, device, sample_inputs)
+    if plan.micro_batches > 1 and graph.trained_writes:
+        call, what = min(graph.trained_writes.items())
+        raise UncuttableError(
+            f"the forward of {graph.calls[call].unit!r} changes its parameter {what} in place. A pipeline runs "
+            f"forwards of several micro-batches before their backwards, which need the value from before. Change it "
+            f"between the calls of engine.step instead, or use Plan(micro_batches=1)"
+        )
     count = mesh.degrees["pp"] * mesh.stages_per_rank
     # Ranks may have parts of different sizes. They must all use the same cut.
     positions = decide_once(lambda: cut_model(graph, count, split=plan.pp_split).positions, mesh.world_group)

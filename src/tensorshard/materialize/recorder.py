@@ -63,7 +63,9 @@ class OperationRecorder(TorchDispatchMode):
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
+        """To be made after torch was seeded: a constructor that seeds it anew must get the numbers that follow."""
         super().__init__()
+        self._seed = torch.initial_seed()
         self.log = Log()
         self.failure: str | None = None
         self._fake_mode = fake_mode
@@ -97,11 +99,16 @@ class OperationRecorder(TorchDispatchMode):
 
     def log_fill(self, func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Log a Python function that fills its first argument with random numbers, as one operation."""
+        self._check_seed()
         tensor = self._fake(tensor)
         written = frozenset({self.ref(tensor).storage})
         filled = written if _fills_storage(tensor) else frozenset()
         arguments = self._freeze((tensor, *args), kwargs)
         self._log(func, arguments, [], reads=written - filled, written=written, filled=filled, random=True)
+
+    def _check_seed(self) -> None:
+        if torch.initial_seed() != self._seed:
+            raise UnrecordableError("seeds torch's random numbers itself (torch.manual_seed)")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -121,6 +128,8 @@ class OperationRecorder(TorchDispatchMode):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(func, OpOverload):
             raise UnrecordableError(f"calls {func}, which is no plain operator")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._check_seed()
         if func in LIFTS and not isinstance(args[0], FakeTensor):
             out = func(*args, **kwargs)
             self._log_constant(args[0], out)

@@ -26,6 +26,8 @@ from tensorshard.torch_private.tensors import PARAMETER_FLAG
 
 logger = logging.getLogger("tensorshard")
 
+_NOBODYS_SEED = 0x7E5502D  # while a constructor runs, so that one that seeds torch itself is noticed
+
 
 class Recording(TensorSource):
     """A recorded constructor. Each value is computed when it is asked for, and not kept.
@@ -102,11 +104,11 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
     whatever kind is honoured (`self.apply(init)`, `nn.init`, in-place arithmetic, parametrizations), and no
     process holds the whole model. Every random operation is seeded from (seed, its index among them), which
     makes values independent of the order in which they are asked for. They are not the numbers that the
-    constructor would draw after `torch.manual_seed(seed)`, which depend on that order; nor do seeds set
-    inside the constructor have an effect. Memory that is left as `torch.empty` made it is zero.
+    constructor would draw after `torch.manual_seed(seed)`, which depend on that order.
+    Memory that is left as `torch.empty` made it is zero.
 
-    A constructor that cannot be recorded (it reads values by `.item()` or `.numpy()`, draws from its own
-    generator, loads a file, ...) is built whole, from the same seed in every process, with a warning that
+    A constructor that cannot be recorded (it reads values by `.item()` or `.numpy()`, seeds torch or draws from its
+    own generator, loads a file, ...) is built whole, from the same seed in every process, with a warning that
     says why. In that case it runs twice.
 
     Tensors held as plain attributes of modules are computed at once. Real tensors from outside are copied
@@ -155,12 +157,17 @@ def _record(build: Callable[[], nn.Module], seed: int) -> Recording:
 
 
 def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -> Recording:
+    with seeded(seed):
+        torch.manual_seed(_NOBODYS_SEED)  # nothing is drawn: values are replayed, each from a seed of its own
+        return _run_seeded(build, fake_mode, seed)
+
+
+def _run_seeded(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -> Recording:
     with fake_mode:
         internal = frozenset({PARAMETER_FLAG, *vars(torch.empty(0))})
     recorder = OperationRecorder(fake_mode)
     try:
         with (
-            seeded(seed),
             fake_mode,
             recorder,
             TensorMethodRecorder(recorder, internal),

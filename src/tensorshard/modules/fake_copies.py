@@ -183,6 +183,20 @@ def random_values(
     return value
 
 
+def gentle_values(
+    values: Callable[[str, torch.Tensor], torch.Tensor],
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """As `values`, but vectors are positive, and matrices small: for code that takes roots, or is deep."""
+
+    def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        made = values(name, tensor)
+        if not isinstance(tensor, nn.Parameter) or not made.is_floating_point():
+            return made
+        return made.abs_().add_(0.1) if made.ndim < 2 else made.mul(0.3)
+
+    return value
+
+
 def compact_values(
     generator: torch.Generator, values: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:

@@ -286,6 +286,24 @@ def world_set_aside() -> Iterator[None]:
         del groups
 
 
+@contextmanager
+def alone_in_the_world() -> Iterator[None]:
+    """Inside, this process is the one rank of a world, if it is in a larger one. Its groups are not used meanwhile.
+
+    Why: a model is examined by running its code on one rank, or on fake tensors. Code that calls ``torch.distributed``
+    itself would wait there for ranks that do not run it.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        yield
+        return
+    with world_set_aside(), fake_world(0, 1):
+        yield
+
+
 def _tables() -> tuple[dict[Any, Any], ...]:
     world = distributed_c10d._world
     return (

@@ -114,8 +114,8 @@ class StageModule:
             lacking = cut.buffers(self.index).intersection(removed.path for removed in self._removed)
             if lacking:
                 raise ValueError(
-                    f"with inputs like these stage {self.index} reads the buffer {min(lacking)!r}, which it did not read "
-                    f"with the sample inputs and therefore does not hold; cut the model by inputs like these"
+                    f"with inputs like these stage {self.index} reads the buffer {min(lacking)!r}, which it did not "
+                    f"read with the sample inputs and therefore does not hold; cut the model by inputs like these"
                 )
         return cut
 

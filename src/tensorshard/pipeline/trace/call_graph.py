@@ -67,6 +67,7 @@ class CallGraph:
         changed: outputs of calls that later calls change in place.
         overwrites_inputs: whether the model changes its inputs in place.
         written_parameters: by their first names, those that code outside of units changes in place.
+        trained_writes: the calls that change parameters in place which get gradients: which, and the line of code.
         buffer_writers: the calls that change a buffer, by its first name.
         parameters: for each unit, its parameters by their first names; those of its submodules included.
         bytes_of: bytes of each parameter.
@@ -85,6 +86,7 @@ class CallGraph:
     changed: frozenset[Leaf]
     overwrites_inputs: bool
     written_parameters: frozenset[str]
+    trained_writes: dict[int, str]
     buffer_writers: dict[str, frozenset[int]]
     parameters: dict[str, tuple[str, ...]]
     bytes_of: dict[str, int]

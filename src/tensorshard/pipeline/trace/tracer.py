@@ -25,6 +25,7 @@ from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import NEEDS_VALUES
 from tensorshard.torch_private.modules import every_module, has_backward_hooks
+from tensorshard.torch_private.process_groups import alone_in_the_world
 
 
 class Tracer:
@@ -101,6 +102,7 @@ class Tracer:
         devices = [self.device] if self.device.type == "cuda" else []
         samples = make_sample(inputs, self._fake, self.device)
         with (
+            alone_in_the_world(),
             without_dispatch_modes(),
             torch.random.fork_rng(devices=devices),
             nothing_remembered(self._copy),
@@ -135,6 +137,7 @@ class Tracer:
             changed=frozenset(sources.changed),
             overwrites_inputs=sources.overwrites_inputs,
             written_parameters=frozenset(sources.written_parameters),
+            trained_writes=sources.trained_writes,
             buffer_writers={name: frozenset(calls) for name, calls in sources.buffer_writers.items()},
             parameters=self._unit_parameters(),
             bytes_of={name: p.numel() * p.element_size() for name, p in self._copy.named_parameters()},

@@ -4,14 +4,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from tensorshard.modules.provenance import Operation, Provenance
+from tensorshard.modules.source_lines import users_line
 from tensorshard.modules.tensors import storage_key, tensor_leaves
 from tensorshard.pipeline.trace.call_graph import Leaf, Reads
+from tensorshard.pipeline.trace.derivatives import UncuttableError
 from tensorshard.repetitions import FewTurns
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
+from tensorshard.torch_private.process_groups import group_of_argument
+
+_COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of torch.distributed's operators
 
 Source = tuple[str, Any]
 """Where a value comes from: ("output", leaf) of a unit, ("parameter", name), ("buffer", name), ("rng_op", number) of
@@ -34,6 +40,7 @@ class UnitSources(Provenance[Source]):
         for name, buffer in model.named_buffers():
             self.set(buffer, [("buffer", name)])
         self._parameters = {storage_key(parameter): name for name, parameter in model.named_parameters()}
+        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.written_parameters: set[str] = set()  # outside of units
         self._buffers = {storage_key(buffer): name for name, buffer in model.named_buffers()}
         self._inputs = {storage_key(tensor) for tensor in tensor_leaves(inputs)}
@@ -47,6 +54,7 @@ class UnitSources(Provenance[Source]):
         self.changed: set[Leaf] = set()  # outputs of units that later units changed in place
         self.overwrites_inputs = False
         self.written_buffers: dict[str, bool] = {}  # written outside of units; whether the value came from units
+        self.trained_writes: dict[int, str] = {}  # unit calls that write parameters they train: which, and where
         self.buffer_writers: dict[str, set[int]] = {}  # the unit calls that wrote a buffer
         self.impure = False  # whether functional code made random numbers, or changed a buffer, since last asked
 
@@ -61,6 +69,11 @@ class UnitSources(Provenance[Source]):
         self.set(tensor, [("output", leaf)])
 
     def follow(self, operation: Operation) -> None:
+        if operation.func.namespace in _COLLECTIVES and dist.group.WORLD in map(group_of_argument, operation.args):
+            raise UncuttableError(
+                f"the model calls torch.distributed itself ({operation.func.overloadpacket.__name__}, {users_line()}), "
+                f"for all ranks, of which one stage alone would make the call; use a plan without pp"
+            )
         self._count(operation)
         self.overwrites_inputs |= any(storage_key(tensor) in self._inputs for tensor in operation.written)
         if self.call is None:
@@ -76,9 +89,13 @@ class UnitSources(Provenance[Source]):
                 self.set(tensor, [own])
         for tensor in operation.written:
             leaf = self._outputs.get(storage_key(tensor))
+            assert self.call is not None
             buffer = self._buffers.get(storage_key(tensor))
-            if buffer is not None and self.call is not None:
+            if buffer is not None:
                 self.buffer_writers.setdefault(buffer, set()).add(self.call)
+            parameter = self._parameters.get(storage_key(tensor))
+            if parameter in self._trained:
+                self.trained_writes.setdefault(self.call, f"{parameter} ({users_line()})")
             if leaf is None:
                 self.add([tensor], frozenset([own]))
             else:  # a unit's output stays one, and is sent with its content at the stage's end
@@ -114,9 +131,7 @@ class UnitSources(Provenance[Source]):
 
 def reads_of(sources: Iterable[Source]) -> Reads:
     """`sources`, by kind."""
-    kinds: dict[str, set[Any]] = {
-        kind: set() for kind in ("output", "parameter", "buffer", "rng_op", "side_output")
-    }
+    kinds: dict[str, set[Any]] = {kind: set() for kind in ("output", "parameter", "buffer", "rng_op", "side_output")}
     for kind, what in sources:
         kinds[kind].add(what)
     return Reads(

@@ -119,12 +119,12 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
         styles.update({first[_join(name, key)]: style for key, style in search.styles().items()})
         whole.update({first[_join(name, key)]: reason for key, reason in search.whole.items()})
     ends = {_join(name, layer) for name, search in searches.items() for layer in search.ends}
-    used_outside, single = run.capture.used_outside, OuterLayersCheck(model, run.inputs, size)
-    outer, outer_whole = split_outer_layers(model, list(units), size, used_outside, styles, ends, single)
+    single = OuterLayersCheck(model, run.inputs, size)
+    outer, outer_whole = split_outer_layers(model, list(units), size, run.capture, styles, ends, single)
     styles.update(outer)
-    leftover, leftover_whole = split_leftovers(model, size, used_outside, styles, single)
+    leftover, leftover_whole = split_leftovers(model, size, run.capture, styles, single)
     styles.update(leftover)
-    kept = keep_in_slices(model, size, run.capture.readers, styles)
+    kept = keep_in_slices(model, size, run.capture, styles)
     styles.update(kept)
     reasons_by_name = {**leftover_whole, **outer_whole, **whole}
     unsplit = {name: why for name, why in reasons_by_name.items() if not styles.keys() & {name, _join(name, "weight")}}

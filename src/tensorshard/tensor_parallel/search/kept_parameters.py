@@ -15,23 +15,21 @@ from tensorshard.comm.sharding import shard_sizes
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import starred
+from tensorshard.tensor_parallel.verify.block_calls import Capture
 
 # Parameters with a smaller share of the model's are not worth a message. Parameters that are alike in a list of blocks
 # count together.
 _WORTHWHILE_SHARE = 0.01
 
 
-def keep_in_slices(
-    model: nn.Module, size: int, readers: Mapping[str, str], found: Mapping[str, Style]
-) -> dict[str, Style]:
+def keep_in_slices(model: nn.Module, size: int, capture: Capture, found: Mapping[str, Style]) -> dict[str, Style]:
     """Styles of the parameters of `model` that are still whole and can be kept in slices.
 
     Args:
-        readers: for each parameter that is read outside of the forward of the module that holds it, the module around
-            that one whose forward reads it; "" for none.
+        capture: what a run of the model showed: its ``readers`` say which modules read the parameters of others.
         found: the styles so far.
     """
-    parameters = dict(model.named_parameters())
+    readers, parameters = capture.readers, dict(model.named_parameters())
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     total = sum(p.numel() for p in parameters.values())
     alike: Counter[str] = Counter()
@@ -41,7 +39,7 @@ def keep_in_slices(
     for name, parameter in parameters.items():
         owner = name.rpartition(".")[0]
         layer = as_splittable(model.get_submodule(owner))
-        if name in found or (owner in found and found[owner].kind != "divide"):
+        if name not in capture.read or name in found or (owner in found and found[owner].kind != "divide"):
             continue
         reader = readers.get(name, owner)
         called_as_layer = name not in readers and layer is not None and not layer.own_forward

@@ -7,14 +7,16 @@ as a module.
 """
 
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
 from tensorshard.comm.sharding import shard_sizes
+from tensorshard.tensor_parallel.search.outer_layers import UNREAD
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.styles import COLWISE_GATHER, Style
 from tensorshard.tensor_parallel.table.table import starred
+from tensorshard.tensor_parallel.verify.block_calls import Capture
 from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 
 # Layers with a smaller share of the model's weights are not worth their communication: the first convolutions of a
@@ -25,14 +27,14 @@ _WORTHWHILE_SHARE = 0.01
 def split_leftovers(
     model: nn.Module,
     size: int,
-    used_outside: Container[str],
+    capture: Capture,
     found: Mapping[str, Style],
     check: OuterLayersCheck,
 ) -> tuple[dict[str, Style], dict[str, str]]:
     """Styles of convolutions and linear layers that have none, and why others stay whole.
 
     Args:
-        used_outside: parameters that are read outside of their modules' forwards.
+        capture: what a run of the model showed of its parameters.
         found: the styles so far.
         check: compares layers that have their own forwards.
     """
@@ -51,7 +53,9 @@ def split_leftovers(
     for name, layer in layers.items():
         module = model.get_submodule(name)
         elements = _weight(model, name).numel() if layer.kind == "convolution" else alike[starred(name)]
-        if any(names[id(p)] in used_outside for p in module.parameters()):
+        if not any(names[id(p)] in capture.read for p in module.parameters()):
+            whole[name] = UNREAD
+        elif any(names[id(p)] in capture.used_outside for p in module.parameters()):
             whole[name] = "its parameters are read by other code than its own forward"
         elif elements < _WORTHWHILE_SHARE * total:
             whole[name] = "too few weights to be worth gathering its output"

@@ -6,7 +6,11 @@ from torch import nn
 
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, VOCAB, Style
+from tensorshard.tensor_parallel.verify.block_calls import Capture
 from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
+
+UNREAD = "the run on the sample inputs did not use it; give inputs (sample_inputs) that do"
+"""Why a layer stays whole that nothing is known about."""
 
 # Tables that are much smaller than the largest (positions, segments) are not worth their communication.
 _WORTHWHILE_SHARE = 0.5
@@ -16,7 +20,7 @@ def split_outer_layers(
     model: nn.Module,
     units: list[str],
     size: int,
-    used_outside: Container[str],
+    capture: Capture,
     inner: Mapping[str, Style],
     ends: Container[str],
     check: OuterLayersCheck,
@@ -27,7 +31,7 @@ def split_outer_layers(
     layer is called as a module. Only layers with their own forward are checked by numbers.
 
     Args:
-        used_outside: parameters that are read outside of their modules' forwards.
+        capture: what a run of the model showed of its parameters.
         inner: styles found so far, which are kept.
         ends: for a model without blocks, the linear layers whose output no other layer takes. Only these and the
             model's embeddings count as outside of what the search could split.
@@ -60,7 +64,9 @@ def split_outer_layers(
             worthwhile = id(weight) in embedded or layer.outputs > layer.inputs
             reason = "outside of the blocks, and not an output layer larger than its input"
         rows = layer.inputs if layer.kind == "embedding" else layer.outputs
-        if any(names[id(p)] in used_outside for p in module.parameters()):
+        if layer.kind != "head" and not any(names[id(p)] in capture.read for p in module.parameters()):
+            whole[name] = UNREAD
+        elif any(names[id(p)] in capture.used_outside for p in module.parameters()):
             whole[name] = "its parameters are read by other code than its own forward"
         elif not worthwhile:
             whole[name] = reason

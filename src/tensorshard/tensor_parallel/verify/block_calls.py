@@ -50,6 +50,7 @@ class Capture:
     Args:
         calls: first calls of blocks, by name, in the order of the run.
         used_outside: parameters that an operation read outside of the forward of the splittable layer that holds them.
+        read: parameters that an operation read.
         readers: for each parameter that an operation read outside of the forward of the module that holds it: the
             module around that one whose forward always read it; "" if only the model's own forward does.
         read_outside: outputs of blocks that something other than a block reads: code between the blocks, or the caller
@@ -62,6 +63,7 @@ class Capture:
     used_outside: set[str]
     read_outside: set[Output] = field(default_factory=set)
     repeated: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
     readers: dict[str, str] = field(default_factory=dict)
     names: str = ""
 
@@ -140,6 +142,7 @@ class BlockOutputs(Provenance[Output]):
             key = storage_key(tensor)
             name = self._names.get(key)
             if name is not None:
+                self.capture.read.add(name)
                 holders = [splittable for own, splittable in self._own if key in own]
                 if not any(holders):
                     self.capture.used_outside.add(name)

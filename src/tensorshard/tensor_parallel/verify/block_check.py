@@ -4,8 +4,8 @@ The split block runs on as many simulated ranks as there will be, through the sa
 weights. :mod:`.comparison` compares the results.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -18,6 +18,7 @@ from tensorshard.modules.copies import copy_module
 from tensorshard.modules.fake_copies import (
     compact_values,
     copy_with,
+    gentle_values,
     is_large_matrix,
     mixed_mask,
     pooled_values,
@@ -48,6 +49,8 @@ from tensorshard.tensor_parallel.verify.comparison import (
 )
 from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
 from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
+from tensorshard.torch_private.modules import DropoutBase
+from tensorshard.torch_private.tensors import tensor_version
 
 # Gradients are compared for parameters of up to this many elements. Those of large matrices follow from activations'.
 _LARGEST_GRADIENT = 1 << 18
@@ -85,6 +88,20 @@ class BlockCheck:
         dtype: torch.dtype = torch.float32,
         compact: bool = False,
     ) -> None:
+        self.size = size
+        self._kept = own_inputs, dtype, compact
+        self._by_channel: dict[tuple[str, int], bool] = {}
+        self._as_linear: dict[tuple[str, str], bool] = {}
+        for gentle in (False, True):
+            self._prepare(block, call, gentle)
+            self.expected = self._full_run()
+            # Code may take roots and logarithms of parameters, and a deep network of large weights overflows.
+            if self.expected.is_a_number:
+                break
+
+    def _prepare(self, block: nn.Module, call: BlockCall, gentle: bool) -> None:
+        """Gives a copy of `block` its random weights, and `call` its random inputs."""
+        own_inputs, dtype, compact = self._kept
         generator = torch.Generator().manual_seed(0)
         # Whether ranks take their columns of large matrices as views of the full ones, with longer rows. Copies would
         # take as much memory again. They are only made if an operation refuses such a view.
@@ -95,7 +112,8 @@ class BlockCheck:
         elif sum(parameter.numel() for parameter in block.parameters()) >= _LARGE:
             values = pooled_values(generator, values, block)
             self._views = True
-        self.size = size
+        if gentle:
+            values = gentle_values(values)
         self._block = copy_with(block, values).to(dtype)
         self._block.eval()  # some modules return nothing in training
         for parameter in self._block.parameters():
@@ -103,26 +121,75 @@ class BlockCheck:
 
         def input(leaf: torch.Tensor) -> torch.Tensor:
             value = leaf.detach() if own_inputs else _random_input(leaf, generator, dtype)
+            value = value.abs() if gentle and not own_inputs and value.is_floating_point() else value
             return value.requires_grad_(leaf.requires_grad)
 
         self._given = map_tensors_once(input, (call.args, call.kwargs))
         self._cotangents: list[torch.Tensor] = []
         self._generator = generator
-        self._by_channel: dict[tuple[str, int], bool] = {}
-        self._as_linear: dict[tuple[str, str], bool] = {}
         self._tensors = [*self._block.parameters(), *self._block.buffers()]
         held = [value for module in self._block.modules() for value in vars(module).items()]
         self._configs = {
             id(value): value for key, value in held if key == "config" and not isinstance(value, nn.Module)
         }
-        # A copy runs, since some modules keep values of a run (LeViT its biases), which split copies must not have.
-        self.expected = self._run(self.make_copy(), self._given, None)
+        # Those that a forward may write. Copies share the others.
+        self._written = {id(tensor) for tensor in self._tensors if tensor.numel() <= _LARGEST_GRADIENT}
+        self._written_names = self._written_in_training()
+
+    def _full_run(self) -> BlockRun:
+        """What the full block computes: in evaluation, or, if it does not run backward there, in training.
+
+        A copy runs, since some modules keep values of a run (LeViT its biases), which split copies must not have.
+        """
+        try:
+            return self._run_noting_writes()
+        except Exception as error:  # reversible blocks keep what their backward needs in training alone
+            if not raised_by_model(error):
+                raise
+            first = error
+        for module in self._block.modules():
+            module.training = not isinstance(module, DropoutBase)
+        try:
+            return self._run_noting_writes()
+        except Exception as error:
+            if not raised_by_model(error):
+                raise
+            raise first from None
+
+    def _run_noting_writes(self) -> BlockRun:
+        copied = self.make_copy()
+        with self._noting_writes(copied) as written:
+            expected = self._run(copied, self._given, None)
+        self._written = written
+        return expected
+
+    @contextmanager
+    def _noting_writes(self, copied: nn.Module) -> Iterator[set[int]]:
+        """Yields a set; at the end it has the ids of those of the block's tensors whose copies were written inside."""
+        written: set[int] = set()
+        copies = [*copied.parameters(), *copied.buffers()]
+        versions = [tensor_version(tensor) for tensor in copies]
+        yield written
+        pairs = zip(self._tensors, copies, versions, strict=True)
+        written.update(id(own) for own, copy, version in pairs if tensor_version(copy) != version)
+
+    def _written_in_training(self) -> frozenset[str]:
+        """Names of the parameters that the block's forward writes, such as weights that it normalizes in place."""
+        copied = self.make_copy().train()
+        args, kwargs = self.make_inputs()
+        with self._noting_writes(copied) as written, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            try:
+                copied(*args, **kwargs)
+            except Exception as error:  # any error of the model in training on random values
+                if not raised_by_model(error):
+                    raise
+        return frozenset(name for name, parameter in self._block.named_parameters() if id(parameter) in written)
 
     def make_copy(self) -> nn.Module:
         """A copy of the block, with its values, to change and run. Its configs are shared: they are only read."""
         made: dict[int, Any] = dict(self._configs)
         for tensor in self._tensors:
-            own = tensor.detach()
+            own = tensor.detach().clone() if id(tensor) in self._written else tensor.detach()
             made[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
         return copy_module(self._block, made)
 
@@ -214,6 +281,7 @@ class BlockCheck:
         """The layouts of the parameters, and what each rank computed."""
         try:
             layouts = find_layouts(self._block, split.styles, self.size)
+            self._check_unwritten(layouts)
             self._check_channels(split.styles)
             self._check_own_forwards(split.styles)
             runs = run_as_ranks(self.size, lambda group: self._split_run(group, split, layouts, sliced, counter))
@@ -233,7 +301,7 @@ class BlockCheck:
         tensor_leaves(given)[index].narrow(dim, length // 2, length - length // 2).neg_()
         args, kwargs = given
         with torch.no_grad():
-            outputs = tensor_leaves(copy_with(self._block, lambda name, t: t.detach())(*args, **kwargs))
+            outputs = tensor_leaves(self.make_copy()(*args, **kwargs))
         pairs = zip(outputs, self.expected.outputs, strict=True)
         return any(
             one.ndim <= dim
@@ -241,6 +309,11 @@ class BlockCheck:
             or not torch.equal(one.index_select(dim, early), other.index_select(dim, early))
             for one, other in pairs
         )
+
+    def _check_unwritten(self, layouts: Mapping[str, Layout]) -> None:
+        for name in sorted(self._written_names):
+            if name in layouts and layouts[name].dim is not None:
+                raise MismatchError(f"the forward writes {name} in place, so each rank needs it whole")
 
     def _check_channels(self, styles: Mapping[str, Style]) -> None:
         for name, style in styles.items():

@@ -13,7 +13,7 @@ _LIBRARIES = tuple(
     f"{Path(path).resolve()}{os.sep}" for path in (Path(torch.__file__).parent, sysconfig.get_path("stdlib"))
 )
 _INSTALLED = tuple(f"{Path(sysconfig.get_path(name)).resolve()}{os.sep}" for name in ("purelib", "platlib"))
-_STEPS = str(Path(__file__).with_name("watched_steps.py"))  # calls the Engine: frames outside of it are no model's
+_STEPS = str(_PACKAGE / "estimate" / "watched_steps.py")  # calls the Engine: frames outside of it are no model's
 
 
 def users_line() -> str:
