@@ -27,7 +27,7 @@ from tensorshard.engine.offload import open_tiers
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains_heads
 from tensorshard.engine.optimizer_probe import check_optimizer
 from tensorshard.engine.other_optimizers import mark_replaced
-from tensorshard.engine.random_streams import RandomStreams, kept_random_state
+from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
 from tensorshard.heads.under_plan.head_updates import (
     HeadUpdate,
     check_updates,
@@ -149,6 +149,7 @@ def lay_out_engine(
     for view in sharded.whole_views:
         view.begin(engine.optimizer)
     sharded.protect()
+    share_host_random_state(mesh)
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
     mark_replaced(users_parameters)
     if mesh.rank == 0:

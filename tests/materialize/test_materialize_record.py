@@ -361,19 +361,49 @@ def test_no_two_draws_share_a_seed() -> None:
     assert {draw_seed(0, index) for index in range(1000)}.isdisjoint(draw_seed(1, index) for index in range(1000))
 
 
-def test_global_random_state_is_left_alone() -> None:
+@pytest.mark.parametrize("seeds", [False, True])
+def test_global_random_state_is_left_alone(seeds: bool) -> None:
     def fill(self: Any) -> None:
-        torch.manual_seed(3)
+        if seeds:
+            torch.manual_seed(3)
         self.numbers = (random.random(), np.random.rand())
         self.linear = nn.Linear(2, 2)
 
     torch.manual_seed(11), random.seed(11), np.random.seed(11)
-    source = recorded(fill)
+    source = record(lambda: Built(fill), seed=SEED)
     source.tensor("linear.weight")
     found = (torch.rand(()).item(), random.random(), np.random.rand())
     torch.manual_seed(11), random.seed(11), np.random.seed(11)
     assert found == (torch.rand(()).item(), random.random(), np.random.rand())
-    assert recorded(fill).module.numbers == source.module.numbers
+    assert record(lambda: Built(fill), seed=SEED).module.numbers == source.module.numbers
+
+
+def _fork(seed: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.rand(1)
+
+
+SEEDING = {
+    "manual_seed": torch.manual_seed,
+    "generator": torch.default_generator.manual_seed,
+    "state": lambda seed: torch.set_rng_state(torch.Generator().manual_seed(seed).get_state()),
+    "fork": _fork,
+    "seed": lambda seed: torch.seed(),
+}
+
+
+@pytest.mark.parametrize("draw", [nn.init.normal_, nn.init.trunc_normal_])
+@pytest.mark.parametrize("way", SEEDING)
+def test_a_constructor_that_seeds_torch_gets_the_numbers_that_follow(way: str, draw: Any, caplog: Any) -> None:
+    def fill(self: Any) -> None:
+        SEEDING[way](3)
+        self.weight = nn.Parameter(draw(torch.empty(4, 4)))
+
+    source = record(lambda: Built(fill), seed=3)
+    assert "seeds torch's random numbers itself" in caplog.text
+    if way in ("manual_seed", "generator", "state"):
+        assert torch.equal(source.tensor("weight"), Built(fill).weight)
 
 
 def test_explicit_and_default_devices() -> None:

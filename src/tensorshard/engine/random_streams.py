@@ -5,6 +5,9 @@ from contextlib import contextmanager
 
 import torch
 
+from tensorshard.comm.decisions import decide_once
+from tensorshard.mesh import Mesh
+from tensorshard.modules.host_random import host_random_kept, host_random_states, set_host_random_states
 from tensorshard.torch_private.fake_tensors import active_fake_mode, unset_fake_temporarily
 
 States = dict[str, torch.Tensor]
@@ -82,13 +85,25 @@ class RandomStreams:
 
 @contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
-    """A context that leaves torch's global generators, of the CPU and of `device`, as they were."""
+    """A context that leaves the global generators of Python, numpy and torch (of the CPU and `device`) as they were."""
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and torch.cuda.is_initialized() else None
     try:
-        yield
+        with host_random_kept():
+            yield
     finally:
         with unset_fake_temporarily():
             torch.set_rng_state(cpu)
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda, device)
+
+
+def share_host_random_state(mesh: Mesh) -> None:
+    """Gives ranks that compute the same samples the same state of Python's and numpy's global generators.
+
+    They run the same code, in which a layer may be left out or a span masked by numbers from there. From then on they
+    draw the same, as long as their code does. A collective.
+    """
+    for axis in ("tp", "pp"):
+        if mesh.degrees[axis] > 1 and active_fake_mode() is None:
+            set_host_random_states(decide_once(host_random_states, mesh.group(axis)))

@@ -18,6 +18,7 @@ from tensorshard.materialize.recorder import OperationRecorder, UnrecordableErro
 from tensorshard.materialize.replay import replay
 from tensorshard.materialize.source import TensorSource, from_module, move_to_meta, named_tensors
 from tensorshard.modules.copies import copy_module
+from tensorshard.modules.host_random import host_random_kept
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from tensorshard.torch_private.modules import TABLES
@@ -221,15 +222,10 @@ def _left_over(fake_mode: FakeTensorMode) -> list[FakeTensor]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seeds torch's, numpy's and Python's global generators, and restores them afterwards."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
     # An accelerator that nobody has used yet has no state to keep; asking for it would take memory there.
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), host_random_kept():
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(numpy_state)
-            random.setstate(python_state)
+        yield

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from tensorshard.modules.detached_alias import DetachedAlias
+from tensorshard.modules.host_random import host_random_states
 from tensorshard.modules.tensors import map_tensors, storage_key, tensor_leaves
 from tensorshard.modules.values import Layout, take_apart
 from tensorshard.pipeline.trace.call_graph import Leaf, UnitCall
@@ -65,8 +66,21 @@ class Recording:
     @contextmanager
     def active(self) -> Iterator[None]:
         """A context in which everything that runs is noted."""
+        self._host_states = host_random_states()
         with self.sources, without_fake_kernel_reports():
             yield
+        self._check_host_draws()
+
+    def _check_host_draws(self, unit: str | None = None) -> None:
+        """Refuses code between units that draws from Python or numpy: stages leave the forward at different places."""
+        if host_random_states() != self._host_states:
+            module = next((name for name in reversed(self._inside) if name not in (unit, "")), None)
+            where = f"module {module!r}" if module else "the model's own forward"
+            raise UncuttableError(
+                f"{where} draws from Python's or numpy's global random numbers outside of the model's units (to leave "
+                f"out a layer or to mask a span, say), which each stage would do for itself. Draw inside of a unit, "
+                f"draw before the call and pass what was drawn as an input, or set pp=1"
+            )
 
     @property
     def module(self) -> str:
@@ -86,6 +100,7 @@ class Recording:
                     f"pipeline's stages cannot run; use use_reentrant=False, or Plan(recompute='full') instead of it"
                 )
             check_differentiable(name)
+            self._check_host_draws(name)
             self.sources.begin_call(len(self.calls), tensor_leaves((args, kwargs)))
             self._estimated = False
             self._versions = [tensor_version(buffer) for buffer in unit.buffers()]
@@ -138,6 +153,7 @@ class Recording:
         count = iter(range(len(tensors)))
         fresh = map_tensors(lambda tensor: self._fresh(tensor, call, next(count)), output)
         sources.flops = sources.written_bytes = 0
+        self._host_states = host_random_states()
         return fresh
 
     def _forward(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

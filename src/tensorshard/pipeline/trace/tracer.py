@@ -11,6 +11,7 @@ from torch import nn
 from tensorshard.modules.batches import call_model
 from tensorshard.modules.fake_copies import make_fake_copy, make_sample
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.modules.host_random import host_random_kept
 from tensorshard.modules.memoized import nothing_remembered
 from tensorshard.modules.parameters import parameter_aliases
 from tensorshard.modules.tensors import tensors_within
@@ -105,6 +106,7 @@ class Tracer:
             alone_in_the_world(),
             without_dispatch_modes(),
             torch.random.fork_rng(devices=devices),
+            host_random_kept(),
             nothing_remembered(self._copy),
             self._recorded(samples) as recording,
             shortened(recording.sources.turns),

@@ -11,9 +11,11 @@ from torch import nn
 
 from tensorshard.modules.batches import call_arguments, call_model
 from tensorshard.modules.fake_copies import follow_run
+from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.provenance import Operation, Provenance
 from tensorshard.modules.tensors import map_tensors_once, storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
+from tensorshard.torch_private.autograd import is_function_transformed
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.modules import own_parameters
 from tensorshard.torch_private.pytree import tree_leaves
@@ -67,6 +69,13 @@ class Capture:
     readers: dict[str, str] = field(default_factory=dict)
     names: str = ""
 
+    def note_reads(self, other: "Capture") -> None:
+        """Adds which parameters `other`, a run in training, has read: some are read there alone."""
+        self.used_outside |= other.used_outside
+        self.read |= other.read
+        for name, reader in other.readers.items():
+            self.readers[name] = min(self.readers.get(name, reader), reader, key=len)
+
     def is_like(self, other: "Capture") -> bool:
         """Whether `other` showed the same, except for the shapes of tensors."""
         return self._flow() == other._flow()
@@ -92,11 +101,21 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
     def follow(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> BlockOutputs:
         return BlockOutputs(fake, fake_copy, blocks)
 
+    def run_in_training(copied: nn.Module, samples: Any, outputs: BlockOutputs) -> None:
+        copied.train()
+        run(copied, samples, outputs)
+
     # With gradients: which inputs of a block have gradients is one of the results.
     def run(copied: nn.Module, samples: Any, outputs: BlockOutputs) -> None:
         outputs.returned(call_model(copied, samples))
 
-    return follow_run(model, inputs, follow, run).capture
+    capture = follow_run(model, inputs, follow, run).capture
+    try:
+        capture.note_reads(follow_run(model, inputs, follow, run_in_training).capture)
+    except Exception as error:  # a model may need other inputs in training
+        if not raised_by_model(error):
+            raise
+    return capture
 
 
 class BlockOutputs(Provenance[Output]):
@@ -122,8 +141,9 @@ class BlockOutputs(Provenance[Output]):
             block.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
             block.register_forward_hook(partial(self._end, name))
         self._modules: list[str] = []  # those that are running
+        self._transformed: list[bool] = []  # for each of these, whether torch.func transforms what calls it
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name))
+            module.register_forward_pre_hook(partial(self._module_begun, name))
             module.register_forward_hook(self._module_ended)
             own = {storage_key(p) for p in own_parameters(module).values()}
             if own:
@@ -144,9 +164,12 @@ class BlockOutputs(Provenance[Output]):
             if name is not None:
                 self.capture.read.add(name)
                 holders = [splittable for own, splittable in self._own if key in own]
-                if not any(holders):
+                transformed = bool(self._transformed) and self._transformed[-1]
+                if not any(holders) or transformed:  # no messages can be sent inside of such a function
                     self.capture.used_outside.add(name)
-                if not holders:
+                if transformed:
+                    self.capture.readers[name] = ""
+                elif not holders:
                     self._note_reader(name)
         if not self._running:  # reading the shape counts too, since a part of a sequence has another shape
             self.capture.read_outside |= self.of(operation.inputs)
@@ -163,6 +186,8 @@ class BlockOutputs(Provenance[Output]):
 
     def _begin(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(name)
+        if is_function_transformed():  # it is not a call that could be made again by itself
+            return
         if name in self.capture.calls:
             self.capture.repeated.add(name)
             return
@@ -174,6 +199,8 @@ class BlockOutputs(Provenance[Output]):
 
     def _end(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
+        if is_function_transformed():
+            return
         if name in self._digests:
             digests, call = self._digests.pop(name), self.capture.calls[name]
             call.operations, call.names = digests.operations.hexdigest(), digests.names.hexdigest()
@@ -184,8 +211,13 @@ class BlockOutputs(Provenance[Output]):
     def _layer_ended(self, *_: Any) -> None:
         self._own.pop()
 
+    def _module_begun(self, name: str, *_: Any) -> None:
+        self._modules.append(name)
+        self._transformed.append(is_function_transformed())
+
     def _module_ended(self, *_: Any) -> None:
         self._modules.pop()
+        self._transformed.pop()
 
 
 class _Digests:

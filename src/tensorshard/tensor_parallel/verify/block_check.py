@@ -24,6 +24,7 @@ from tensorshard.modules.fake_copies import (
     pooled_values,
     random_values,
 )
+from tensorshard.modules.host_random import host_random_kept, host_random_states
 from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.operation_counter import OperationCounter
 from tensorshard.modules.tensors import map_tensors, map_tensors_once, tensor_leaves
@@ -76,6 +77,7 @@ class BlockCheck:
         dtype: of its weights, inputs and buffers.
         compact: whether large matrices take little memory, as :func:`tensorshard.modules.fake_copies.compact_values`
             makes them. A few layers cannot compute with these.
+        read_outside: names of its parameters that code outside of the block reads, which must stay whole.
     """
 
     def __init__(
@@ -87,9 +89,11 @@ class BlockCheck:
         own_inputs: bool = False,
         dtype: torch.dtype = torch.float32,
         compact: bool = False,
+        read_outside: frozenset[str] = frozenset(),
     ) -> None:
         self.size = size
         self._kept = own_inputs, dtype, compact
+        self._read_outside = read_outside
         self._by_channel: dict[tuple[str, int], bool] = {}
         self._as_linear: dict[tuple[str, str], bool] = {}
         for gentle in (False, True):
@@ -158,8 +162,10 @@ class BlockCheck:
 
     def _run_noting_writes(self) -> BlockRun:
         copied = self.make_copy()
-        with self._noting_writes(copied) as written:
+        before = host_random_states()
+        with self._noting_writes(copied) as written, host_random_kept():
             expected = self._run(copied, self._given, None)
+            self._draws = host_random_states() != before
         self._written = written
         return expected
 
@@ -281,7 +287,12 @@ class BlockCheck:
         """The layouts of the parameters, and what each rank computed."""
         try:
             layouts = find_layouts(self._block, split.styles, self.size)
-            self._check_unwritten(layouts)
+            self._check_whole(layouts)
+            if self._draws:
+                raise MismatchError(
+                    "it draws from Python's or numpy's global random numbers in evaluation, so that no two runs of it "
+                    "can be compared; draw from torch's"
+                )
             self._check_channels(split.styles)
             self._check_own_forwards(split.styles)
             runs = run_as_ranks(self.size, lambda group: self._split_run(group, split, layouts, sliced, counter))
@@ -310,10 +321,15 @@ class BlockCheck:
             for one, other in pairs
         )
 
-    def _check_unwritten(self, layouts: Mapping[str, Layout]) -> None:
-        for name in sorted(self._written_names):
-            if name in layouts and layouts[name].dim is not None:
-                raise MismatchError(f"the forward writes {name} in place, so each rank needs it whole")
+    def _check_whole(self, layouts: Mapping[str, Layout]) -> None:
+        """Refuses a split of parameters that each rank needs whole."""
+        for names, why in (
+            (self._written_names, "the forward writes {} in place"),
+            (self._read_outside, "code outside of the block reads {}"),
+        ):
+            for name in sorted(names):
+                if name in layouts and layouts[name].dim is not None:
+                    raise MismatchError(f"{why.format(name)}, so each rank needs it whole")
 
     def _check_channels(self, styles: Mapping[str, Style]) -> None:
         for name, style in styles.items():

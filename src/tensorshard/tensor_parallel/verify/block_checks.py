@@ -40,8 +40,19 @@ class BlockChecks:
         """The check of blocks like the one called `name`."""
         kind = self._run.kinds[name]
         if kind not in self._made:
-            self._made[kind] = BlockCheck(self._units[name], self._run.calls[name], self.size)
+            call = self._run.calls[name]
+            self._made[kind] = BlockCheck(self._units[name], call, self.size, read_outside=self._read_outside(kind))
         return self._made[kind]
+
+    def _read_outside(self, kind: int) -> frozenset[str]:
+        """Parameters of blocks of this kind that code outside of their block reads, by their names in the block."""
+        found: set[str] = set()
+        for name, other in self._run.kinds.items():
+            if name and other == kind:
+                for parameter, reader in self._run.capture.readers.items():
+                    if parameter.startswith(f"{name}.") and not f"{reader}.".startswith(f"{name}."):
+                        found.add(parameter.removeprefix(f"{name}."))
+        return frozenset(found)
 
     def forget_large(self) -> None:
         """Frees the numbers of the checks made so far, if they are many. They are made again when they are needed."""
