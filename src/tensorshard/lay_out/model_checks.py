@@ -14,6 +14,7 @@ from tensorshard.lay_out.laid_out_mark import check_not_laid_out
 from tensorshard.lay_out.parallel_layers import check_split_by_hand, split_by_hand
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.modules.blocks import select_modules
+from tensorshard.modules.shared_memory import check_own_memory
 from tensorshard.plan import Plan
 from tensorshard.torch_private.tensors import count_gradient_hooks
 from tensorshard.transforms.precision import master_dtype
@@ -31,10 +32,10 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
         ranks: the plan's own ranks, for "outside".
 
     Raises:
-        ValueError: there is a module that is laid out already, a parameter that cannot be trained or laid out, or that
-            has hooks, a layer that is split already, a module with sparse gradients, a batch normalization that cannot
-            be synchronized, nothing to train, a head that does a plan's work, or a name in ``plan.shard_units`` that no
-            module has.
+        ValueError: there is a module that is laid out already, a parameter that cannot be trained or laid out, that has
+            hooks, or whose memory another one uses too, a layer that is split already, a module with sparse gradients,
+            a batch normalization that cannot be synchronized, nothing to train, a head that does a plan's work, or a
+            name in ``plan.shard_units`` that no module has.
     """
     check_not_laid_out(model)
     _check_not_wrapped(model)
@@ -46,6 +47,7 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
         _check_parameter_hooks(name, parameter)
+    check_own_memory(model, attributes=False)
     # Parameters of a head with update= do not require a gradient yet.
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad or isinstance(p, UpdatedParameter)}
     if not trained:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from tensorshard.modules.shared_memory import check_own_memory
 from tensorshard.torch_private.fake_tensors import active_fake_mode, unset_fake_temporarily
 from tensorshard.torch_private.modules import TABLES, own_buffers, own_parameters, set_buffer, set_parameter
 from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
@@ -139,7 +140,8 @@ def move_to_meta(
         attribute: What to put in the place of a tensor held as a plain attribute, if it is no parameter.
 
     Raises:
-        ValueError: A parameter or buffer has no shape yet (a lazy module), or is sparse.
+        ValueError: A parameter or buffer has no shape yet (a lazy module), or is sparse; or an attribute shares
+            the memory of a trained parameter.
     """
     originals = dict(named_tensors(module))  # kept to the end: ids and storages are the keys below
     for name, tensor in originals.items():
@@ -150,6 +152,7 @@ def move_to_meta(
             )
         if tensor.layout != torch.strided:
             raise ValueError(f"{name!r} is a {tensor.layout} tensor; only dense (torch.strided) ones can be laid out")
+    check_own_memory(module, attributes=True)
     storages: dict[int, torch.UntypedStorage] = {}
     with unset_fake_temporarily():
         fake_copies = {id(tensor): _on_meta(tensor, storages, hidden) for tensor in originals.values()}
