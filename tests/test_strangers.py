@@ -1,0 +1,40 @@
+"""Models that are not written as the zoo's are, under every plan: as in one process, or refused by name."""
+
+import pytest
+
+from strangers import MODELS, train
+
+PLANS = {
+    "zero1": {"zero": 1},
+    "zero3": {"zero": 3},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2, "micro_batches": 2},
+    "recompute": {"zero": 1, "recompute": "full"},
+}
+
+# What an error says, where one device itself is ambiguous, or a stage would have to know what another one does.
+_SHARED = "attribute 'transposed' shares the memory of the parameter 'outlet.weight'"
+REFUSED = {
+    ("LeavesLayersOut", "pp"): "the model's own forward draws from Python's or numpy's global random numbers",
+    ("AveragesItself", "pp"): "torch.distributed itself (allreduce_, strangers.py:",
+    ("WritesItsWeight", "pp"): "changes its parameter blocks.0.weight (strangers.py:",
+    (
+        "Teacher",
+        "pp",
+    ): "engine.model.blocks.named_parameters() is listed within engine.model.teacher.named_parameters()",
+    ("Mapped", "pp"): "the model calls 'blocks.0' inside of a function that torch.func transforms",
+    ("OtherWeights", "pp"): "",
+    **{("KeepsAView", plan): _SHARED for plan in PLANS},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_trains_as_in_one_process(ranks, model, plan):
+    found = ranks(2, train, model, PLANS[plan])
+    if (model, plan) in REFUSED:
+        assert any(isinstance(each, str) and REFUSED[model, plan] in each for each in found), found
+        return
+    for each in found:
+        assert not isinstance(each, str), each
+        assert max(each) <= 2e-5, each
