@@ -334,8 +334,8 @@ MODELS = {
     kind.__name__: kind
     for kind in (
         OneMaskForAll, OneModuleForAll, OneCounterForAll, RegisteredTwice, ActivationOfAll, Lambdas, Objects, Hooks,
-        Caches, SeedsItself, LeavesLayersOut, AveragesItself, WritesItsWeight, Teacher, ReadsOthers, KeepsAView, OtherWeights,
-        Mapped, Filled, TrainsAlone, TakesRoots,
+        Caches, SeedsItself, LeavesLayersOut, AveragesItself, WritesItsWeight, Teacher, ReadsOthers, KeepsAView,
+        OtherWeights, Mapped, Filled, TrainsAlone, TakesRoots,
     )
 }  # fmt: skip
 

@@ -185,6 +185,12 @@ class StageModule:
 
     def not_held(self, path: str) -> str:
         """What an error says where the tensor or the module at `path` is read, which other stages have."""
+        if self._run is not None:
+            return (
+                f"{path} is not on this rank: under {self.pipeline} it is on {self._where(path)}, and this rank has "
+                f"{self.mine}. Code of the model's forward between its units runs on every stage: move it into a "
+                f"module that holds what it reads, and name that as one unit (pp_units), or set pp=1"
+            )
         remedy = (
             "A penalty of engine.add_penalty runs on every stage: let its function go over model.named_parameters(), "
             "which has this rank's"
