@@ -83,7 +83,7 @@ def lay_out(
             gathered=part.units if plan.shards_parameters else [],
             split_outputs=split.outputs.sizes,
         )
-    apply_recompute(part.repeated, plan.recompute)
+    apply_recompute(part.repeated, plan.recompute, {module: name for name, module in part.module.named_modules()})
     if plan.compile:
         for sentence in compile_blocks(part.repeated, plan.recompute):
             if mesh.rank == 0:

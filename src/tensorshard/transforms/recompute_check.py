@@ -1,0 +1,88 @@
+"""Whether a recomputed forward computes what the first one did, compared by values."""
+
+import math
+from typing import Any
+
+import torch
+
+from tensorshard.torch_private.fake_tensors import FakeTensor
+
+_TOLERANCE = 1e-3  # on devices whose kernels may add in another order each time
+
+
+class DifferentValuesError(RuntimeError):
+    """A block's recomputed forward does not compute what its first forward did."""
+
+
+class SavedTensor:
+    """The shape of a tensor that a block's forward saved, and three numbers that depend on all of its values.
+
+    Args:
+        block: names the block, for the error.
+    """
+
+    def __init__(self, block: str, tensor: torch.Tensor) -> None:
+        self._block = block
+        self._layout = tensor.shape, tensor.dtype, tensor.device
+        self._exact = tensor.device.type == "cpu"
+        self._numbers = None if _has_no_values(tensor) else _summary(tensor.detach())
+
+    def __ne__(self, other: object) -> bool:
+        """Whether the layouts differ. torch explains that.
+
+        Raises:
+            DifferentValuesError: the values differ.
+        """
+        assert isinstance(other, SavedTensor)
+        if self._layout != other._layout:
+            return True
+        if self._numbers is not None and other._numbers is not None and not self._agrees(other):
+            raise DifferentValuesError(different(self._block))
+        return False
+
+    def __repr__(self) -> str:
+        shape, dtype, device = self._layout
+        return f"{list(shape)} {dtype} {device}"
+
+    def _agrees(self, other: "SavedTensor") -> bool:
+        assert self._numbers is not None and other._numbers is not None
+        tolerance = 0.0 if self._exact else _TOLERANCE
+        mine, others = self._numbers.tolist(), other._numbers.tolist()
+        scale = max(abs(mine[0]), abs(others[0])) if math.isfinite(mine[0]) and math.isfinite(others[0]) else 0.0
+        return all(
+            one == two or (one != one and two != two) or abs(one - two) <= tolerance * scale
+            for one, two in zip(mine, others, strict=True)
+        )
+
+
+def different(block: str) -> str:
+    """The sentence about a block whose recomputed forward differs from the first one."""
+    return (
+        f"block {block} computes other values when its forward runs again in backward (Plan.recompute), so its "
+        f"gradients would be wrong. Its forward depends on something that it changes or that changes in between and "
+        f"that cannot be restored: a file, the time, an object of a compiled library, a tensor that other code "
+        f"writes to in place. Keep such a state in an attribute, a list, a dict or a buffer of the block, or use "
+        f"recompute='none'"
+    )
+
+
+def _has_no_values(tensor: torch.Tensor) -> bool:
+    return (
+        isinstance(tensor, FakeTensor)
+        or tensor.is_meta
+        or tensor.layout != torch.strided
+        or tensor.is_quantized
+        or not tensor.numel()
+    )
+
+
+@torch.no_grad()
+def _summary(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of sizes, the sum, and a sum in which each place of the last dimension has its own weight."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    with torch.autocast(tensor.device.type, enabled=False):
+        values = tensor.to(torch.float64 if tensor.device.type == "cpu" else torch.float32)
+        last = values.size(-1) if values.dim() else 1
+        weights = torch.arange(1, last + 1, device=values.device, dtype=values.dtype).sin_()
+        return torch.stack([values.abs().sum(), values.sum(), (values * weights).sum()])
