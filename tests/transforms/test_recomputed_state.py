@@ -3,6 +3,7 @@
 import collections
 import itertools
 import random
+import tempfile
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 import tensorshard as ts
+from rank_pool import RankError
+from tensorshard.transforms.recompute import apply_recompute
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-5)
 WIDTH = 8
@@ -373,3 +376,78 @@ def test_under_other_plans(ranks, name, fields):
 @pytest.mark.parametrize("name", ["Spiking", "Counting", "PythonsNumbers"])
 def test_in_a_loop_of_ones_own(ranks, name):
     _compare(ranks, name, dict(zero=1), "full", own_loop=True)
+
+
+class FromAFile(Block):
+    """Its state is where nobody looks."""
+
+    def prepare(self, owner):
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+
+    def forward(self, h):
+        self.file.write(b".")
+        return self.layers(h, 1 / self.file.tell())
+
+
+class MoreTheFirstTime(FromAFile):
+    def forward(self, h):
+        self.file.write(b".")
+        return self.layers(h).tanh() if self.file.tell() == 1 else self.layers(h).detach()
+
+
+class OtherShapes(FromAFile):
+    def forward(self, h):
+        self.file.write(b".")
+        return self.layers(torch.cat([h] * self.file.tell()))[: len(h)]
+
+
+class WritesItsArgument(Block):
+    def forward(self, h):
+        self.layers.up.weight.data.mul_(0.5)  # behind autograd's back
+        return self.layers(h)
+
+
+@pytest.mark.parametrize("kind", [FromAFile, MoreTheFirstTime, OtherShapes, WritesItsArgument])
+def test_what_cannot_be_restored_is_refused_by_name(ranks, kind):
+    with pytest.raises(RankError, match=r"block 'blocks.1' \(\w+\) computes other values .* recompute='none'") as error:
+        ranks(2, _one_step, kind)
+    assert "CheckpointError" not in str(error.value)
+
+
+def _one_step(kind):
+    engine = ts.parallelize(
+        Net(kind), ts.Plan(zero=1, recompute="full"), optimizer=ADAMW, loss_fn=nn.functional.mse_loss
+    )
+    before = {name: p.detach().clone() for name, p in engine.model.named_parameters() if "last" in name}
+    try:
+        engine.step(torch.ones(2, WIDTH), torch.ones(2, 1))
+    finally:
+        for name, p in engine.model.named_parameters():
+            assert name not in before or torch.equal(p, before[name])
+
+
+class Filling(Layers):
+    """Gets a list and a dict, which it fills."""
+
+    def forward(self, x, states, *, table):
+        states.append(x)
+        x = Layers.forward(self, torch.stack(list(states)).sum(0) + table["sum"])
+        table["sum"] = table["sum"] + x
+        return x
+
+
+def _arguments(mode):
+    torch.manual_seed(0)
+    blocks = [Filling(), Filling()]
+    apply_recompute(blocks, mode)
+    x, states = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH), []
+    table = {"sum": x}
+    for block in [*blocks, *blocks]:
+        x = block(x, states, table=table)
+    (x.square().mean() + table["sum"].mean()).backward()
+    return len(states), [p.grad for block in blocks for p in block.parameters()]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_arguments_that_a_block_fills(mode):
+    torch.testing.assert_close(_arguments(mode), _arguments("none"))

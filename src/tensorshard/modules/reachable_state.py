@@ -5,13 +5,13 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from tensorshard.modules.state_code import is_foreign, used_by_forwards
+from tensorshard.modules.state_code import is_foreign, used_by_forwards, variables_around
 from tensorshard.modules.state_places import (
     Attributes,
     Copied,
@@ -21,7 +21,9 @@ from tensorshard.modules.state_places import (
     Members,
     Named,
     Place,
+    SamePlaces,
     Variables,
+    content_of,
     copied_place,
 )
 from tensorshard.torch_private.modules import buffer_table
@@ -49,6 +51,11 @@ class Reached:
         self.once: str | None = None
         self._seen: dict[int, Any] = {}  # the objects are kept, or another might get the same id
 
+    @functools.cached_property
+    def same(self) -> SamePlaces:
+        """Says whether the places are the same, once all were added."""
+        return SamePlaces(self.places)
+
     def is_seen(self, value: Any) -> bool:
         """Whether `value` was met before; from now on it was."""
         if id(value) in self._seen:
@@ -71,6 +78,7 @@ class StateOfModules:
         self._users = [module for module in self._modules if not is_foreign(users_class(module).__module__)]
         classes = {cls for module in self._users for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
         self._code = used_by_forwards({cls for cls in classes if not is_foreign(cls.__module__)})
+        self._enclosed = [pair for function in self._code.enclosed for pair in variables_around(function)]
         self._data = {cls: names for cls in classes if (names := _data_of(cls))}
 
     @property
@@ -87,15 +95,18 @@ class StateOfModules:
             found.places.append(Entries(buffer_table(module)))  # a forward may register one
         for cls, names in self._data.items():
             self._add(found, Named(cls, names), 0)
-        for kind in {type(module) for module in self._users} - self._data.keys() if self._data else ():
+        for kind in {type(module) for module in self._users if users_class(module) is not type(module)}:
             # FSDP gives a module a class of its own, on which ``type(self).count += 1`` sets the attribute.
             inherited = tuple(name for cls in kind.__mro__ for name in self._data.get(cls, ()))
             if inherited:
                 self._add(found, Named(kind, inherited), 0)
         for namespace, name in self._code.variables:
             self._add(found, Variables(namespace, (name,)), 0)
-        for cell in self._code.cells:
-            self._visit(found, cell, 0)
+        for cell, assigned in self._enclosed:
+            if assigned:
+                self._add(found, Enclosed(cell), 0)
+            else:
+                self._visit(found, content_of(cell), 1)
         return found
 
     def reach_from(self, values: Iterable[Any]) -> Reached:
@@ -141,16 +152,21 @@ class StateOfModules:
         elif isinstance(value, functools.partial):
             self._visit(found, (value.func, *value.args, *value.keywords.values()), depth)
         elif isinstance(value, FunctionType):
-            for cell in () if is_foreign(value.__module__) else value.__closure__ or ():
-                self._visit(found, cell, depth)
-        elif isinstance(value, CellType):
-            self._add(found, Enclosed(value), depth)
+            self._visit_function(found, value, depth)
         elif (copied := copied_place(value)) is not None:
             found.copied.append(copied)
         elif isinstance(value, Iterator) and not hasattr(value, "read"):
             found.once = type(value).__name__
         elif not isinstance(value, type):
             self._visit_object(found, value, depth)
+
+    def _visit_function(self, found: Reached, function: FunctionType, depth: int) -> None:
+        if depth < _DEPTH and function.__closure__ and not is_foreign(function.__module__):
+            for cell, assigned in variables_around(function):
+                if assigned:
+                    self._add(found, Enclosed(cell), depth)
+                else:
+                    self._visit(found, content_of(cell), depth + 1)
 
     def _visit_module(self, found: Reached, module: nn.Module, depth: int) -> None:
         """A module that is not in the block, such as its parent, or one that is kept in a list."""

@@ -24,12 +24,12 @@ class UsedByCode:
 
     Args:
         variables: names of global variables that they may assign to, or change, with the file's namespace.
-        cells: variables of enclosing functions.
+        enclosed: functions, which may use variables of enclosing functions.
         draws: "random" and "numpy", if they may draw from the random numbers that all code shares.
     """
 
     variables: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    cells: list[CellType] = field(default_factory=list)
+    enclosed: list[FunctionType] = field(default_factory=list)
     draws: set[str] = field(default_factory=set)
 
 
@@ -45,7 +45,7 @@ def used_by_forwards(classes: set[type[nn.Module]]) -> UsedByCode:
             if not isinstance(function, FunctionType) or function.__code__ in seen or is_foreign(function.__module__):
                 continue
             seen.add(function.__code__)
-            found.cells += function.__closure__ or ()
+            found.enclosed.append(function)
             namespace = function.__globals__
             for code in _nested(function.__code__):
                 for name in _assigned(code):
@@ -63,6 +63,16 @@ def used_by_forwards(classes: set[type[nn.Module]]) -> UsedByCode:
                     queue.append(getattr(method, "__func__", method))
     found.variables = [(namespace, name) for (_, name), namespace in assigned.items()]
     return found
+
+
+def variables_around(function: FunctionType) -> Iterator[tuple[CellType, bool]]:
+    """The variables of enclosing functions that `function` uses, and whether it may assign to each."""
+    cells = function.__closure__
+    if cells:
+        steps = (step for code in _nested(function.__code__) for step in dis.get_instructions(code))
+        assigned = {step.argval for step in steps if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+            yield cell, name in assigned
 
 
 def is_foreign(module: str | None) -> bool:

@@ -29,12 +29,13 @@ def comparing_saved_tensors(describe: Callable[[torch.Tensor], Any]) -> Iterator
         del checks[name]
 
 
-RecomputationError = checkpoint.CheckpointError
-"""Raised by torch in backward if a repeated forward saved other tensors than the first.
+def stops_early() -> bool:
+    """Whether a repeated forward ends as soon as it has saved as many tensors as the first one did.
 
-Why: its text is about torch's own functions, and does not name the block.
+    Why: one that runs to its end has saved fewer, and torch's error does not name the block.
 
-Checked: torch 2.13.
+    Checked: torch 2.13.
 
-Public way: ``RuntimeError``, its base class, which every other error is as well.
-"""
+    Public way: none; ``set_checkpoint_early_stop`` sets it.
+    """
+    return checkpoint._enable_checkpoint_early_stop is not False

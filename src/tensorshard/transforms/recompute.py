@@ -13,12 +13,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tensorshard.modules.buffer_values import BufferValues, Exchanged
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
-from tensorshard.modules.state_before_call import StateBeforeCall, StateBeforeCalls
+from tensorshard.modules.running_statistics import STATISTICS, keeps_statistics
+from tensorshard.modules.state_before_call import ChangedArgumentError, StateBeforeCall, StateBeforeCalls
+from tensorshard.modules.tensors import storage_key
 from tensorshard.torch_private.compilation import is_making_graph
-from tensorshard.torch_private.modules import buffer_names
-from tensorshard.torch_private.recomputation import comparing_saved_tensors
+from tensorshard.torch_private.modules import buffer_names, own_buffers
+from tensorshard.torch_private.recomputation import comparing_saved_tensors, stops_early
 from tensorshard.transforms.costly_results import COSTLY, KeepsCostly, KeptResults, TakesKept
-from tensorshard.transforms.recompute_check import SavedTensor
+from tensorshard.transforms.recompute_check import DifferentValuesError, SavedTensor, different
 
 logger = logging.getLogger("tensorshard")
 
@@ -118,6 +120,16 @@ class RecomputedBlock:
         """The forward is about to be repeated."""
         self._repeated = True
 
+    def silently_written(self) -> set[int]:
+        """The storages of running statistics: torch's batch norm writes to them after it has saved them."""
+        return {
+            storage_key(buffer)
+            for module in self._holders
+            if keeps_statistics(module)
+            for name, buffer in own_buffers(module).items()
+            if name in STATISTICS
+        }
+
     def warn_not_repeatable(self, kind: str) -> None:
         """Logs once that the block is not recomputed."""
         if not self._warned:
@@ -139,22 +151,17 @@ def _recomputed(block: RecomputedBlock, forward: Forward, /, *args: Any, **kwarg
         return checkpoint(forward, *args, use_reentrant=False, context_fn=block.compiled_contexts, **kwargs)
     compared = block.begin()
     others = [value for value in (*args, *kwargs.values()) if not isinstance(value, _PLAIN)]
-    state = block.state.keep(others, watch_draws=compared)
+    state = block.state.keep(others, watched=compared)
     if state.once is not None:
         block.warn_not_repeatable(state.once)
         return forward(*args, **kwargs)
     contexts = partial(block.contexts, state)
-    if not compared:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    with comparing_saved_tensors(partial(SavedTensor, block.title)) as check:
-        return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=contexts, determinism_check=check, **kwargs
-        )
+    ignored = block.silently_written() if compared else None
+    with comparing_saved_tensors(partial(SavedTensor, block.title, ignored)) as check:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, determinism_check=check, **kwargs)
 
 
-def _make_contexts(
-    block: RecomputedBlock, holders: list[nn.Module], selective: bool
-) -> Callable[..., tuple[Any, Any]]:
+def _make_contexts(block: RecomputedBlock, holders: list[nn.Module], selective: bool) -> Callable[..., tuple[Any, Any]]:
     """Makes the function that returns two contexts: one for the first forward, one for its repetition in backward.
 
     It is a plain function, since torch.compile accepts no other.
@@ -203,7 +210,7 @@ class _FirstForward:
 
     def __enter__(self) -> None:
         if self.state is None:
-            self.state = self.block.state.keep((), watch_draws=self.block.begin())
+            self.state = self.block.state.keep((), watched=self.block.begin())
         self.before = BufferValues(self._holders)
         self._inner.__enter__()
 
@@ -226,14 +233,20 @@ class _Repetition:
     def __enter__(self) -> None:
         assert self._call.before is not None and self._call.state is not None
         self._call.block.repeats()
-        self._undo = self._call.state.put_back()
+        try:
+            self._undo = self._call.state.put_back()
+        except ChangedArgumentError as error:
+            raise DifferentValuesError(different(self._call.block.title, str(error))) from None
         self._exchanged = self._call.before.exchange()
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
         assert self._exchanged is not None and self._undo is not None
         try:
-            return self._inner.__exit__(*error)
+            handled = self._inner.__exit__(*error)
         finally:
             self._exchanged.undo()
             self._undo()
+        if error[0] is None and stops_early():  # it saved fewer tensors than the first forward did
+            raise DifferentValuesError(different(self._call.block.title))
+        return handled

@@ -1,10 +1,12 @@
 """Whether a recomputed forward computes what the first one did, compared by values."""
 
 import math
+from collections.abc import Container
 from typing import Any
 
 import torch
 
+from tensorshard.modules.tensors import storage_key
 from tensorshard.torch_private.fake_tensors import FakeTensor
 
 _TOLERANCE = 1e-3  # on devices whose kernels may add in another order each time
@@ -19,30 +21,31 @@ class SavedTensor:
 
     Args:
         block: names the block, for the error.
+        ignored: storages whose values are not compared; None to compare no values, only the layouts.
     """
 
-    def __init__(self, block: str, tensor: torch.Tensor) -> None:
+    __slots__ = ("_block", "_exact", "_layout", "_numbers")
+
+    def __init__(self, block: str, ignored: Container[int] | None, tensor: torch.Tensor) -> None:
         self._block = block
         self._layout = tensor.shape, tensor.dtype, tensor.device
-        self._exact = tensor.device.type == "cpu"
-        self._numbers = None if _has_no_values(tensor) else _summary(tensor.detach())
+        self._numbers = None
+        if ignored is not None and not _has_no_values(tensor) and storage_key(tensor) not in ignored:
+            self._exact = tensor.device.type == "cpu"
+            self._numbers = _summary(tensor.detach())
 
     def __ne__(self, other: object) -> bool:
-        """Whether the layouts differ. torch explains that.
+        """False.
 
         Raises:
-            DifferentValuesError: the values differ.
+            DifferentValuesError: the layouts or the values differ.
         """
         assert isinstance(other, SavedTensor)
         if self._layout != other._layout:
-            return True
+            raise DifferentValuesError(different(self._block))
         if self._numbers is not None and other._numbers is not None and not self._agrees(other):
             raise DifferentValuesError(different(self._block))
         return False
-
-    def __repr__(self) -> str:
-        shape, dtype, device = self._layout
-        return f"{list(shape)} {dtype} {device}"
 
     def _agrees(self, other: "SavedTensor") -> bool:
         assert self._numbers is not None and other._numbers is not None
@@ -55,14 +58,16 @@ class SavedTensor:
         )
 
 
-def different(block: str) -> str:
+def different(block: str, because: str | None = None) -> str:
     """The sentence about a block whose recomputed forward differs from the first one."""
+    because = because or (
+        "its forward depends on something that changes meanwhile and cannot be restored, such as a file, the time, an "
+        "object of a compiled library, or a tensor that other code writes to in place"
+    )
     return (
         f"block {block} computes other values when its forward runs again in backward (Plan.recompute), so its "
-        f"gradients would be wrong. Its forward depends on something that it changes or that changes in between and "
-        f"that cannot be restored: a file, the time, an object of a compiled library, a tensor that other code "
-        f"writes to in place. Keep such a state in an attribute, a list, a dict or a buffer of the block, or use "
-        f"recompute='none'"
+        f"gradients would be wrong: {because}. Keep such a state in an attribute, a list, a dict or a buffer of the "
+        f"block, or use recompute='none'"
     )
 
 
