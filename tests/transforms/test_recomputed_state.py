@@ -17,6 +17,7 @@ from torch import nn
 
 import tensorshard as ts
 from rank_pool import RankError
+from tensorshard.modules.forwards import Role, convert_forward
 from tensorshard.transforms.recompute import apply_recompute
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-5)
@@ -451,3 +452,33 @@ def _arguments(mode):
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_arguments_that_a_block_fills(mode):
     torch.testing.assert_close(_arguments(mode), _arguments("none"))
+
+
+def _compiled(kind, mode):
+    random.seed(1)
+    torch.manual_seed(0)
+    model = Net(kind)
+    apply_recompute(model.blocks, mode)
+    for block in model.blocks:
+        if mode != "none":
+            convert_forward(block, Role.COMPILATION, partial(torch.compile, backend="aot_eager"))
+    found = []
+    for step in range(2):
+        model.zero_grad()
+        loss = model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) + step).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad for p in model.parameters())]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of what is in the graph
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("kind", [Spiking, Counting, Appending, SetFromOutside, PythonsNumbers])
+def test_compiled(kind, mode):
+    torch.testing.assert_close(_compiled(kind, mode), _compiled(kind, "none"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_and_refused():
+    with pytest.raises(RuntimeError, match="block FromAFile computes other values"):
+        _compiled(FromAFile, "full")

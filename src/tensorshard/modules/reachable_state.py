@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.state_code import is_foreign, used_by_forwards, variables_around
+from tensorshard.modules.forward_code import forward_classes, is_foreign, used_by_forwards, variables_around
 from tensorshard.modules.state_places import (
     Attributes,
     Copied,
@@ -76,8 +76,8 @@ class StateOfModules:
         self._ids = {id(module) for module in self._modules}
         # torch's layers keep no state of their own; what a subclass's forward does is unknown.
         self._users = [module for module in self._modules if not is_foreign(users_class(module).__module__)]
-        classes = {cls for module in self._users for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
-        self._code = used_by_forwards({cls for cls in classes if not is_foreign(cls.__module__)})
+        classes = {cls for module in self._users for cls in forward_classes(type(module))}
+        self._code = used_by_forwards(classes)
         self._enclosed = [pair for function in self._code.enclosed for pair in variables_around(function)]
         self._data = {cls: names for cls in classes if (names := _data_of(cls))}
 

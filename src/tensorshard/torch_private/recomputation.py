@@ -1,17 +1,18 @@
 """What torch's recomputation compares between a forward and its repetition."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import checkpoint
 
 
-@contextmanager
-def comparing_saved_tensors(describe: Callable[[torch.Tensor], Any]) -> Iterator[str]:
-    """Gives the value of ``determinism_check`` with which ``torch.utils.checkpoint.checkpoint`` compares what `describe`
+def compare_saved_tensors(owner: object, describe: Callable[[torch.Tensor], Any]) -> str:
+    """Returns a value of ``determinism_check`` with which ``torch.utils.checkpoint.checkpoint`` compares what `describe`
     returns for each tensor that forward saves, and for each that is recomputed in its place (by ``!=``).
+
+    It holds as long as `owner` lives, to which `describe` must not refer.
 
     Why: by default, torch compares shapes and types only, so a forward that computes other values the second time
     gives wrong gradients without a word.
@@ -21,12 +22,10 @@ def comparing_saved_tensors(describe: Callable[[torch.Tensor], Any]) -> Iterator
     Public way: none; ``determinism_check`` takes the names of two checks that torch has.
     """
     checks: dict[str, Callable[[torch.Tensor], Any]] = checkpoint._allowed_determinism_checks_to_fns
-    name = f"tensorshard-{id(describe)}"
+    name = f"tensorshard-{id(owner)}"
     checks[name] = describe
-    try:
-        yield name
-    finally:
-        del checks[name]
+    weakref.finalize(owner, checks.pop, name, None)
+    return name
 
 
 def stops_early() -> bool:

@@ -18,9 +18,9 @@ from tensorshard.modules.state_before_call import ChangedArgumentError, StateBef
 from tensorshard.modules.tensors import storage_key
 from tensorshard.torch_private.compilation import is_making_graph
 from tensorshard.torch_private.modules import buffer_names, own_buffers
-from tensorshard.torch_private.recomputation import comparing_saved_tensors, stops_early
+from tensorshard.torch_private.recomputation import compare_saved_tensors, stops_early
 from tensorshard.transforms.costly_results import COSTLY, KeepsCostly, KeptResults, TakesKept
-from tensorshard.transforms.recompute_check import DifferentValuesError, SavedTensor, different
+from tensorshard.transforms.recompute_check import Comparison, DifferentValuesError, different
 
 logger = logging.getLogger("tensorshard")
 
@@ -53,7 +53,7 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: str, names: Mapping[nn.Mo
         name = (names or {}).get(block)
         title = f"{name!r} ({type(block).__name__})" if name else type(block).__name__
         recomputed = RecomputedBlock(block, title, selective=mode == "selective")
-        _ = recomputed.state, recomputed.compiled_contexts  # not in the first step
+        _ = recomputed.state, recomputed.contexts, recomputed.check  # not in the first step
         # A wrapping module would put its name into every parameter's name; checkpoints would then depend on the plan.
         wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, recomputed))
         vars(block)[_RECOMPUTED] = recomputed
@@ -79,6 +79,7 @@ class RecomputedBlock:
         self.title = title
         self._selective = selective
         self.always_compared = False
+        self._comparison = Comparison(title)
         self._rounds = 0
         self._repeated = False  # since the last first forward
         self._warned = False
@@ -98,9 +99,9 @@ class RecomputedBlock:
         return _make_contexts(self, self._holders, self._selective)
 
     @cached_property
-    def compiled_contexts(self) -> Callable[..., tuple[Any, Any]] | None:
-        """The same in compiled code. A block without buffers needs no contexts of its own there."""
-        return self.contexts if self._holders or self._selective else None
+    def check(self) -> str:
+        """The name of the check of what the forward saves."""
+        return compare_saved_tensors(self, self._comparison)
 
     @cached_property
     def _holders(self) -> list[nn.Module]:
@@ -114,13 +115,15 @@ class RecomputedBlock:
         if self._repeated:
             self._repeated = False
             self._rounds += 1
-        return self.always_compared or self._rounds < _COMPARED_ROUNDS
+        compared = self.always_compared or self._rounds < _COMPARED_ROUNDS
+        self._comparison.ignored = self._silently_written() if compared else None
+        return compared
 
     def repeats(self) -> None:
         """The forward is about to be repeated."""
         self._repeated = True
 
-    def silently_written(self) -> set[int]:
+    def _silently_written(self) -> set[int]:
         """The storages of running statistics: torch's batch norm writes to them after it has saved them."""
         return {
             storage_key(buffer)
@@ -146,19 +149,16 @@ def _recomputed(block: RecomputedBlock, forward: Forward, /, *args: Any, **kwarg
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
-        if block.compiled_contexts is None:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=block.compiled_contexts, **kwargs)
-    compared = block.begin()
-    others = [value for value in (*args, *kwargs.values()) if not isinstance(value, _PLAIN)]
-    state = block.state.keep(others, watched=compared)
-    if state.once is not None:
-        block.warn_not_repeatable(state.once)
-        return forward(*args, **kwargs)
-    contexts = partial(block.contexts, state)
-    ignored = block.silently_written() if compared else None
-    with comparing_saved_tensors(partial(SavedTensor, block.title, ignored)) as check:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, determinism_check=check, **kwargs)
+        # What arguments hold is not restored here. If it changed, the comparison says so.
+        contexts = block.contexts
+    else:
+        others = [value for value in (*args, *kwargs.values()) if not isinstance(value, _PLAIN)]
+        state = block.state.keep(others, watched=block.begin())
+        if state.once is not None:
+            block.warn_not_repeatable(state.once)
+            return forward(*args, **kwargs)
+        contexts = partial(block.contexts, state)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, determinism_check=block.check, **kwargs)
 
 
 def _make_contexts(block: RecomputedBlock, holders: list[nn.Module], selective: bool) -> Callable[..., tuple[Any, Any]]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,22 @@ _TOLERANCE = 1e-3  # on devices whose kernels may add in another order each time
 
 class DifferentValuesError(RuntimeError):
     """A block's recomputed forward does not compute what its first forward did."""
+
+
+@dataclass
+class Comparison:
+    """How a block's saved tensors are compared.
+
+    Args:
+        block: names the block, for the error.
+        ignored: storages whose values are not compared; None to compare no values, only the layouts.
+    """
+
+    block: str
+    ignored: set[int] | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> "SavedTensor":
+        return SavedTensor(self.block, self.ignored, tensor)
 
 
 class SavedTensor:

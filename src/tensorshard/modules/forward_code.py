@@ -1,7 +1,6 @@
-"""What the code of a class's forward uses beside its object: global variables, enclosing variables, random numbers.
+"""What the code of a class's forward uses: functions, global variables, enclosing variables, random numbers.
 
-The code itself is read, not run: the names in the forward, in the methods and in the functions of the same file that
-its names lead to.
+The code itself is read, not run: the names in the forward, and in the methods and functions that its names lead to.
 """
 
 import dis
@@ -25,12 +24,16 @@ class UsedByCode:
     Args:
         variables: names of global variables that they may assign to, or change, with the file's namespace.
         enclosed: functions, which may use variables of enclosing functions.
+        names: of all functions, methods, attributes and global variables that they use.
+        writes_items: whether they write to parts of something, as in ``a[i] = b``.
         draws: "random" and "numpy", if they may draw from the random numbers that all code shares.
     """
 
     variables: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     enclosed: list[FunctionType] = field(default_factory=list)
     draws: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+    writes_items: bool = False
 
 
 def used_by_forwards(classes: set[type[nn.Module]]) -> UsedByCode:
@@ -39,21 +42,25 @@ def used_by_forwards(classes: set[type[nn.Module]]) -> UsedByCode:
     seen: set[CodeType] = set()
     assigned: dict[tuple[int, str], dict[str, Any]] = {}
     for cls in classes:
-        queue = [cls.forward]
+        queue: list[Any] = [cls.forward]
         while queue:
             function = queue.pop()
             if not isinstance(function, FunctionType) or function.__code__ in seen or is_foreign(function.__module__):
                 continue
             seen.add(function.__code__)
+            queue.append(getattr(function, "__wrapped__", None))  # a decorator such as torch.autocast is around it
+            found.names |= set(function.__code__.co_freevars)
             found.enclosed.append(function)
             namespace = function.__globals__
             for code in _nested(function.__code__):
+                found.names |= set(code.co_names)
+                found.writes_items |= any(step.opname == "STORE_SUBSCR" for step in dis.get_instructions(code))
                 for name in _assigned(code):
                     assigned[id(namespace), name] = namespace
                 for name in code.co_names:
                     value = namespace.get(name)
                     found.draws |= _draws(name, value, code)
-                    if isinstance(value, FunctionType) and value.__module__ == function.__module__:
+                    if isinstance(value, FunctionType):
                         queue.append(value)
                     elif _may_be_changed(value):
                         assigned[id(namespace), name] = namespace
@@ -63,6 +70,11 @@ def used_by_forwards(classes: set[type[nn.Module]]) -> UsedByCode:
                     queue.append(getattr(method, "__func__", method))
     found.variables = [(namespace, name) for (_, name), namespace in assigned.items()]
     return found
+
+
+def forward_classes(cls: type[nn.Module]) -> set[type[nn.Module]]:
+    """The classes of `cls`'s own code, without torch's and this package's."""
+    return {base for base in cls.__mro__ if issubclass(base, nn.Module) and not is_foreign(base.__module__)}
 
 
 def variables_around(function: FunctionType) -> Iterator[tuple[CellType, bool]]:
