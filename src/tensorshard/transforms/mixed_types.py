@@ -22,9 +22,14 @@ from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
 _NARROW = (torch.bfloat16, torch.float16)
 
-_SAME_TYPE = (
+_NORMS = (
     "layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "native_layer_norm", "native_group_norm",
-    "native_batch_norm", "lerp", "dot", "vdot", "mv", "addmv", "tensordot", "bilinear", "cross", "heaviside",
+    "native_batch_norm",
+)  # fmt: skip
+"""Functions whose weights have one type, which may be wider than that of what is normalized."""
+
+_SAME_TYPE = (
+    "lerp", "dot", "vdot", "mv", "addmv", "tensordot", "bilinear", "cross", "heaviside",
     "searchsorted", "bucketize", "cdist",
 )  # fmt: skip
 """Functions and methods that want one type, and return it."""
@@ -41,7 +46,7 @@ _PRODUCTS = (
 
 _WITHOUT_AUTOCAST = ("autocast", "custom_fwd", "autocast_instance")
 _WRITES = (*(f"{name}_" for name in _INTO), "lerp_")
-_NAMES = frozenset((*_SAME_TYPE, *_INTO, *_WRITES, *_WITHOUT_AUTOCAST, "addmv_"))
+_NAMES = frozenset((*_NORMS, *_SAME_TYPE, *_INTO, *_WRITES, *_WITHOUT_AUTOCAST, "addmv_"))
 
 
 def give_one_type(modules: Iterable[nn.Module]) -> None:
@@ -85,6 +90,8 @@ def _in_one_type(rule: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         wanted = target.dtype
     else:
         wanted = torch.promote_types(*types) if len(types) == 2 else torch.float32
+    if rule == "norm" and args:
+        return (args[0], *tree_map(partial(_cast, wanted), args[1:])), tree_map(partial(_cast, wanted), kwargs)
     return tree_map(partial(_cast, wanted), (args, kwargs))
 
 
@@ -105,10 +112,16 @@ def _is_autocast_on(args: Any, kwargs: Any) -> bool:
 
 @cache
 def _rules() -> dict[Any, str]:
-    """The rule of each function: "same", "write" or "product"."""
+    """The rule of each function: "norm", "same", "write" or "product"."""
     places = (torch, torch.Tensor, F, torch.linalg)
     found = {}
-    for names, rule in ((_SAME_TYPE, "same"), (_INTO, "write"), (_WRITES, "write"), (_PRODUCTS, "product")):
+    for names, rule in (
+        (_NORMS, "norm"),
+        (_SAME_TYPE, "same"),
+        (_INTO, "write"),
+        (_WRITES, "write"),
+        (_PRODUCTS, "product"),
+    ):
         for name in names:
             found.update({getattr(place, name): rule for place in places if hasattr(place, name)})
     found[torch.Tensor.__setitem__] = "write"
