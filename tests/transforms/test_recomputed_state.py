@@ -212,7 +212,7 @@ class OwnGenerator(Block):
 
 class GlobalVariables(Block):
     def forward(self, h):
-        global CALLS
+        global CALLS  # noqa: PLW0603
         CALLS += 1
         SHARED["calls"] += 1
         return self.layers(h, 1 / (CALLS + SHARED["calls"]))
@@ -333,9 +333,7 @@ def _train(name: str, fields: dict[str, Any], own_loop: bool = False) -> tuple[l
     kept = {"calls": CALLS, "shared": SHARED["calls"], "class": ClassAttribute.calls, "depth": model.depth}
     kept["random"], kept["numpy"] = random.random(), np.random.rand()
     for place, block in enumerate(model.blocks):
-        for name in ("calls", "time"):
-            if hasattr(block, name):
-                kept[f"{place}.{name}"] = getattr(block, name)
+        kept.update({f"{place}.{key}": getattr(block, key) for key in ("calls", "time") if hasattr(block, key)})
         if hasattr(block, "seen"):
             kept[f"{place}.seen"] = len(block.seen)
     return losses, engine.full_state_dict(), kept
@@ -482,3 +480,25 @@ def test_compiled(kind, mode):
 def test_compiled_and_refused():
     with pytest.raises(RuntimeError, match="block FromAFile computes other values"):
         _compiled(FromAFile, "full")
+
+
+class FromAFileLater(FromAFile):
+    """Depends on the file from its third call on."""
+
+    def forward(self, h):
+        self.file.write(b".")
+        return self.layers(h, 1 / max(self.file.tell() - 4, 1))
+
+
+def _later(debug):
+    plan = ts.Plan(recompute="full")
+    model = nn.Sequential(nn.Sequential(FromAFileLater()), nn.Sequential(FromAFileLater()))
+    engine = ts.parallelize(model, plan, optimizer=ADAMW, loss_fn=nn.functional.mse_loss, debug=debug)
+    for _ in range(4):
+        engine.step(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+
+
+def test_debug_compares_in_all_steps(ranks):
+    ranks(1, _later, False)
+    with pytest.raises(RankError, match="computes other values"):
+        ranks(1, _later, True)

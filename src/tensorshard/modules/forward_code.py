@@ -91,7 +91,7 @@ def is_foreign(module: str | None) -> bool:
     """Whether code or a class of `module` is torch's, the standard library's or this package's, whose objects are not
     looked into."""
     root = (module or "").partition(".")[0]
-    return root in _FOREIGN and not (module or "").startswith("tensorshard.models") or root in sys.stdlib_module_names
+    return (root in _FOREIGN and not (module or "").startswith("tensorshard.models")) or root in sys.stdlib_module_names
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

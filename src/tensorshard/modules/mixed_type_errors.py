@@ -38,7 +38,7 @@ def explained_types(precision: str) -> Iterator[None]:
             raise
         raise MixedTypesError(
             f"module {named} mixes 16-bit tensors with fp32 ones ({text.splitlines()[0]}): under "
-            f"precision={precision!r} parameters and the results of products have 16 bits, while buffers, other tensors "
+            f"precision={precision!r} parameters and the results of products have 16 bits, and buffers, other tensors "
             f"and new ones stay fp32. Convert one of the operands in its forward, as in a.to(b.dtype)"
         ) from error
 

@@ -1,7 +1,6 @@
 """Finds what the forward of some modules may change beside weights: their attributes, and what these lead to."""
 
 import functools
-import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator

@@ -56,7 +56,7 @@ def _same_values(holder: Any, values: Sequence[Any], kept: Sequence[Any]) -> boo
 
 
 class SamePlaces:
-    """Says of many places at once whether all of them are the same. Most are, in most calls: this takes 5 us a block."""
+    """Says of many places at once whether all of them are the same, in about 5 us a block: in most calls they are."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         tables = [place for place in places if isinstance(place, Attributes)]

@@ -9,8 +9,10 @@ from torch.utils import checkpoint
 
 
 def compare_saved_tensors(owner: object, describe: Callable[[torch.Tensor], Any]) -> str:
-    """Returns a value of ``determinism_check`` with which ``torch.utils.checkpoint.checkpoint`` compares what `describe`
-    returns for each tensor that forward saves, and for each that is recomputed in its place (by ``!=``).
+    """Returns a value of ``determinism_check`` for ``torch.utils.checkpoint.checkpoint``.
+
+    With it, torch compares (by ``!=``) what `describe` returns for each tensor that forward saves, and for each that is
+    recomputed in its place.
 
     It holds as long as `owner` lives, to which `describe` must not refer.
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -70,7 +69,7 @@ class SavedTensor:
         mine, others = self._numbers.tolist(), other._numbers.tolist()
         scale = max(abs(mine[0]), abs(others[0])) if math.isfinite(mine[0]) and math.isfinite(others[0]) else 0.0
         return all(
-            one == two or (one != one and two != two) or abs(one - two) <= tolerance * scale
+            one == two or (math.isnan(one) and math.isnan(two)) or abs(one - two) <= tolerance * scale
             for one, two in zip(mine, others, strict=True)
         )
 
