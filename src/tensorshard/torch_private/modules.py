@@ -37,6 +37,7 @@ __all__ = [
     "SpectralNormVectors",
     "buffer_at",
     "buffer_names",
+    "buffer_table",
     "check_batch_norm_input",
     "clear_forward_hooks",
     "clear_hooks",
@@ -122,6 +123,18 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     Public way: ``named_buffers(recurse=False, remove_duplicate=False)``, where a class does not override it.
     """
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+
+
+def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dict in which `module` registers its buffers: not a copy.
+
+    Why: a forward may register buffers, which is undone where the forward runs again.
+
+    Checked: torch 2.13.
+
+    Public way: ``named_buffers(recurse=False)`` and ``register_buffer``, which cannot take a buffer away again.
+    """
+    return module._buffers
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module]:
