@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from tensorshard.modules.other_places import holds
 from tensorshard.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -48,6 +49,7 @@ class _Copier:
     def __init__(self, root: nn.Module, replacements: Mapping[int, Any]) -> None:
         self._root = root
         self._made: dict[int, Any] = dict(replacements)
+        self._replaced = frozenset(replacements)
         self._originals: list[Any] = []  # kept, so that no other object gets the id of one
         self._modules = {id(module) for module in root.modules()}
         self._functions: list[tuple[FunctionType, FunctionType]] = []
@@ -209,6 +211,9 @@ class _Copier:
             again = partial(self._counterpart(value.func), *map(self._counterpart, value.args), **keywords)
             vars(again).update(vars(value))
             return again
+        # An object that only code refers to is shared, unless it holds the model's tensors.
+        if not isinstance(value, (*_ATOMIC, *_WEAK, torch.Tensor, nn.Module)) and holds(value, self._replaced):
+            return self.copy(value)
         return value
 
 
