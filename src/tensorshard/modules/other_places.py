@@ -33,6 +33,7 @@ _ATOMIC: tuple[type, ...] = (
     property, Logger, torch.dtype, torch.device, torch.Generator, torch.Size, dist.ProcessGroup,
     weakref.ProxyType, weakref.CallableProxyType,
 )  # fmt: skip
+WEAK_CONTAINERS = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
 _LIMIT = 2_000_000  # objects that are looked into; models have thousands
 
 Swap = Callable[[torch.Tensor], torch.Tensor]
@@ -87,7 +88,7 @@ class _Members(Place):
     """What a set holds, or a dict that has tensors as keys."""
 
     def get(self) -> Any:
-        return tuple(self.holder.items()) if isinstance(self.holder, dict) else tuple(self.holder)
+        return tuple(self.holder.items()) if hasattr(self.holder, "items") else tuple(self.holder)
 
     def put(self, value: Any) -> None:
         self.holder.clear()
@@ -113,6 +114,18 @@ class _Defaults(Place):
 
     def put(self, value: Any) -> None:
         self.holder.__defaults__ = value
+
+
+class _Keyword(Place):
+    """The key is the attribute that has the dict of a function or ``functools.partial``, and the key in it."""
+
+    def get(self) -> Any:
+        attribute, name = self.key
+        return getattr(self.holder, attribute)[name]
+
+    def put(self, value: Any) -> None:
+        attribute, name = self.key
+        getattr(self.holder, attribute)[name] = value
 
 
 class _Arguments(Place):
@@ -220,9 +233,8 @@ def _places(holder: Any, path: str, registered: bool) -> Iterator[tuple[Place, A
     """The changeable places of one object, with their values."""
     prefix = f"{path}." if path else ""
     kind = type(holder)
-    if isinstance(holder, dict):
-        keys_hold = any(not isinstance(key, _ATOMIC) for key in holder)
-        if keys_hold:
+    if isinstance(holder, dict | weakref.WeakValueDictionary):
+        if isinstance(holder, dict) and any(not isinstance(key, _ATOMIC) for key in holder):
             yield from _with_value(_Members(holder, None, path))
         else:
             for key, value in list(holder.items()):
@@ -232,7 +244,7 @@ def _places(holder: Any, path: str, registered: bool) -> Iterator[tuple[Place, A
         for index, value in enumerate(list(holder)):
             if not isinstance(value, _ATOMIC):
                 yield Place(holder, index, f"{path}[{index}]"), value
-    elif isinstance(holder, set):
+    elif isinstance(holder, set | weakref.WeakSet | weakref.WeakKeyDictionary):
         yield from _with_value(_Members(holder, None, path))
     elif kind is FunctionType:
         for index, name in enumerate(holder.__code__.co_freevars):
@@ -240,12 +252,13 @@ def _places(holder: Any, path: str, registered: bool) -> Iterator[tuple[Place, A
         if holder.__defaults__:
             yield from _with_value(_Defaults(holder, None, f"{prefix}__defaults__"))
         for name, value in (holder.__kwdefaults__ or {}).items():
-            yield Place(holder.__kwdefaults__, name, f"{prefix}{name}"), value
+            yield _Keyword(holder, ("__kwdefaults__", name), f"{prefix}{name}"), value
     elif kind.__name__ == "partial" and hasattr(holder, "keywords"):
         yield from _with_value(_Arguments(holder, None, f"{prefix}args"))
         for name, value in holder.keywords.items():
-            yield Place(holder.keywords, name, f"{prefix}{name}"), value
-    yield from _attributes(holder, prefix, registered)
+            yield _Keyword(holder, ("keywords", name), f"{prefix}{name}"), value
+    if not isinstance(holder, WEAK_CONTAINERS):
+        yield from _attributes(holder, prefix, registered)
 
 
 def _attributes(holder: Any, prefix: str, registered: bool) -> Iterator[tuple[Place, Any]]:
@@ -334,8 +347,6 @@ def _made_again(value: Any, swap: Swap, made: dict[int, Any]) -> Any:
         tensor = value()
         if not isinstance(tensor, torch.Tensor) or swap(tensor) is tensor:
             return value
-        if isinstance(value, weakref.KeyedRef):
-            return weakref.KeyedRef(swap(tensor), value.__callback__, value.key)
         return weakref.ref(swap(tensor), value.__callback__)
     tensor = value.__self__
     if not isinstance(tensor, torch.Tensor) or swap(tensor) is tensor:
