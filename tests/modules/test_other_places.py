@@ -191,3 +191,73 @@ def test_a_parameter_read_in_another_place_is_trained(ranks, fields, given):
         except AssertionError as error:
             wrong[way] = str(error)[:1500]
     assert not wrong
+
+
+class Sharing(nn.Module):
+    """Blocks that read the first block's parameter through one list; with `plain`, by its registration."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        seeds.seed(5)
+        self.inlet, self.outlet = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block("plain") for _ in range(3))
+        self.register_buffer("shift", torch.linspace(0.0, 1.0, WIDTH))
+        self.plain = plain
+        shared = Variable([self.blocks[0].weight, self.shift])
+        for block in self.blocks:
+            block.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inlet(x)
+        for block in self.blocks:
+            weight, shift = (self.blocks[0].weight, self.shift) if self.plain else block.shared.value
+            h = block(h + shift) + h @ weight
+        return self.outlet(h)
+
+
+@pytest.mark.parametrize("fields", [*PLANS, dict(zero=3, dp_replicate=2), dict(tp=2, zero=3)], ids=str)
+def test_an_object_that_blocks_share(ranks, fields):
+    world = 4 if len(fields) == 2 and "zero" in fields and ("dp_replicate" in fields or "tp" in fields) else 2
+    (losses, state), *_ = ranks(world, _train, partial(Sharing, True), fields)
+    (found, end), *_ = ranks(world, _train, partial(Sharing, False), fields)
+    assert found == pytest.approx(losses, rel=1e-6)
+    parity.assert_same_state(end, state, 1e-6)
+
+
+class Buffered(nn.Module):
+    """Follows a buffer that an object holds, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.tensor(0.0))
+        self.object = Variable(self.calls)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.object.value += 1
+        return self.linear(x) * self.calls
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["callable", "module"])
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_buffer_that_an_object_changes(ranks, level, given):
+    for losses, state in ranks(2, _train, Buffered, dict(zero=level), given):
+        assert not state or state["calls"].item() == len(losses) == 3
+
+
+def _refused() -> tuple[list[bool], str]:
+    model = Net("tuple")
+    before = [block.held[1][0] is block.weight for block in model.blocks]
+    held = [block.held for block in model.blocks]
+    try:
+        ts.parallelize(model, ts.Plan(zero=3), optimizer=lambda _: 1 / 0, loss_fn=squares)
+    except ZeroDivisionError as error:
+        same = [block.held is was and was[1][0] is block.weight for block, was in zip(model.blocks, held, strict=True)]
+        return before + same, type(error).__name__
+    return [], ""
+
+
+def test_a_refused_plan_leaves_the_places_as_they_were(ranks):
+    same, error = ranks(1, _refused)[0]
+    assert error
+    assert all(same)

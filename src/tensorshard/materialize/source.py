@@ -13,6 +13,7 @@ from tensorshard.modules.other_places import note_other_places, other_places, sw
 from tensorshard.torch_private.fake_tensors import FakeTensor, active_fake_mode, unset_fake_temporarily
 from tensorshard.torch_private.modules import (
     every_module,
+    forward_pre_hooks,
     own_buffers,
     own_parameters,
     refresh_recurrent_weights,
@@ -191,6 +192,8 @@ def _check_no_views(module: nn.Module, originals: Mapping[str, torch.Tensor]) ->
         return strided and id(tensor) not in registered and storage_address(tensor.untyped_storage()) in memory
 
     for place, tensors in other_places(module, is_view):
+        if isinstance(place.holder, nn.Module) and forward_pre_hooks(place.holder):
+            continue  # a hook makes it again before it is read, as the older ``spectral_norm`` does
         name = memory[storage_address(tensors[0].untyped_storage())]
         raise ValueError(
             f"the attribute {place.described()} of the model is a view of the memory of parameter {name!r}, which a "
