@@ -49,6 +49,7 @@ from tensorshard.plan import Plan
 from tensorshard.pretrained.pretrained_model import PretrainedModel
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.transforms.precision import check_supported
+from tensorshard.transforms.recompute import always_compare
 
 logger = logging.getLogger("tensorshard")
 
@@ -119,6 +120,8 @@ def lay_out_engine(
                 slots=slots,
                 decisions=decisions,
             )
+        if debug:
+            always_compare(sharded.model)
         # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
         random = RandomStreams(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank, device)
         groups = [update.group() for update in updates]

@@ -64,6 +64,7 @@ def parallelize(
             seconds. It holds for process groups that are made here. A world that exists already keeps its own.
         debug: whether the first step also finds out if the loss compares samples with each other, and logs it. Such a
             loss depends on the number of data ranks and micro-batches. It costs two evaluations of the first batch.
+            Also, every recomputed forward (`Plan.recompute`) is compared with the first one by values, in all steps.
 
     When this returns, the module belongs to the Engine. If it raises, the module is as it was before: parameters,
     buffers, attributes, hooks and forwards. Torch's global random state is not changed in either case.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import tensorshard as ts
 from engines import ADAMW, engine_of, own_shard
 from tensorshard.comm.collectives import all_gather_into
 from toys import data, squares
@@ -104,6 +105,35 @@ def test_ranks_that_write_different_values_are_told(ranks, fields):
     for sentence in ranks(2, _differing_writes, fields):
         assert "the data ranks have different values of the parameter '2.weight'" in sentence
         assert "torch.distributed.broadcast" in sentence
+
+
+class _Limited(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, 4, max_norm=0.1)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.out(self.rows(index)).squeeze(-1)
+
+
+def _writes_by_its_samples(fields: dict[str, Any]) -> str:
+    """The second step limits another row on each rank, of which the other rank has the master."""
+    engine = ts.parallelize(
+        _Limited, ts.Plan(**fields), optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=nn.MSELoss(), device="cpu"
+    )
+    engine.step(torch.tensor([0]), torch.zeros(1))
+    try:
+        engine.step(torch.tensor([6 if engine.mesh.rank == 0 else 1]), torch.zeros(1))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fields", [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 1, "precision": "bf16"}], ids=str)
+def test_a_forward_that_writes_by_its_samples_is_refused_in_any_step(ranks, fields):
+    for sentence in ranks(2, _writes_by_its_samples, fields):
+        assert "the data ranks have different values of the parameter 'rows.weight'" in sentence
 
 
 def _old_graph(level: int) -> str:

@@ -1,5 +1,6 @@
 """Models that cannot be recorded, that are already built, or that are on the meta device."""
 
+import functools
 import logging
 import re
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from torch import nn
 
 from peak_memory import peak_memory_of
 from rank_pool import RankPool
-from tensorshard.materialize import HeldTensors, Recording, from_meta, from_module, record
+from tensorshard.materialize import HeldTensors, Recording, TensorSource, from_meta, from_module, record
 from tensorshard.materialize.replay import draw_seed
 
 
@@ -23,11 +24,13 @@ class Reader(nn.Module):
         self.value = read(torch.rand(3))
 
 
-class Holder:
-    """Neither a module nor a container."""
+class Cached:
+    """Keeps its tensors where no attribute of a module leads to."""
+
+    kept: list[torch.Tensor] = []
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        self.kept.append(tensor)
 
 
 def swallow(tensor: torch.Tensor) -> float:
@@ -52,7 +55,7 @@ def swallow(tensor: torch.Tensor) -> float:
             "draws from a torch.Generator of its own",
         ),
         (lambda tensor: torch.polar(tensor, tensor).conj(), "conjugated"),
-        (Holder, r"keeps a tensor of shape \(3,\) in a cache"),
+        (Cached, r"keeps a tensor of shape \(3,\) in a cache"),
     ],
 )
 def test_built_whole_with_a_reason(
@@ -258,3 +261,62 @@ def test_draw_indices_are_those_of_the_whole_model() -> None:
         torch.default_generator.manual_seed(draw_seed(4, 1))
         expected = torch.empty(2, 2).uniform_(-(0.5**0.5), 0.5**0.5)
     assert torch.equal(source.tensor("1.weight"), expected)
+
+
+class Counter:
+    """Neither a module nor a container."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.count, self.tensor = 0, tensor
+
+
+class Sharing(nn.Module):
+    def __init__(self, shared: dict[str, object]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        vars(self).update(shared)
+
+
+def _sharing() -> nn.Module:
+    table = torch.arange(3.0)
+    counter = Counter(table)
+    shared = {"list": [table, 0], "dict": {"table": [table]}, "tuple": (table, counter), "object": counter}
+    return nn.Sequential(Sharing(shared), Sharing(shared))
+
+
+@pytest.mark.parametrize("source", [lambda: record(_sharing, seed=0), lambda: from_module(_sharing())])
+def test_what_modules_share_they_share_when_laid_out(source: Callable[[], TensorSource]) -> None:
+    first, second = source().module.children()
+    for name in ("list", "dict", "tuple", "object"):
+        assert getattr(first, name) is getattr(second, name)
+    table = first.object.tensor
+    assert table.tolist() == [0.0, 1.0, 2.0]
+    assert first.list[0] is table
+    assert first.dict["table"][0] is table
+    assert first.tuple == (table, first.object)
+
+
+def test_caches_outside_of_the_model_keep_no_fake_tensors() -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    @functools.lru_cache
+    def table(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(size).float(), torch.ones(size)
+
+    def build() -> nn.Module:
+        module = nn.Linear(3, 3)
+        vars(module).update(table=kept.setdefault("table", torch.arange(3.0)), tables=table(2))
+        return module
+
+    module = record(build, seed=0).module
+    assert module.table.tolist() == [0.0, 1.0, 2.0]
+    assert module.tables[0].tolist() == [0.0, 1.0]
+    assert kept["table"] is module.table
+
+
+def test_a_view_of_a_parameter_in_an_attribute_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(3, 3))
+    module[0].held = [module[0].weight[0].detach()]
+    with pytest.raises(ValueError, match=r"attribute '0.held\[0\]' \(of a list\) .* parameter '0.weight'"):
+        from_module(module)
+    assert not module[0].weight.is_meta

@@ -19,6 +19,7 @@ from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.heads.under_plan.method_calls import call_before_heads, gather_for_heads
 from tensorshard.mesh import Mesh
+from tensorshard.modules.other_places import follow, has_other_places
 from tensorshard.modules.parameters import ParameterPlaces, like
 from tensorshard.modules.surrounded import surround_forwards
 from tensorshard.offload.offloaded_parameters import OffloadedParameters
@@ -36,7 +37,7 @@ from tensorshard.torch_private.fsdp import (
     reset_iteration,
 )
 from tensorshard.torch_private.fsdp_calls import initialize_root, watch_unit
-from tensorshard.torch_private.modules import own_parameters
+from tensorshard.torch_private.modules import own_parameters, parameter_at
 from tensorshard.transforms.precision import autocast, compute_dtype, master_dtype, widen_output
 
 
@@ -67,6 +68,7 @@ class FullyShardedModel(ShardedModel):
         super().__init__(model, split)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._places = ParameterPlaces(model)
+        self._filled: list[tuple[nn.Module, str, nn.Parameter]] = []  # those of the unit that are held elsewhere, too
         # All trained parameters have one type, as was checked. A pipeline's stage may train none.
         self._dtype = next((master_dtype(p.dtype) for p in self._names if p.requires_grad), torch.float32)
         hybrid = mesh.degrees["dp_replicate"] > 1
@@ -256,10 +258,19 @@ class FullyShardedModel(ShardedModel):
                 if parameter.is_meta:
                     value = value_of(self._names[parameter])
                     value = value.to(master_dtype(value.dtype)) if value.is_floating_point() else value
-                    self._places.replace(parameter, like(parameter, value.contiguous()))
+                    filled = like(parameter, value.contiguous())
+                    self._places.replace(parameter, filled)
+                    self._filled += [
+                        (owner, key, filled)
+                        for owner, key in self._places.of(parameter)
+                        if has_other_places(owner, key)
+                    ]
 
     def _note_unit(self, unit: list[nn.Module]) -> None:
         """Notes the master weights of `unit`, which was just sharded, and moves their shards to where they are kept."""
+        for owner, key, filled in self._filled:
+            follow(owner, key, filled, parameter_at(owner, key))
+        self._filled.clear()
         groups = [group for module in unit for group in parameter_groups(module)]
         known = {master for _, masters in self._unit_masters for master in masters}
         own: list[nn.Parameter] = []

@@ -183,6 +183,14 @@ class PublishedWeights:
         with without_torch_functions_of_tensors():
             return self._adopt_all()
 
+    def are_written(self) -> bool:
+        """Whether user code, a forward say, has written parameters that :meth:`adopt` has yet to take over."""
+        if not self._are_real or self._groups.all is None:
+            return False
+        with without_torch_functions_of_tensors():
+            awaited = (p for p in self._separate if not p.is_updated_behind and not p.is_awaited)
+            return any(p.is_written(in_backward=True) for p in (*awaited, *self._whole))
+
     def _adopt_all(self) -> bool:
         behind = False
         for p in self._separate:
@@ -216,12 +224,15 @@ class PublishedWeights:
         """
         group = self._groups.all
         assert group is not None
+        self.adopt()
         flags = torch.tensor(
             [float(p in self.written) for p in self._parameters], device=self._parameters[0].storage.device
         )
         self.written.clear()
         all_reduce_(flags, group, what="which parameters were written")
         members = [p for p, flag in zip(self._parameters, flags.tolist(), strict=True) if flag > 0]
+        if not members:
+            return
         prints = torch.stack([p.fingerprint() for p in members])
         everyone = prints.new_empty((group.size(), *prints.shape))
         all_gather_into(everyone.view(-1), prints.view(-1), group, what="the parameters that were written")
@@ -233,7 +244,9 @@ class PublishedWeights:
                 raise RuntimeError(
                     f"the data ranks have different values of the parameter {p.name!r}, which your code has written "
                     f"since the last update (their sums by rank: {', '.join(sums)}): make the same write on every "
-                    f"rank, or write on one and call torch.distributed.broadcast(parameter, src=0)"
+                    f"rank, or write on one and call torch.distributed.broadcast(parameter, src=0). A forward that "
+                    f"writes it by its own samples (nn.Embedding with max_norm, statistics of a batch) has to sum over "
+                    f"the data ranks first, or to run with one data rank"
                 )
 
 

@@ -88,6 +88,7 @@ class ReplicatedModel(ShardedModel):
         self._most_in_flight = len(units) + 2 if self._groups.shard is None else _IN_FLIGHT
         self._accumulated: dict[ReplicatedParameter, torch.Tensor] = {}
         self._in_backward = False
+        self._wrote: bool | None = None  # whether this backward's forward wrote parameters; None if nobody has looked
         self._is_guided = False  # the Engine says when backwards begin and end
         self._in_step = False  # in a step of the Engine, which scales losses so that gradients only need to be summed
         self._complete = True  # the gradients of the last backward have been averaged
@@ -324,7 +325,7 @@ class ReplicatedModel(ShardedModel):
         compute.requires_grad_(trained)
 
     def _begin_backward(self) -> None:
-        self._in_backward = True
+        self._in_backward, self._wrote = True, None
         self._arrange()
         if not self._is_guided:
             call_after_backward(self._end_of_backward)
@@ -425,7 +426,9 @@ class ReplicatedModel(ShardedModel):
         gradients = {p: self._take(p) for p in bucket.parameters}
         scale = 1.0 if self._in_step else 1.0 / self._groups.data_ranks
         bucket.ready.clear()
-        wrote = bool(self._weights.written)
+        if self._wrote is None:  # the forward may have written some, too
+            self._wrote = self._weights.are_written()
+        wrote = self._wrote or bool(self._weights.written)
         self._in_flight.append(Reduction(bucket, gradients, self._groups, self._reduce_dtype, scale, wrote))
 
     def _collect(self, reduction: Reduction) -> None:

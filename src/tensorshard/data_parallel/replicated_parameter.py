@@ -157,14 +157,20 @@ class ReplicatedParameter:
         """Whether the master, where it is not `compute`, was written since :meth:`note_published`."""
         return tensor_version(self.master) + tensor_version(self.shard) != self.published[1]
 
-    def is_written(self) -> bool:
-        """Whether `compute` was written, or given other memory, since :meth:`note_published`."""
+    def is_written(self, *, in_backward: bool = False) -> bool:
+        """Whether `compute` was written, or given other memory, since :meth:`note_published`.
+
+        Args:
+            in_backward: whether autograd may hold its memory, so that other holders say nothing about the user's code.
+        """
         compute = self.compute
         return (
             tensor_version(compute) != self.published[0]
             or are_data_taken(compute)
             or _address(compute) != self._address
-            or (self.is_copy and storage_owners(self.storage) > self.owners)  # somebody kept compute.data
+            or (
+                self.is_copy and not in_backward and storage_owners(self.storage) > self.owners
+            )  # somebody kept compute.data
         )
 
     def take_over(self, *, keep_master: bool) -> None:

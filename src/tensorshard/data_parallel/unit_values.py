@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import local_shard
+from tensorshard.modules.other_places import follow, has_other_places
 from tensorshard.torch_private.dispatch import (
     WithoutTorchFunctions,
     transformed,
@@ -32,10 +33,14 @@ class UnitValues:
         self._groups: dict[Any, tuple[Any, Any]] = {}  # by parameter
         self._noted: dict[Any, list[tuple[int, int, bool]]] = {}  # versions of the copy and the shard; if trained
         self._given: dict[Any, list[tuple[nn.Module, str, torch.Tensor]]] = {}
+        self._followed: dict[Any, list[tuple[nn.Module, str, Any]]] = {}  # as the first; also held in other places
 
     def add(self, group: Any) -> None:
         """Adds a unit."""
         self._places[group] = shown_parameters(group)
+        followed = [(module, name, p) for module, name, p in self._places[group] if has_other_places(module, name)]
+        if followed:
+            self._followed[group] = followed
         self._groups.update({p.sharded_param: (group, p) for p in group.fsdp_params})
 
     def before_gather(self, group: Any) -> None:
@@ -96,6 +101,8 @@ class UnitValues:
                 if copy.requires_grad != sharded.requires_grad:
                     copy.requires_grad_(sharded.requires_grad)
                     self._noted[group] = self._state(group)
+        for module, name, fsdp_param in self._followed.get(group, ()):
+            follow(module, name, fsdp_param.sharded_param, unsharded_parameter(fsdp_param))
         for module, name, tensor in given:
             set_parameter(module, name, tensor)
 
@@ -105,7 +112,12 @@ class UnitValues:
             for module, name, fsdp_param in self._places[group]:
                 if parameter_at(module, name) is unsharded_parameter(fsdp_param):
                     set_parameter(module, name, fsdp_param.sharded_param)
+            self._follow_shards(group)
         self._show_given(group)
+
+    def _follow_shards(self, group: Any) -> None:
+        for module, name, fsdp_param in self._followed.get(group, ()):
+            follow(module, name, unsharded_parameter(fsdp_param), fsdp_param.sharded_param)
 
     def _show_given(self, group: Any) -> None:
         for module, name, tensor in self.given(group):
@@ -140,6 +152,7 @@ class UnitValues:
     @torch.no_grad()
     def releasing(self, group: Any) -> None:
         """Called before the gathered parameters are dropped: takes over what was written to them."""
+        self._follow_shards(group)
         for fsdp_param, noted in zip(group.fsdp_params, self._noted.pop(group, ()), strict=False):
             copy = unsharded_parameter(fsdp_param)
             assert copy is not None

@@ -20,6 +20,7 @@ from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.transforms.compile import compile_blocks
+from tensorshard.transforms.mixed_types import give_one_type
 from tensorshard.transforms.offload_activations import offload_activations
 from tensorshard.transforms.precision import DTYPES, keep_norms_fp32
 from tensorshard.transforms.recompute import apply_recompute
@@ -71,6 +72,7 @@ def lay_out(
     synchronize_batch_norm(computed, mesh.dp_group if mesh.dp_size > 1 else None)
     if plan.precision != "fp32":
         keep_norms_fp32(computed.values())
+        give_one_type(computed.values())
     split = split_tensors()
     logits = OutputLogits()
     if part.returns:
@@ -83,7 +85,7 @@ def lay_out(
             gathered=part.units if plan.shards_parameters else [],
             split_outputs=split.outputs.sizes,
         )
-    apply_recompute(part.repeated, plan.recompute)
+    apply_recompute(part.repeated, plan.recompute, {module: name for name, module in part.module.named_modules()})
     if plan.compile:
         for sentence in compile_blocks(part.repeated, plan.recompute):
             if mesh.rank == 0:

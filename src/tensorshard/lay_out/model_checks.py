@@ -47,7 +47,7 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
         _check_parameter_hooks(name, parameter)
-    check_own_memory(model, attributes=False)
+    check_own_memory(model)
     # Parameters of a head with update= do not require a gradient yet.
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad or isinstance(p, UpdatedParameter)}
     if not trained:

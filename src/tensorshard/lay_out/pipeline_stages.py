@@ -30,6 +30,7 @@ from tensorshard.plan import Plan
 from tensorshard.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+from tensorshard.transforms.mixed_types import give_one_type
 from tensorshard.transforms.precision import autocast, compute_dtype, keep_norms_fp32, master_dtype
 
 _REMEDY = (
@@ -153,6 +154,7 @@ def _tracer(source: TensorSource, found: VerifiedTable | None, plan: Plan, mesh:
                 places.replace(parameter, like(parameter, parameter.detach().to(dtype)))
         if plan.precision != "fp32":
             keep_norms_fp32(fake_copy.modules())
+            give_one_type(fake_copy.modules())
         if found is not None:
             fake_tensor_split(fake_copy, found, mesh.group("tp"))
 

@@ -2,12 +2,14 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from tensorshard.modules.other_places import other_places
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
@@ -44,6 +46,8 @@ class UsersModules:
                 if id(tensor) not in seen:
                     seen[id(tensor)] = tensor
                     self._restore.append(_attributes_restorer(vars(tensor)))
+        for place, _ in other_places(model, lambda tensor: id(tensor) in seen):
+            self._restore.append(partial(place.put, place.get()))
 
 
 def is_just_built(model: nn.Module) -> bool:

@@ -110,9 +110,15 @@ def check_indices(indices: torch.Tensor, size: int, what: str, of_what: str, ign
 
 
 def autocast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The tensors in the type that an enclosing ``torch.autocast`` would have ``F.linear`` compute in."""
+    """The tensors in the type that an enclosing ``torch.autocast`` would have ``F.linear`` compute in.
+
+    Code that switches autocast off computes from fp32 inputs, and from weights that the plan made 16 bits wide.
+    """
     device_type = next(t.device.type for t in tensors if t is not None)
     if not torch.is_autocast_enabled(device_type):
+        types = {t.dtype for t in tensors if t is not None}
+        if len(types) > 1 and torch.float32 in types and not types.isdisjoint((torch.bfloat16, torch.float16)):
+            return [t if t is None else t.to(torch.float32) for t in tensors]
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
     return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]

@@ -5,7 +5,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -151,10 +151,34 @@ def _record(build: Callable[[], nn.Module], seed: int) -> Recording:
         gc.collect()
         left = _left_over(fake_mode)
     if left:
-        raise UnrecordableError(
-            f"keeps a tensor of shape {tuple(left[0].shape)} in a cache, a closure or an object that is no module"
-        )
+        shape = tuple(left[0].shape)
+        _forget(left)
+        raise UnrecordableError(f"keeps a tensor of shape {shape} in a cache, outside of the model")
     return recording
+
+
+def _forget(left: list[Any], depth: int = 3) -> None:
+    """Takes objects out of the caches that hold them, so that the constructor makes them again when it runs for real.
+
+    Args:
+        depth: of tuples and the like around the objects.
+    """
+    ids = {id(each) for each in left}
+    around: list[Any] = []
+    for holder in gc.get_referrers(*left):
+        if holder is left or isinstance(holder, FrameType):
+            continue
+        if isinstance(holder, dict):
+            for key in [key for key, value in holder.items() if id(value) in ids]:
+                del holder[key]
+        elif isinstance(holder, list):
+            holder[:] = [value for value in holder if id(value) not in ids]
+        elif hasattr(holder, "cache_clear"):  # of functools
+            holder.cache_clear()
+        elif isinstance(holder, tuple):
+            around.append(holder)
+    if around and depth:
+        _forget(around, depth - 1)
 
 
 def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -> Recording:

@@ -1,17 +1,25 @@
 """`TensorSource`, which gives initial values, and the source that holds a built model's tensors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from tensorshard.modules.shared_memory import check_own_memory
-from tensorshard.torch_private.fake_tensors import active_fake_mode, unset_fake_temporarily
-from tensorshard.torch_private.modules import TABLES, own_buffers, own_parameters, set_buffer, set_parameter
-from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
+from tensorshard.modules.other_places import note_other_places, other_places, swap_in
+from tensorshard.torch_private.fake_tensors import FakeTensor, active_fake_mode, unset_fake_temporarily
+from tensorshard.torch_private.modules import (
+    every_module,
+    forward_pre_hooks,
+    own_buffers,
+    own_parameters,
+    refresh_recurrent_weights,
+    set_buffer,
+    set_parameter,
+)
 from tensorshard.torch_private.tensors import storage_address
 
 
@@ -127,21 +135,22 @@ def move_to_meta(
     module: nn.Module,
     *,
     hidden: Container[str] = (),
-    attribute: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    attribute: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Replace a module's parameters and buffers, in place, by tensors on the meta device of the same layout.
 
-    Nothing is changed if this raises. A parameter that the module also holds elsewhere (`nn.LSTM` keeps a
-    list of its weights) is replaced there too.
+    Nothing is changed if this raises. A tensor that the module also holds elsewhere (in a list, or in an object that
+    is no module) is replaced there too, and whenever it is replaced later.
 
     Args:
         module: The module to change.
         hidden: Names in a tensor's `__dict__` that are not the user's and are not to be carried over.
-        attribute: What to put in the place of a tensor held as a plain attribute, if it is no parameter.
+        attribute: What to put in the place of a tensor that the module's attributes lead to, if it is not registered;
+            None to leave it.
 
     Raises:
-        ValueError: A parameter or buffer has no shape yet (a lazy module), or is sparse; or an attribute shares
-            the memory of a trained parameter.
+        ValueError: A parameter or buffer has no shape yet (a lazy module), or is sparse; or an attribute is a view of
+            a parameter's memory.
     """
     originals = dict(named_tensors(module))  # kept to the end: ids and storages are the keys below
     for name, tensor in originals.items():
@@ -152,22 +161,44 @@ def move_to_meta(
             )
         if tensor.layout != torch.strided:
             raise ValueError(f"{name!r} is a {tensor.layout} tensor; only dense (torch.strided) ones can be laid out")
-    check_own_memory(module, attributes=True)
     storages: dict[int, torch.UntypedStorage] = {}
     with unset_fake_temporarily():
         fake_copies = {id(tensor): _on_meta(tensor, storages, hidden) for tensor in originals.values()}
-    for owner in module.modules():
+    _check_no_views(module, originals)
+    note_other_places(module)
+    for owner in every_module(module).values():
         for name, parameter in own_parameters(owner).items():
             set_parameter(owner, name, fake_copies[id(parameter)])
         for name, buffer in own_buffers(owner).items():
             set_buffer(owner, name, fake_copies[id(buffer)])
-        _replace_attributes(
-            owner,
-            lambda tensor: (
-                fake_copies[id(tensor)]
-                if isinstance(tensor, nn.Parameter) and id(tensor) in fake_copies
-                else attribute(tensor)
-            ),
+        refresh_recurrent_weights(owner)
+    if attribute is not None:
+        registered = {id(tensor) for tensor in fake_copies.values()}
+        made: dict[int, Any] = {}
+        for place, _ in list(other_places(module, lambda tensor: id(tensor) not in registered)):
+            swap_in(place, lambda tensor: tensor if id(tensor) in registered else attribute(tensor), made)
+
+
+def _check_no_views(module: nn.Module, originals: Mapping[str, torch.Tensor]) -> None:
+    registered = {id(tensor) for tensor in originals.values()}
+    memory = {
+        storage_address(tensor.untyped_storage()): name
+        for name, tensor in originals.items()
+        if isinstance(tensor, nn.Parameter) and tensor.numel() and not tensor.is_meta
+    }
+
+    def is_view(tensor: torch.Tensor) -> bool:
+        strided = type(tensor) in (torch.Tensor, FakeTensor) and tensor.layout == torch.strided and not tensor.is_meta
+        return strided and id(tensor) not in registered and storage_address(tensor.untyped_storage()) in memory
+
+    for place, tensors in other_places(module, is_view):
+        if isinstance(place.holder, nn.Module) and forward_pre_hooks(place.holder):
+            continue  # a hook makes it again before it is read, as the older ``spectral_norm`` does
+        name = memory[storage_address(tensors[0].untyped_storage())]
+        raise ValueError(
+            f"the attribute {place.described()} of the model is a view of the memory of parameter {name!r}, which a "
+            f"plan lays out in other memory, where the view would keep the values of today: take the view in forward, "
+            f"or hold the parameter itself"
         )
 
 
@@ -186,14 +217,3 @@ def _on_meta(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage], hi
         fake_copy.requires_grad_()
     fake_copy.__dict__.update({key: value for key, value in vars(tensor).items() if key not in hidden})
     return fake_copy
-
-
-def _replace_attributes(owner: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace tensors that a module holds as plain attributes, alone or in lists, tuples and dictionaries."""
-    attributes = vars(owner)
-    for key, value in list(attributes.items()):
-        if key in TABLES or not isinstance(value, (torch.Tensor, list, tuple, dict)):
-            continue
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        if any(replacement(tensor) is not tensor for tensor in tensors):
-            attributes[key] = tree_map_only(torch.Tensor, replacement, value)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from tensorshard.modules.other_places import WEAK_CONTAINERS, holds
 from tensorshard.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -48,6 +49,7 @@ class _Copier:
     def __init__(self, root: nn.Module, replacements: Mapping[int, Any]) -> None:
         self._root = root
         self._made: dict[int, Any] = dict(replacements)
+        self._replaced = frozenset(replacements)
         self._originals: list[Any] = []  # kept, so that no other object gets the id of one
         self._modules = {id(module) for module in root.modules()}
         self._functions: list[tuple[FunctionType, FunctionType]] = []
@@ -59,6 +61,8 @@ class _Copier:
         return copied
 
     def copy(self, value: Any) -> Any:
+        if type(value) is BuiltinFunctionType and isinstance(value.__self__, torch.Tensor):
+            return getattr(self.copy(value.__self__), value.__name__)
         if type(value) not in _WEAK and isinstance(value, _ATOMIC):
             return value
         key = id(value)
@@ -99,6 +103,8 @@ class _Copier:
             again = partial(self.copy(value.func), *map(self.copy, value.args), **keywords)
             vars(again).update((name, self.copy(item)) for name, item in vars(value).items())
             return again
+        if kind in WEAK_CONTAINERS:
+            return self._copy_weak_container(value)
         if isinstance(value, torch.Generator):
             return value.clone_state()
         return self._copy_object(value)
@@ -126,12 +132,27 @@ class _Copier:
                 return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     def _copy_weak(self, value: Any) -> Any:
-        """A reference to the copy, if that is a module of the model."""
+        """A reference to the copy, if that is a module or a tensor of the model."""
         refers = type(value) is weakref.ref
         to = value() if refers else value.__repr__.__self__
-        if id(to) not in self._modules:
+        again = self._of_model(to)
+        if again is to:
             return value
-        return weakref.ref(self.copy(to)) if refers else weakref.proxy(self.copy(to))
+        return weakref.ref(again, value.__callback__) if refers else weakref.proxy(again)
+
+    def _of_model(self, value: Any) -> Any:
+        """The copy of a module or a tensor of the model; anything else itself."""
+        return self.copy(value) if id(value) in self._modules or id(value) in self._replaced else value
+
+    def _copy_weak_container(self, value: Any) -> Any:
+        made = self._keep(value, type(value)())
+        if isinstance(value, weakref.WeakSet):
+            made.update(map(self._of_model, value))
+        elif isinstance(value, weakref.WeakKeyDictionary):
+            made.update((self._of_model(key), self.copy(item)) for key, item in value.items())
+        else:
+            made.update((self.copy(key), self._of_model(item)) for key, item in value.items())
+        return made
 
     def _copy_object(self, value: Any) -> Any:
         """As :func:`copy.deepcopy` does it; `value` itself if it cannot be copied."""
@@ -164,9 +185,10 @@ class _Copier:
                 made.__setstate__(state)
             else:
                 attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-                vars(made).update(attributes or {})
+                if attributes:  # an object with slots alone has no __dict__
+                    vars(made).update(attributes)
                 for name, item in (slots or {}).items():
-                    setattr(made, name, item)
+                    object.__setattr__(made, name, item)
         for item in items or ():
             made.append(self.copy(item))
         for key, item in pairs or ():
@@ -181,7 +203,6 @@ class _Copier:
             return function
         cells = tuple(CellType() for _ in function.__closure__ or ())
         again = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
-        again.__kwdefaults__ = function.__kwdefaults__
         again.__qualname__ = function.__qualname__
         again.__doc__ = function.__doc__
         vars(again).update(vars(function))
@@ -192,6 +213,8 @@ class _Copier:
     def _fill(self, function: FunctionType, again: FunctionType) -> None:
         if function.__defaults__ is not None:
             again.__defaults__ = tuple(map(self._counterpart, function.__defaults__))
+        if function.__kwdefaults__ is not None:
+            again.__kwdefaults__ = {name: self._counterpart(v) for name, v in function.__kwdefaults__.items()}
         for cell, new in zip(function.__closure__ or (), again.__closure__ or (), strict=True):
             for value in _contents(cell):
                 new.cell_contents = self._counterpart(value)
@@ -202,6 +225,8 @@ class _Copier:
             return self._made[id(value)]
         if isinstance(value, FunctionType):
             return self.copy(value)  # which is filled later in the same loop
+        if isinstance(value, BuiltinFunctionType) and id(value.__self__) in self._made:
+            return getattr(self._made[id(value.__self__)], value.__name__)
         if isinstance(value, MethodType) and id(value.__self__) in self._made:
             return MethodType(value.__func__, self._made[id(value.__self__)])
         if type(value) is partial:
@@ -209,6 +234,9 @@ class _Copier:
             again = partial(self._counterpart(value.func), *map(self._counterpart, value.args), **keywords)
             vars(again).update(vars(value))
             return again
+        # An object that only code refers to is shared, unless it holds the model's tensors.
+        if not isinstance(value, (*_ATOMIC, *_WEAK, torch.Tensor, nn.Module)) and holds(value, self._replaced):
+            return self.copy(value)
         return value
 
 
@@ -220,7 +248,8 @@ def _may_refer(value: Any, seen: set[int]) -> bool:
     if not isinstance(value, FunctionType):
         return True
     held = [inner for cell in value.__closure__ or () for inner in _contents(cell)]
-    return any(_may_refer(inner, seen) for inner in (*held, *(value.__defaults__ or ())))
+    held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return any(_may_refer(inner, seen) for inner in held)
 
 
 def _contents(cell: CellType) -> list[Any]:

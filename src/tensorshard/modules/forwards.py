@@ -32,6 +32,8 @@ class Role(IntEnum):
     """Batch statistics are those of all data ranks."""
     FP32 = auto()
     """A norm or a parametrization computes from fp32 parameters."""
+    ONE_TYPE = auto()
+    """Functions that want one type get it, where the module mixes 16-bit parameters with fp32 buffers."""
     INNER_COMPILATION = auto()
     """The code that roles of tensor parallelism run inside of themselves is compiled; the roles are not."""
     SPLIT_LAYER = auto()

@@ -24,6 +24,10 @@ class ParameterPlaces:
             for name, parameter in own_parameters(module).items():
                 self._places.setdefault(parameter, []).append((module, name))
 
+    def of(self, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
+        """The modules that register `parameter`, with its names there."""
+        return self._places[parameter]
+
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """Puts `new` at every place of `old`."""
         for module, name in self._places[old]:

@@ -28,6 +28,8 @@ __all__ = [
     "CONVOLUTIONS",
     "MODULE_CALLS",
     "MODULE_LOADS",
+    "OTHER_PLACES",
+    "RECURRENT_LISTS",
     "TABLES",
     "TRANSPOSED_CONVOLUTIONS",
     "BatchNormBase",
@@ -37,6 +39,7 @@ __all__ = [
     "SpectralNormVectors",
     "buffer_at",
     "buffer_names",
+    "buffer_table",
     "check_batch_norm_input",
     "clear_forward_hooks",
     "clear_hooks",
@@ -69,6 +72,19 @@ MODULE_LOADS = (nn.Module._load_from_state_dict.__code__, nn.Module._apply.__cod
 
 TABLES = ("_parameters", "_buffers", "_modules")
 """Where a module's ``__dict__`` keeps what is registered; every other entry is a plain attribute."""
+
+OTHER_PLACES = "_tensorshard_other_places"
+"""Where a module's ``__dict__`` keeps the other places of what it registers. See ``modules/other_places.py``."""
+
+RECURRENT_LISTS = ("_flat_weights", "_flat_weight_refs")
+"""Attributes of ``nn.RNNBase`` that hold its parameters. It compares them with the parameters before each forward.
+
+Why: they need not follow the parameters.
+
+Checked: torch 2.13.
+
+Public way: none.
+"""
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -122,6 +138,18 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     Public way: ``named_buffers(recurse=False, remove_duplicate=False)``, where a class does not override it.
     """
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+
+
+def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dict in which `module` registers its buffers: not a copy.
+
+    Why: a forward may register buffers, which is undone where the forward runs again.
+
+    Checked: torch 2.13.
+
+    Public way: ``named_buffers(recurse=False)`` and ``register_buffer``, which cannot take a buffer away again.
+    """
+    return module._buffers
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module]:
@@ -182,6 +210,9 @@ def set_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> N
     Public way: ``setattr``, where `value` is an ``nn.Parameter`` and the class neither overrides ``__setattr__`` nor
     parametrizes the parameter; ``torch.func.functional_call``, around a whole forward.
     """
+    places = module.__dict__.get(OTHER_PLACES)
+    if places is not None:
+        places.replace(name, module._parameters.get(name), value)
     module._parameters[name] = value  # type: ignore[assignment]
 
 
@@ -231,6 +262,9 @@ def set_buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None
 
     Public way: ``setattr``, where the class does not override ``__setattr__``.
     """
+    places = module.__dict__.get(OTHER_PLACES)
+    if places is not None:
+        places.replace(name, module._buffers.get(name), value)
     module._buffers[name] = value
 
 

@@ -1,7 +1,7 @@
 """Mixed precision: the type of computation, and what stays in fp32 with any type (Micikevicius et al. 2018)."""
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tensorshard.modules.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
+from tensorshard.modules.mixed_type_errors import explained_types
 from tensorshard.modules.running_statistics import spectral_norm_hooks
 from tensorshard.torch_private.modules import NormBase, own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_map
@@ -32,10 +33,18 @@ def compute_dtype(dtype: torch.dtype, precision: str) -> torch.dtype:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context that a forward runs in."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, DTYPES[precision])
+    """The context that a forward runs in.
+
+    Raises:
+        MixedTypesError: inside, an operation was given tensors of different types.
+    """
+    return nullcontext() if precision == "fp32" else _autocast(precision, device)
+
+
+@contextmanager
+def _autocast(precision: str, device: torch.device) -> Iterator[None]:
+    with explained_types(precision), torch.autocast(device.type, DTYPES[precision]):
+        yield
 
 
 def widen_output(output: Any) -> Any:

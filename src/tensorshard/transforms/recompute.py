@@ -1,8 +1,10 @@
 """Recomputation (activation checkpointing) of a model's blocks (Chen et al. 2016)."""
 
-from collections.abc import Callable, Iterable
+import copy
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,9 +13,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tensorshard.modules.buffer_values import BufferValues, Exchanged
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.modules.running_statistics import STATISTICS, keeps_statistics
+from tensorshard.modules.state_before_call import ChangedArgumentError, StateBeforeCall, StateBeforeCalls
+from tensorshard.modules.tensors import storage_key
 from tensorshard.torch_private.compilation import is_making_graph
-from tensorshard.torch_private.modules import buffer_names
+from tensorshard.torch_private.modules import buffer_names, own_buffers
+from tensorshard.torch_private.recomputation import compare_saved_tensors, stops_early
 from tensorshard.transforms.costly_results import COSTLY, KeepsCostly, KeptResults, TakesKept
+from tensorshard.transforms.recompute_check import Comparison, DifferentValuesError, different
+
+logger = logging.getLogger("tensorshard")
+
+_RECOMPUTED = "_tensorshard_recomputed"  # the key in a block's __dict__
+_COMPARED_ROUNDS = 2
+_PLAIN = (torch.Tensor, int, float, str, type(None))
 
 
 def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -24,38 +37,137 @@ def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_recompute(blocks: Iterable[nn.Module], mode: str) -> None:
+def apply_recompute(blocks: Iterable[nn.Module], mode: str, names: Mapping[nn.Module, str] | None = None) -> None:
     """Makes each block compute its activations again in backward.
+
+    The repetition starts from the state from which the first forward started, and leaves the later state as it is.
 
     Args:
         blocks: modules whose forward is replaced on the instance; names, parameters and hooks stay as they are.
         mode: "none", "selective" or "full", as in :class:`tensorshard.Plan`.
+        names: what errors call the blocks.
     """
     if mode == "none":
         return
     for block in blocks:
-        holders = [module for module in block.modules() if buffer_names(module)]
-        selective = mode == "selective"
-        contexts = _make_contexts(holders, selective) if holders or selective else None
+        name = (names or {}).get(block)
+        title = f"{name!r} ({type(block).__name__})" if name else type(block).__name__
+        recomputed = RecomputedBlock(block, title, selective=mode == "selective")
+        _ = recomputed.state, recomputed.contexts, recomputed.check  # not in the first step
         # A wrapping module would put its name into every parameter's name; checkpoints would then depend on the plan.
-        wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, contexts))
+        wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, recomputed))
+        vars(block)[_RECOMPUTED] = recomputed
 
 
-def _recomputed(contexts: Any, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+def always_compare(model: nn.Module) -> None:
+    """Makes every recomputed forward of `model`'s blocks compare its values with the first forward's, in each step."""
+    for module in model.modules():
+        if _RECOMPUTED in vars(module):
+            vars(module)[_RECOMPUTED].always_compared = True
+
+
+class RecomputedBlock:
+    """What is known of one block.
+
+    Args:
+        title: its name and class, for errors.
+        selective: whether results of costly operations are kept.
+    """
+
+    def __init__(self, block: nn.Module, title: str, selective: bool) -> None:
+        self._block = block
+        self.title = title
+        self._selective = selective
+        self.always_compared = False
+        self._comparison = Comparison(title)
+        self._rounds = 0
+        self._repeated = False  # since the last first forward
+        self._warned = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RecomputedBlock":
+        """For a copy of the block, which may not be complete yet: its modules are looked through at its first call."""
+        return RecomputedBlock(copy.deepcopy(self._block, memo), self.title, self._selective)
+
+    @cached_property
+    def state(self) -> StateBeforeCalls:
+        """Keeps the block's state."""
+        return StateBeforeCalls(self._block.modules())
+
+    @cached_property
+    def contexts(self) -> Callable[..., tuple[Any, Any]]:
+        """Makes the contexts of a forward and of its repetition."""
+        return _make_contexts(self, self._holders, self._selective)
+
+    @cached_property
+    def check(self) -> str:
+        """The name of the check of what the forward saves."""
+        return compare_saved_tensors(self, self._comparison)
+
+    @cached_property
+    def _holders(self) -> list[nn.Module]:
+        return [module for module in self._block.modules() if buffer_names(module)]
+
+    def begin(self) -> bool:
+        """Begins a first forward. Returns whether its values are compared with those of its repetition.
+
+        They are until the block's gradients were computed twice, as for two micro-batches.
+        """
+        if self._repeated:
+            self._repeated = False
+            self._rounds += 1
+        compared = self.always_compared or self._rounds < _COMPARED_ROUNDS
+        self._comparison.ignored = self._silently_written() if compared else None
+        return compared
+
+    def repeats(self) -> None:
+        """The forward is about to be repeated."""
+        self._repeated = True
+
+    def _silently_written(self) -> set[int]:
+        """The storages of running statistics: torch's batch norm writes to them after it has saved them."""
+        return {
+            storage_key(buffer)
+            for module in self._holders
+            if keeps_statistics(module)
+            for name, buffer in own_buffers(module).items()
+            if name in STATISTICS
+        }
+
+    def warn_not_repeatable(self, kind: str) -> None:
+        """Logs once that the block is not recomputed."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "block %s is not recomputed: its state has a %s, which can be read only once. It keeps its "
+                "activations; a list, or an attribute with the next value, would let it be recomputed",
+                self.title,
+                kind,
+            )
+
+
+def _recomputed(block: RecomputedBlock, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if contexts is None:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    if torch.compiler.is_compiling():
+        # What arguments hold is not restored here. If it changed, the comparison says so.
+        contexts = block.contexts
+    else:
+        others = [value for value in (*args, *kwargs.values()) if not isinstance(value, _PLAIN)]
+        state = block.state.keep(others, watched=block.begin())
+        if state.once is not None:
+            block.warn_not_repeatable(state.once)
+            return forward(*args, **kwargs)
+        contexts = partial(block.contexts, state)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, determinism_check=block.check, **kwargs)
 
 
-def _make_contexts(holders: list[nn.Module], selective: bool) -> Callable[[], tuple[Any, Any]]:
+def _make_contexts(block: RecomputedBlock, holders: list[nn.Module], selective: bool) -> Callable[..., tuple[Any, Any]]:
     """Makes the function that returns two contexts: one for the first forward, one for its repetition in backward.
 
     It is a plain function, since torch.compile accepts no other.
     """
 
-    def contexts() -> tuple[Any, Any]:
+    def contexts(state: StateBeforeCall | None = None) -> tuple[Any, Any]:
         # Inside a compiled graph nothing is changed in place, so a policy is enough. If a compiled block's code is cut
         # into several graphs, it is recomputed outside of them.
         if is_making_graph():
@@ -65,14 +177,14 @@ def _make_contexts(holders: list[nn.Module], selective: bool) -> Callable[[], tu
         if selective:
             results = KeptResults()
             first, again = KeepsCostly(results), TakesKept(results)
-        call = _FirstForward(holders, first)
+        call = _FirstForward(block, holders, first, state)
         return call, _Repetition(call, again)
 
     return contexts
 
 
 class _FirstForward:
-    """Surrounds the first forward of a call, and keeps the old values of the buffers that it changes.
+    """Surrounds the first forward of a call, and keeps the old values of the buffers and the state that it changes.
 
     The repetition sees these old values, and leaves the block's own buffers alone. So what a forward changes (running
     statistics, counters, averages, a codebook), in place or by assigning another tensor, is changed once.
@@ -80,20 +192,32 @@ class _FirstForward:
     Args:
         holders: the block's modules that have buffers.
         inner: another context to enter around the forward.
+        state: all other state before the call; None to look for it here, without what the arguments hold.
     """
 
-    def __init__(self, holders: list[nn.Module], inner: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self,
+        block: RecomputedBlock,
+        holders: list[nn.Module],
+        inner: AbstractContextManager[Any],
+        state: StateBeforeCall | None,
+    ) -> None:
+        self.block = block
         self._holders = holders
         self._inner = inner
+        self.state = state
         self.before: BufferValues | None = None
 
     def __enter__(self) -> None:
+        if self.state is None:
+            self.state = self.block.state.keep((), watched=self.block.begin())
         self.before = BufferValues(self._holders)
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
-        assert self.before is not None
+        assert self.before is not None and self.state is not None
         self.before.forget_unchanged()
+        self.state.ended()
         return self._inner.__exit__(*error)
 
 
@@ -104,13 +228,25 @@ class _Repetition:
         self._call = call
         self._inner = inner
         self._exchanged: Exchanged | None = None
+        self._undo: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
-        assert self._call.before is not None
+        assert self._call.before is not None and self._call.state is not None
+        self._call.block.repeats()
+        try:
+            self._undo = self._call.state.put_back()
+        except ChangedArgumentError as error:
+            raise DifferentValuesError(different(self._call.block.title, str(error))) from None
         self._exchanged = self._call.before.exchange()
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
-        assert self._exchanged is not None
-        self._exchanged.undo()
-        return self._inner.__exit__(*error)
+        assert self._exchanged is not None and self._undo is not None
+        try:
+            handled = self._inner.__exit__(*error)
+        finally:
+            self._exchanged.undo()
+            self._undo()
+        if error[0] is None and stops_early():  # it saved fewer tensors than the first forward did
+            raise DifferentValuesError(different(self._call.block.title))
+        return handled

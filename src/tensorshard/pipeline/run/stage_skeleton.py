@@ -10,6 +10,7 @@ from torch import nn
 from tensorshard.modules.copies import copy_module
 from tensorshard.modules.elsewhere import Elsewhere
 from tensorshard.modules.fake_copies import keep_padding
+from tensorshard.modules.other_places import follow
 from tensorshard.modules.parameters import buffer_aliases, parameter_aliases
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.modules import own_buffers, own_parameters
@@ -28,10 +29,17 @@ class Removed:
     name: str
     shape: torch.Size
     dtype: torch.dtype
+    shown: list[torch.Tensor]  # what other places of it hold now
+
+    def show(self, value: torch.Tensor) -> None:
+        """Puts `value` in its place, and in the other places of the tensor that was there."""
+        vars(self.owner)[self.name] = value
+        follow(self.owner, self.name, self.shown[0], value)
+        self.shown[0] = value
 
     def put_own_placeholder(self, device: torch.device) -> None:
         """Puts a tensor of its shape there that is not a parameter, and that code may write into."""
-        vars(self.owner)[self.name] = torch.zeros(self.shape, dtype=self.dtype, device=device)
+        self.show(torch.zeros(self.shape, dtype=self.dtype, device=device))
 
 
 def put_placeholders(
@@ -56,9 +64,9 @@ def put_placeholders(
         plain = made[key]
         if guarded:
             assert computes is not None and sentence is not None
-            vars(each.owner)[each.name] = Elsewhere.make(plain, computes, partial(sentence, each.path))
+            each.show(Elsewhere.make(plain, computes, partial(sentence, each.path)))
         else:
-            vars(each.owner)[each.name] = plain
+            each.show(plain.detach())  # an object of its own, which its other places hold
 
 
 def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[nn.Module, list[Removed]]:
@@ -94,4 +102,4 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
 
 def _remove(path: str, module: nn.Module, name: str, tensor: torch.Tensor) -> Removed:
     nn.Module.__delattr__(module, name)
-    return Removed(path, module, name, tensor.shape, tensor.dtype)
+    return Removed(path, module, name, tensor.shape, tensor.dtype, [tensor])

@@ -12,7 +12,7 @@ from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.verify.block_calls import as_call
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
-from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError
+from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError, not_running
 
 
 class ModelCheck:
@@ -39,7 +39,7 @@ class ModelCheck:
             MismatchError: they differ.
         """
         if self._made is None:
-            self._made = self._compact() or self._full(torch.float32)
+            self._made = self._compact() or self._single_or_double()
         if self._made.is_compact:
             with suppress(MismatchError):
                 return self._made.check(styles, sequence=sequence)
@@ -62,6 +62,25 @@ class ModelCheck:
             if not raised_by_model(error):
                 raise
             return None
+
+    def _single_or_double(self) -> BlockCheck:
+        """The check in fp32, or in fp64 for models that convert what they compute with to fp64.
+
+        Raises:
+            MismatchError: the model does not run in either.
+        """
+        try:
+            return self._full(torch.float32)
+        except Exception as error:
+            if not raised_by_model(error):
+                raise
+            first = error
+        try:
+            return self._full(torch.float64)
+        except Exception as error:
+            if not raised_by_model(error):
+                raise
+            raise not_running(first) from first
 
     def _full(self, dtype: torch.dtype) -> BlockCheck:
         return BlockCheck(self.model, self._call, self._size, dtype=dtype)
