@@ -18,6 +18,11 @@ def mark_laid_out(models: Iterable[nn.Module], by: str) -> None:
             vars(module)[_MARK] = by
 
 
+def is_laid_out(module: nn.Module) -> bool:
+    """Whether `module` is, or belongs to, a model that is laid out."""
+    return _MARK in vars(module)
+
+
 def check_not_laid_out(model: nn.Module) -> None:
     """Refuses a model if it, or one of its modules, is laid out already.
 
