@@ -14,8 +14,9 @@ from tensorshard.modules.buffer_values import BufferValues, Exchanged
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
 from tensorshard.modules.running_statistics import keeps_statistics
 from tensorshard.modules.state_before_call import ChangedArgumentError, StateBeforeCall, StateBeforeCalls
+from tensorshard.torch_private.autograd import is_function_transformed
 from tensorshard.torch_private.compilation import is_making_graph
-from tensorshard.torch_private.modules import buffer_names
+from tensorshard.torch_private.modules import buffer_names, registrations
 from tensorshard.torch_private.recomputation import compare_saved_tensors, stops_early
 from tensorshard.transforms.costly_results import COSTLY, KeepsCostly, KeptResults, TakesKept
 from tensorshard.transforms.recompute_check import Comparison, DifferentValuesError, different
@@ -126,6 +127,14 @@ class RecomputedBlock:
         """2 if a norm keeps running statistics: torch's kernel writes to these vectors after it has saved them."""
         return 2 if any(keeps_statistics(module) for module in self._block.modules()) else 0
 
+    def has_other_weights(self) -> bool:
+        """Whether ``torch.func.functional_call`` has put tensors in the places of parameters, which only it knows."""
+        return any(type(tensor) is torch.Tensor for table in self._tables for tensor in table.values())
+
+    @cached_property
+    def _tables(self) -> list[dict[str, Any]]:
+        return [table for table in registrations(self._block.modules())[::2] if table]
+
     def warn_not_repeatable(self, kind: str) -> None:
         """Logs once that the block is not recomputed."""
         if not self._warned:
@@ -139,12 +148,14 @@ class RecomputedBlock:
 
 
 def _recomputed(block: RecomputedBlock, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or is_function_transformed():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         # What arguments hold is not restored here. If it changed, the comparison says so.
         contexts = block.contexts
     else:
+        if block.has_other_weights():
+            return forward(*args, **kwargs)
         others = [value for value in (*args, *kwargs.values()) if not isinstance(value, _PLAIN)]
         state = block.state.keep(others, watched=block.begin())
         if state.once is not None:
