@@ -40,6 +40,7 @@ from tensorshard.lay_out.apply_plan import apply_plan
 from tensorshard.lay_out.decisions import Decisions
 from tensorshard.lay_out.laid_out_mark import check_not_laid_out, mark_laid_out
 from tensorshard.lay_out.model_checks import check_model
+from tensorshard.lay_out.replaced_parameters import refuse_in_forwards
 from tensorshard.lay_out.users_modules import UsersModules, is_just_built
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.materialize import Recording, TensorSource, from_meta, from_module, record
@@ -155,6 +156,7 @@ def lay_out_engine(
     share_host_random_state(mesh)
     mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
     mark_replaced(users_parameters)
+    refuse_in_forwards(source)
     if mesh.rank == 0:
         log_updates(updates)
         if cache.is_on():

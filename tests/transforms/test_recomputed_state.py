@@ -502,3 +502,52 @@ def test_debug_compares_in_all_steps(ranks):
     ranks(1, _later, False)
     with pytest.raises(RankError, match="computes other values"):
         ranks(1, _later, True)
+
+
+class Position(nn.Module):
+    """A block of a sequence model, with a memory of its last call."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.calls, self.memory = 0, None
+
+    def forward(self, h):
+        self.calls += 1
+        given = h if self.memory is None else h + 0.5 * self.memory
+        self.memory = h + self.down(torch.tanh(self.up(self.norm(given)) / self.calls))
+        return self.memory
+
+
+class Sequences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
+        self.blocks = nn.ModuleList([Position(), Position()])
+
+    def forward(self, tokens):
+        h = self.embed(tokens)
+        for block in self.blocks:
+            block.memory = None
+        for block in [*self.blocks, *self.blocks]:
+            h = block(h)
+        return self.head(h)
+
+
+def _sequences(mode):
+    plan = ts.Plan(tp=2, sequence_parallel=True, recompute=mode)
+    tokens = torch.arange(32).view(4, 8) * 7 % 11
+    engine = ts.parallelize(
+        Sequences(),
+        plan,
+        optimizer=ADAMW,
+        loss_fn=lambda output, targets: nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten()),
+        sample_inputs=tokens,
+    )
+    return [engine.step(tokens, tokens).item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_with_sequences_split(ranks, mode):
+    assert ranks(2, _sequences, mode)[0] == pytest.approx(ranks(2, _sequences, "none")[0], rel=1e-6)

@@ -17,6 +17,7 @@ from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.data_parallel.whole_reads import WholeReads
+from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.heads.under_plan.method_calls import call_before_heads, gather_for_heads
 from tensorshard.mesh import Mesh
 from tensorshard.modules.other_places import follow, has_other_places
@@ -115,6 +116,12 @@ class FullyShardedModel(ShardedModel):
         for master in self._masters.values():
             if isinstance(master, DTensor):
                 self._reads.watch(master)
+        self._written = WrittenShards(
+            {master: name for name, master in self._masters.items() if isinstance(master, DTensor)},
+            mesh.dp_group,
+            torch.device(mesh.device_mesh.device_type),
+        )
+        self._gradients.written = self._reads.written = self._written
         self._calls = self._watch_units(mesh)
         if precision != "fp32":
             self._narrow_calls_from_outside(precision, torch.device(mesh.device_mesh.device_type))
@@ -131,6 +138,7 @@ class FullyShardedModel(ShardedModel):
         """Puts :class:`UnitCalls` between FSDP and its units."""
         model, group = self.model, mesh.dp_group
         values = UnitValues()
+        values.written = self._written
 
         def gather_lists(numbers: list[int], length: int) -> list[list[int]]:
             mine = torch.tensor(numbers, device=mesh.device_mesh.device_type)
@@ -238,6 +246,10 @@ class FullyShardedModel(ShardedModel):
         """FSDP finishes by itself at the end of backward; gradients that the user gave are left."""
         self._gradients.average_by_hand()
         self._reads.forget()
+        self.writers = self._gradients.writers
+
+    def compare_written(self) -> None:
+        self._written.compare()
 
     def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         """FSDP gathers the masters themselves."""

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from tensorshard.comm.collectives import all_gather_into, all_reduce_
+from tensorshard.comm.collectives import all_gather_into
 from tensorshard.data_parallel.reduction import Bucket, Groups
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.data_parallel.written_values import compare_fingerprints, fingerprint, gather_flags
 from tensorshard.modules.watched_parameters import METADATA, Watch, unwatch, watch
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
@@ -225,29 +226,11 @@ class PublishedWeights:
         group = self._groups.all
         assert group is not None
         self.adopt()
-        flags = torch.tensor(
-            [float(p in self.written) for p in self._parameters], device=self._parameters[0].storage.device
-        )
+        flags = gather_flags([p in self.written for p in self._parameters], group, self._parameters[0].storage.device)
         self.written.clear()
-        all_reduce_(flags, group, what="which parameters were written")
-        members = [p for p, flag in zip(self._parameters, flags.tolist(), strict=True) if flag > 0]
-        if not members:
-            return
-        prints = torch.stack([p.fingerprint() for p in members])
-        everyone = prints.new_empty((group.size(), *prints.shape))
-        all_gather_into(everyone.view(-1), prints.view(-1), group, what="the parameters that were written")
-        bits = everyone.view(torch.int64)  # NaN equals NaN
-        differ = (bits != bits[:1]).any(dim=2).any(dim=0).tolist()
-        for index, (p, different) in enumerate(zip(members, differ, strict=True)):
-            if different:
-                sums = [f"{value:.6g}" for value in everyone[:, index, 0].tolist()]
-                raise RuntimeError(
-                    f"the data ranks have different values of the parameter {p.name!r}, which your code has written "
-                    f"since the last update (their sums by rank: {', '.join(sums)}): make the same write on every "
-                    f"rank, or write on one and call torch.distributed.broadcast(parameter, src=0). A forward that "
-                    f"writes it by its own samples (nn.Embedding with max_norm, statistics of a batch) has to sum over "
-                    f"the data ranks first, or to run with one data rank"
-                )
+        members = [p for p, flag in zip(self._parameters, flags, strict=True) if flag]
+        if members:
+            compare_fingerprints([p.name for p in members], [fingerprint(p.compute) for p in members], group)
 
 
 class _Arrival(Watch):

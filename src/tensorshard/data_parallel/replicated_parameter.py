@@ -223,12 +223,6 @@ class ReplicatedParameter:
             self.shard.data = self.storage[self.own][: self.shard.numel()].view(self.shard.shape)
         self._address = _address(self.storage)
 
-    def fingerprint(self) -> torch.Tensor:
-        """[sum, norm] of what forwards compute with, in fp64: equal on ranks that hold the same values."""
-        value = self.compute.detach()
-        value = value if value.is_floating_point() else value.double()
-        return torch.stack([value.sum(dtype=torch.float64), torch.linalg.vector_norm(value, dtype=torch.float64)])
-
     # -- gradients --
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.data_parallel.gradients_of_leaves import averaged, averaged_shard, differentiate
 from tensorshard.data_parallel.unit_calls import UnitCalls
+from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.sharded_model import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
@@ -44,6 +45,8 @@ class ShardedGradients:
         take: called with each parameter whose gradient was reduced; None to leave them.
         finish: called before a gradient that was taken is added to, and at the end of each backward; None for nothing.
         calls: told at the end of each step whether the ranks called different units.
+        written: what user code wrote to parameters; None for nothing.
+        writers: above 0 if some data rank has written any, when the last gradients were completed.
         after_backward: called at the end of each backward; None for nothing.
     """
 
@@ -61,6 +64,8 @@ class ShardedGradients:
         self.finish: Callable[[], None] | None = None
         self.after_backward: Callable[[], None] | None = None
         self.calls: UnitCalls | None = None
+        self.written: WrittenShards | None = None
+        self.writers: torch.Tensor | None = None
         self._group = group
         self._scalars = list(scalars)
         self._masters = list(masters.values())
@@ -186,7 +191,9 @@ class ShardedGradients:
         scalars = [scalar for scalar in self._scalars if scalar.requires_grad]
         gradients = [0.0 if s.grad is None else s.grad for s in scalars]
         gradients.append(float(self.calls is not None and self.calls.differed))
+        gradients.append(float(bool(self.written)))
         sums = self.sum_over_ranks([float(p in self._used) + _READ * (p in self._whole) for p in trained], gradients)
+        self.writers = torch.tensor(sums.pop(), device=self._device)
         differed = sums.pop() > 0.5
         if self.calls is not None:
             self.calls.take_note(differed)

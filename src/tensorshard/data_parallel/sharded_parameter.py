@@ -49,6 +49,9 @@ class Reader(Protocol):
     def set_gradient(self, parameter: DTensor, gradient: torch.Tensor) -> None:
         """Notes this rank's whole `gradient`, which is averaged over the data ranks before the next update."""
 
+    def note_write(self, parameter: DTensor, values: list[torch.Tensor]) -> None:
+        """Notes that `values`, of which this rank has all, were written to `parameter`."""
+
     def differentiate(self, arguments: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
         """What ``torch.autograd.grad`` gives where some of the inputs are sharded parameters."""
 
@@ -231,6 +234,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     if target.requires_grad and torch.is_grad_enabled() and getattr(func, "__module__", None) != nn.init.__name__:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     if name.strip("_") in ELEMENTWISE:
+        _note_write(target, [leaf for leaf in _tensors((args, kwargs)) if not isinstance(leaf, DTensor)])
         args, kwargs = tree_map(lambda leaf: _cut(leaf, target), (args, kwargs))
         result = _native(func, args, kwargs)
         with without_torch_functions_of_tensors():
@@ -249,8 +253,15 @@ def _write_whole(func: Any, args: Any, kwargs: Any, target: DTensor) -> Any:
     if _is_random(func):  # the first rank's numbers, as the ranks may have drawn different ones
         for axis in range(mesh.ndim):
             dist.broadcast(full, group=mesh.get_group(axis), group_src=0)
+    _note_write(target, [full])
     take_over(target, full)
     return target if result is full else result
+
+
+def _note_write(target: DTensor, values: list[torch.Tensor]) -> None:
+    held = vars(target).get(_READER)
+    if values and held is not None and held.reader is not None:
+        held.reader.note_write(target, values)
 
 
 def _cut(leaf: Any, like: DTensor) -> Any:

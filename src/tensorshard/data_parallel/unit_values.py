@@ -13,12 +13,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import local_shard
+from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.modules.other_places import follow, has_other_places
+from tensorshard.modules.watched_parameters import are_data_taken, forget_taken, note_data
 from tensorshard.torch_private.dispatch import (
     WithoutTorchFunctions,
     transformed,
     without_torch_functions_of_tensors,
 )
+from tensorshard.torch_private.fake_tensors import FakeTensor, active_fake_mode
 from tensorshard.torch_private.fsdp import shard_version, unsharded_parameter
 from tensorshard.torch_private.fsdp_calls import gathered_parameters, release_unit, shown_parameters
 from tensorshard.torch_private.modules import parameter_at, set_parameter
@@ -26,9 +29,14 @@ from tensorshard.torch_private.tensors import tensor_version
 
 
 class UnitValues:
-    """The values of units; all methods get one of FSDP2's groups."""
+    """The values of units; all methods get one of FSDP2's groups.
+
+    Attributes:
+        written: told what user code writes to gathered parameters; None for nothing.
+    """
 
     def __init__(self) -> None:
+        self.written: WrittenShards | None = None
         self._places: dict[Any, list[tuple[nn.Module, str, Any]]] = {}
         self._groups: dict[Any, tuple[Any, Any]] = {}  # by parameter
         self._noted: dict[Any, list[tuple[int, int, bool]]] = {}  # versions of the copy and the shard; if trained
@@ -133,6 +141,10 @@ class UnitValues:
 
     def gathered(self, group: Any) -> None:
         """Called when the unit has been gathered."""
+        if active_fake_mode() is None:
+            for copy in gathered_parameters(group):
+                note_data(copy)  # type: ignore[arg-type]
+                forget_taken(copy)  # type: ignore[arg-type]
         self._noted[group] = self._state(group)
 
     def _state(self, group: Any) -> list[tuple[int, int, bool]]:
@@ -159,12 +171,29 @@ class UnitValues:
             sharded: DTensor = fsdp_param.sharded_param
             if copy.requires_grad != noted[2]:
                 sharded.requires_grad_(copy.requires_grad)
-            if tensor_version(copy) == noted[0]:
+            if tensor_version(copy) == noted[0] and not are_data_taken(copy):  # type: ignore[arg-type]
                 continue
+            if self.written is not None:
+                self.written.note(sharded, copy)
             with without_torch_functions_of_tensors():
                 local = sharded.to_local()
-                part = local_shard(copy.detach(), sharded.device_mesh, sharded.placements)
-                local.copy_(part.view(local.shape))
+                part = local_shard(copy.detach(), sharded.device_mesh, sharded.placements).view(local.shape)
+                _take_over(local, part.to(local.device))
+
+
+def _take_over(local: torch.Tensor, part: torch.Tensor) -> None:
+    """Gives `local` the values of `part`; where these are those of `local` rounded, it keeps its own."""
+    if isinstance(local, FakeTensor):
+        local.copy_(part)
+        return
+    if part.dtype == local.dtype:
+        if not torch.equal(part, local):  # else it was only read
+            local.copy_(part)
+        return
+    moved = local + (part.to(local.dtype) - local.to(part.dtype).to(local.dtype))
+    moved = torch.where(moved.to(part.dtype) == part, moved, part.to(local.dtype))
+    if not torch.equal(moved, local):
+        local.copy_(moved)
 
 
 def _wrapper_version(parameter: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.sharding import on_mesh_device
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.data_parallel.sharded_parameter import show_as_whole
+from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.tensors import tensor_version
 
@@ -30,6 +31,7 @@ class WholeReads:
     Attributes:
         wait: called with parameters before they are gathered; None for nothing.
         copies: gives the gathered copy of a parameter that its unit has now; None for none.
+        written: told of writes; None for nothing.
         in_forward: whether the model's forward is running, which computes in `dtype`.
     """
 
@@ -37,6 +39,7 @@ class WholeReads:
         self.wait: Callable[[list[nn.Parameter]], None] | None = None
         self.copies: Callable[[DTensor], torch.Tensor | None] | None = None
         self.in_forward = False
+        self.written: WrittenShards | None = None
         self._gradients, self._dtype = gradients, dtype
         self._leaves: dict[DTensor, tuple[int, torch.Tensor]] = {}  # by parameter: version of the shard, and the whole
         gradients.after_backward = self.forget
@@ -62,6 +65,12 @@ class WholeReads:
     def set_gradient(self, parameter: DTensor, gradient: torch.Tensor) -> None:
         """See :class:`~tensorshard.data_parallel.sharded_parameter.Reader`."""
         self._gradients.set_by_hand(parameter, gradient)
+
+    def note_write(self, parameter: DTensor, values: list[torch.Tensor]) -> None:
+        """See :class:`~tensorshard.data_parallel.sharded_parameter.Reader`."""
+        if self.written is not None:
+            # An optimizer that is written as a loop has a rate in a tensor, the same on every rank.
+            self.written.note(parameter, *(value for value in values if value.dim() or self.in_forward))
 
     def differentiate(self, arguments: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
         """See :class:`~tensorshard.data_parallel.sharded_parameter.Reader`."""

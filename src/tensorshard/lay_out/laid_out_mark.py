@@ -23,6 +23,11 @@ def _holds_tensors(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
+def is_laid_out(module: nn.Module) -> bool:
+    """Whether `module` is, or belongs to, a model that is laid out."""
+    return _MARK in vars(module)
+
+
 def check_not_laid_out(model: nn.Module) -> None:
     """Refuses a model if it, or one of its modules, is laid out already.
 

@@ -99,6 +99,10 @@ class HeldTensors(TensorSource):
         move_to_meta(module)
         super().__init__(module)
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """The model's own tensors, by all of their names."""
+        return self._held
+
     def _value(self, name: str) -> torch.Tensor:
         return self._held[name].detach().cpu()
 

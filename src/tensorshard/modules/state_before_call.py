@@ -65,8 +65,7 @@ class StateBeforeCalls:
         if last is None or not last.same.hold():
             self._known.changes |= last is not None
             last = self._of_modules.reach()
-            constant = not (last.keeps_graph or last.tensors or last.copied or last.once)
-            self._last = last if constant else None
+            self._last = None if last.keeps_graph or last.once else last
         reached, given = [last], []
         if arguments:
             from_arguments = self._of_modules.reach_from(arguments)
@@ -99,7 +98,7 @@ class StateBeforeCall:
     ) -> None:
         self.once = next((part.once for part in reached if part.once), None)
         self._reached = reached
-        self._copied = [place for part in reached for place in part.copied]
+        self._copied = [place.now() for part in reached for place in part.copied]
         self._numbers = numbers
         self._known = known
         self._watched = watched

@@ -1,6 +1,5 @@
 """Recomputation (activation checkpointing) of a model's blocks (Chen et al. 2016)."""
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -13,11 +12,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tensorshard.modules.buffer_values import BufferValues, Exchanged
 from tensorshard.modules.forwards import Forward, Role, wrap_forward
-from tensorshard.modules.running_statistics import STATISTICS, keeps_statistics
+from tensorshard.modules.running_statistics import keeps_statistics
 from tensorshard.modules.state_before_call import ChangedArgumentError, StateBeforeCall, StateBeforeCalls
-from tensorshard.modules.tensors import storage_key
+from tensorshard.torch_private.autograd import is_function_transformed
 from tensorshard.torch_private.compilation import is_making_graph
-from tensorshard.torch_private.modules import buffer_names, own_buffers
+from tensorshard.torch_private.modules import buffer_names, registrations
 from tensorshard.torch_private.recomputation import compare_saved_tensors, stops_early
 from tensorshard.transforms.costly_results import COSTLY, KeepsCostly, KeptResults, TakesKept
 from tensorshard.transforms.recompute_check import Comparison, DifferentValuesError, different
@@ -84,9 +83,9 @@ class RecomputedBlock:
         self._repeated = False  # since the last first forward
         self._warned = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RecomputedBlock":
+    def __reduce__(self) -> tuple[Any, ...]:
         """For a copy of the block, which may not be complete yet: its modules are looked through at its first call."""
-        return RecomputedBlock(copy.deepcopy(self._block, memo), self.title, self._selective)
+        return RecomputedBlock, (self._block, self.title, self._selective)
 
     @cached_property
     def state(self) -> StateBeforeCalls:
@@ -116,22 +115,25 @@ class RecomputedBlock:
             self._repeated = False
             self._rounds += 1
         compared = self.always_compared or self._rounds < _COMPARED_ROUNDS
-        self._comparison.ignored = self._silently_written() if compared else None
+        self._comparison.least_dim = self._least_dim if compared else None
         return compared
 
     def repeats(self) -> None:
         """The forward is about to be repeated."""
         self._repeated = True
 
-    def _silently_written(self) -> set[int]:
-        """The storages of running statistics: torch's batch norm writes to them after it has saved them."""
-        return {
-            storage_key(buffer)
-            for module in self._holders
-            if keeps_statistics(module)
-            for name, buffer in own_buffers(module).items()
-            if name in STATISTICS
-        }
+    @cached_property
+    def _least_dim(self) -> int:
+        """2 if a norm keeps running statistics: torch's kernel writes to these vectors after it has saved them."""
+        return 2 if any(keeps_statistics(module) for module in self._block.modules()) else 0
+
+    def has_other_weights(self) -> bool:
+        """Whether ``torch.func.functional_call`` has put tensors in the places of parameters, which only it knows."""
+        return any(type(tensor) is torch.Tensor for table in self._tables for tensor in table.values())
+
+    @cached_property
+    def _tables(self) -> list[dict[str, Any]]:
+        return [table for table in registrations(self._block.modules())[::2] if table]
 
     def warn_not_repeatable(self, kind: str) -> None:
         """Logs once that the block is not recomputed."""
@@ -146,12 +148,14 @@ class RecomputedBlock:
 
 
 def _recomputed(block: RecomputedBlock, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or is_function_transformed():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         # What arguments hold is not restored here. If it changed, the comparison says so.
         contexts = block.contexts
     else:
+        if block.has_other_weights():
+            return forward(*args, **kwargs)
         others = [value for value in (*args, *kwargs.values()) if not isinstance(value, _PLAIN)]
         state = block.state.keep(others, watched=block.begin())
         if state.once is not None:
