@@ -38,7 +38,11 @@ class Periodic(nn.Module):
 
 
 def _ensemble(module: Any) -> nn.Module:
-    return Averaged(module.TabM(n_num_features=8, d_out=CLASSES, n_blocks=2, d_block=32, dropout=0.0, k=4, start_scaling_init="normal"))
+    return Averaged(
+        module.TabM(
+            n_num_features=8, d_out=CLASSES, n_blocks=2, d_block=32, dropout=0.0, k=4, start_scaling_init="normal"
+        )
+    )
 
 
 class Averaged(nn.Module):

@@ -77,7 +77,9 @@ class Dense(nn.Module):
 
 
 def _stack(module: Any) -> nn.Module:
-    return GraphNet(module.GCN(8, 16, num_layers=2, out_channels=32), module.GraphSAGE(32, 16, num_layers=2, out_channels=32))
+    return GraphNet(
+        module.GCN(8, 16, num_layers=2, out_channels=32), module.GraphSAGE(32, 16, num_layers=2, out_channels=32)
+    )
 
 
 def _egnn(module: Any) -> nn.Module:

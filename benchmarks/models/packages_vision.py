@@ -34,6 +34,7 @@ _STAGES = {
     for name, value in dict(emb_dim=width, heads=1, depth=1, mlp_mult=2).items()
 }
 
+
 def _diffusion(samples: int, generator: torch.Generator) -> Any:
     noised = torch.randn(samples, 3, 16, 16, generator=generator)
     times = torch.randint(0, 1000, (samples,), generator=generator)
@@ -215,7 +216,7 @@ CASES = [
     case("ResNet", "pytorchcv.models.resnet_cifar", lambda m: m.CIFARResNet(
         [[8, 8], [16, 16], [24, 24]], init_block_channels=8, bottleneck=False, num_classes=CLASSES), images()),
     case("DenseNet", "pytorchcv.models.densenet_cifar", lambda m: m.CIFARDenseNet(
-        [[12, 16], [20, 24]], init_block_channels=8, bottleneck=True, num_classes=CLASSES), images(size=16)),
+        [[12, 16], [20, 24]], init_block_channels=8, bottleneck=True, num_classes=CLASSES), images()),
     case("ViT", "kornia.models.vit", lambda m: Through(m.VisionTransformer(
         image_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4), nn.Identity(), nn.Linear(32, CLASSES), pool=(1,)),
         images(), is_sequence=True),
