@@ -92,6 +92,7 @@ class CellRunner:
     def __post_init__(self) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("KERAS_BACKEND", "torch")
         os.environ["TENSORSHARD_CACHE"] = "off"  # the seconds include the search
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         self._context = mp.get_context("forkserver")
@@ -268,4 +269,4 @@ def _failed_cell(outcome: list[dict[str, Any]] | str) -> Cell | None:
 
 def installed(cases: Sequence[Case]) -> list[Case]:
     """The cases whose libraries are installed."""
-    return [case for case in cases if is_installed(case.family)]
+    return [case for case in cases if is_installed(case)]

@@ -1,10 +1,12 @@
 """Training a case for a few steps: by one plain process, and by a rank under a plan."""
 
+import random
 import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -44,6 +46,8 @@ class Trained:
 def build(case: Case, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The case's model, in training, with the same weights every time."""
     torch.manual_seed(1)
+    random.seed(1)  # some packages draw initial values, or the seeds for them, with these
+    numpy.random.seed(1)
     model = case.build().train()
     return model if dtype == torch.float32 else model.to(dtype)
 

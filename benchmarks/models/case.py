@@ -19,13 +19,15 @@ class Case:
 
     Args:
         name: unique in its family.
-        family: the library that it is from: "transformers", "timm", "torchvision", "diffusers" or "plain".
+        family: the library that it is from: "transformers", "timm", "torchvision", "diffusers", "plain", or
+            "packages" for those of other people's packages, a group for each.
         build: makes it; nothing is downloaded. Dropout is off, since each plan draws other random numbers.
         batch: ``batch(samples, generator)`` -> inputs and targets, samples first.
         loss: ``loss(output, targets)`` -> the mean over samples.
         group: a part of the family, such as "text", under which it is listed.
         is_sequence: whether it computes on a sequence of tokens or patches, so that it counts among the models that
             sequence parallelism is for.
+        needs: the module that has to be installed, if that is not the family's.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Case:
     loss: Loss
     group: str = ""
     is_sequence: bool = False
+    needs: str = ""
 
     @property
     def key(self) -> str:

@@ -3,11 +3,12 @@
 from contextlib import suppress
 from importlib import import_module
 
-from benchmarks.models.registry import FAMILIES, find_cases, is_installed
+from benchmarks.models.registry import STOCK, find_cases
 
+# Other people's packages are imported by the processes that need them: together they would take too long.
 _ALSO = ("transformers.modeling_utils", "transformers.modeling_outputs", "timm.models", "torchvision.models")
 
-for _name in (*(family for family in FAMILIES if family != "plain" and is_installed(family)), *_ALSO):
+for _name in (*(family for family in STOCK if family != "plain"), *_ALSO):
     with suppress(ImportError):
         import_module(_name)
 find_cases()

@@ -6,7 +6,9 @@ from importlib.util import find_spec
 
 from benchmarks.models.case import Case
 
-FAMILIES = ("plain", "transformers", "timm", "torchvision", "diffusers")
+STOCK = ("plain", "transformers", "timm", "torchvision", "diffusers")
+PACKAGES = "packages"
+FAMILIES = (*STOCK, PACKAGES)
 
 _MODULES = {
     "plain": ("plain_language", "plain_vision", "plain_other"),
@@ -14,6 +16,7 @@ _MODULES = {
     "timm": ("timm_",),
     "torchvision": ("torchvision_",),
     "diffusers": ("diffusers_",),
+    PACKAGES: ("packages_language", "packages_vision", "packages_science", "packages_other"),
 }
 
 
@@ -30,6 +33,6 @@ def find_cases() -> dict[str, Case]:
     return found
 
 
-def is_installed(family: str) -> bool:
-    """Whether the library that the family's models are from is there."""
-    return family == "plain" or find_spec(family) is not None
+def is_installed(case: Case) -> bool:
+    """Whether the library that the model is from is there."""
+    return case.family == "plain" or find_spec(case.needs or case.family) is not None

@@ -20,7 +20,7 @@ from benchmarks.harness.models_results import FamilyResults, load_family, source
 from benchmarks.harness.report import make_console
 from benchmarks.models.case import Case
 from benchmarks.models.plans import PLANS, PlanCase
-from benchmarks.models.registry import FAMILIES, find_cases
+from benchmarks.models.registry import FAMILIES, PACKAGES, STOCK, find_cases
 from benchmarks.registry import Suite, positive_int
 
 _LIBRARIES = ["torch", "tensorshard", "transformers", "timm", "torchvision", "diffusers"]
@@ -46,8 +46,9 @@ def _matches(case: Case, pattern: str) -> bool:
 
 def run(arguments: argparse.Namespace) -> int:
     console = make_console()
+    families = [PACKAGES] if arguments.packages else arguments.family or STOCK
     try:
-        chosen = select_cases(list(find_cases().values()), arguments.models, arguments.family or [])
+        chosen = select_cases(list(find_cases().values()), arguments.models, families)
     except ValueError as error:
         console.print(f"error: {error}")
         return 2
@@ -56,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(case.key, highlight=False)
         return 0
     cases = installed(chosen)
-    for family in sorted({case.family for case in chosen} - {case.family for case in cases}):
-        console.print(f"{family} is not installed: its models are left out", style="yellow")
+    for needed in sorted({case.needs or case.family for case in chosen if case not in cases}):
+        console.print(f"{needed} is not installed: its models are left out", style="yellow")
     plans = [PLANS[key] for key in arguments.plan or PLANS]
     results = {family: load_family(family) for family in FAMILIES}
     revision = source_revision()
@@ -104,7 +105,8 @@ def _run_all(
                     break
                 with lock:
                     family = results[case.family]
-                    family.versions, family.date = installed_versions(_LIBRARIES), date.today().isoformat()
+                    family.versions |= installed_versions([case.group] if case.family == PACKAGES else _LIBRARIES)
+                    family.date = date.today().isoformat()
                     family.add(case.name, plan.key, revision, cell)
                     family.save()
                     statuses[cell.status] += 1
@@ -140,6 +142,7 @@ def _print(console: Console, case: Case, plan: PlanCase, cell: Cell, seconds: fl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="*", help="globs of names, such as 'gpt*' or 'timm/*'; all by default")
+    parser.add_argument("--packages", action="store_true", help="models of other people's packages instead")
     parser.add_argument("--family", choices=FAMILIES, nargs="+", help="these libraries instead of all")
     parser.add_argument("--plan", choices=list(PLANS), nargs="+", help="these plans instead of all")
     parser.add_argument("--jobs", type=positive_int, default=1, help="cells at a time (default %(default)s)")

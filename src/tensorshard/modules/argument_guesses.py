@@ -11,6 +11,8 @@ from itertools import islice, pairwise
 import torch
 from torch import nn
 
+from tensorshard.modules.layer_guesses import convolved_inputs
+
 _SAMPLES = 2
 _STEPS = 6
 _MOST_GUESSES = 48
@@ -79,6 +81,7 @@ def _options(model: nn.Module, name: str) -> Iterator[torch.Tensor]:
         yield torch.zeros(_SAMPLES, _STEPS, 3)
         yield from _numbers(model)
     else:
+        yield from convolved_inputs(model)
         yield from _numbers(model)
         yield from _indices(model)
 

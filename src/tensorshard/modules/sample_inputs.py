@@ -8,8 +8,8 @@ from torch import nn
 
 from tensorshard.modules.argument_guesses import guesses_by_arguments
 from tensorshard.modules.diffusers_inputs import diffusers_inputs
-from tensorshard.modules.transformers_inputs import SAMPLES, TOKENS, transformers_inputs
-from tensorshard.modules.transformers_inputs import tokens as token_ids
+from tensorshard.modules.layer_guesses import inputs_of_first_layer
+from tensorshard.modules.transformers_inputs import transformers_inputs
 from tensorshard.torch_private.pytree import tree_map_only
 
 
@@ -17,9 +17,9 @@ def example_inputs(model: nn.Module) -> list[Any]:
     """Candidates for inputs that `model` takes, the most likely first. The values are arbitrary.
 
     Models of transformers and diffusers say themselves what they take. For others, the first layer with parameters
-    shows it: an embedding wants indices, a convolution images, a linear layer features. Then the names of the forward's
-    arguments are tried. A model with a head that computes its loss takes targets as well, and may take masks. Numbers
-    have the type of the model's first weight.
+    shows it: an embedding wants indices, a convolution images, a linear layer features or the patches of images. Then
+    the names of the forward's arguments are tried. A model with a head that computes its loss takes targets as well,
+    and may take masks. Numbers have the type of the model's first weight.
     """
     candidates = _candidates(model)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -31,10 +31,10 @@ def _candidates(model: nn.Module) -> list[Any]:
     published = transformers_inputs(model) or diffusers_inputs(model)
     if any(getattr(module, "takes_targets", False) for module in model.modules()):
         main = [next(iter(inputs.values())) for inputs in published[:1]]
-        return [given for inputs in [*main, *_inputs_of_first_layer(model)] for given in _with_targets(model, inputs)]
+        return [given for inputs in [*main, *inputs_of_first_layer(model)] for given in _with_targets(model, inputs)]
     if published:
         return list(published)
-    return [*_inputs_of_first_layer(model), *guesses_by_arguments(model)]
+    return [*inputs_of_first_layer(model), *guesses_by_arguments(model)]
 
 
 def _with_targets(model: nn.Module, inputs: Any) -> list[Any]:
@@ -53,34 +53,3 @@ def _with_targets(model: nn.Module, inputs: Any) -> list[Any]:
     if masks and len(others) == 2:
         return [{**masks, others[0]: inputs, others[1]: classes} for classes in targets]
     return [(inputs, classes) for classes in targets]
-
-
-def _inputs_of_first_layer(model: nn.Module) -> list[Any]:
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            tokens = token_ids(module.num_embeddings)
-            return [tokens, (tokens, tokens)]
-        if isinstance(module, nn.Conv2d):
-            sizes = [*_image_sizes(model), (64, 64), (224, 224), (32, 32)]
-            return [torch.zeros(SAMPLES, module.in_channels, *size) for size in sizes]
-        if isinstance(module, nn.Conv1d):
-            return [torch.zeros(SAMPLES, module.in_channels, length) for length in (64, 1024, 16384)]
-        if isinstance(module, nn.Conv3d):
-            return [torch.zeros(SAMPLES, module.in_channels, length, length, length) for length in (16, 32, 64)]
-        if isinstance(module, nn.Linear):
-            features = module.in_features
-            sequences = torch.zeros(SAMPLES, TOKENS, features)
-            return [torch.zeros(SAMPLES, features), sequences, (sequences, sequences)]
-    return []
-
-
-def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
-    """Image sizes that the model's attributes give."""
-    found = []
-    for name in ("image_size", "img_size", "image_shape", "input_size"):
-        value = getattr(model, name, None)
-        if isinstance(value, int):
-            found.append((value, value))
-        elif isinstance(value, tuple | list) and len(value) >= 2:
-            found.append((value[-2], value[-1]))
-    return found
