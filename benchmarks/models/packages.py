@@ -29,7 +29,7 @@ def case(
         module: what `build` is given, imported only then. Its first part is what has to be installed.
         package: as on PyPI, if that is not the module's first part.
     """
-    root = module.split(".")[0]
+    root = module.split(".", maxsplit=1)[0]
     package = package or root.replace("_", "-")
     return Case(
         f"{package}: {name}", "packages", partial(_built, module, build), batch or numbers(8, targets="classes"), loss,

@@ -1,6 +1,5 @@
 """Cases of other people's packages: medical images, graphs, sound and spikes."""
 
-from functools import partial
 from typing import Any
 
 import torch
