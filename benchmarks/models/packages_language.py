@@ -1,5 +1,7 @@
 """Cases of other people's packages: models of sequences of tokens."""
 
+# ruff: noqa: E501
+
 from functools import partial
 from typing import Any
 
@@ -74,12 +76,16 @@ def _reformer(module: Any) -> nn.Module:
 
 
 def _nystrom(module: Any) -> nn.Module:
-    part = module.Nystromformer(dim=32, depth=2, dim_head=8, heads=4, num_landmarks=4, attn_values_residual_conv_kernel=3)
+    part = module.Nystromformer(
+        dim=32, depth=2, dim_head=8, heads=4, num_landmarks=4, attn_values_residual_conv_kernel=3
+    )
     return Through(nn.Embedding(VOCABULARY, 32), part, nn.Linear(32, VOCABULARY))
 
 
 def _soft_moe(module: Any) -> nn.Module:
-    part = module.SoftMoE(dim=32, seq_len=_LENGTH, num_experts=4, is_distributed=False, offload_unused_experts_to_cpu=False)
+    part = module.SoftMoE(
+        dim=32, seq_len=_LENGTH, num_experts=4, is_distributed=False, offload_unused_experts_to_cpu=False
+    )
     return Through(nn.Embedding(VOCABULARY, 32), part, nn.Linear(32, VOCABULARY))
 
 

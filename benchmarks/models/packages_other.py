@@ -1,5 +1,7 @@
 """Cases of other people's packages: tables, densities, differential equations, policies."""
 
+# ruff: noqa: E501
+
 from functools import partial
 from typing import Any
 
@@ -38,7 +40,11 @@ class Periodic(nn.Module):
 
 
 def _ensemble(module: Any) -> nn.Module:
-    return Averaged(module.TabM(n_num_features=8, d_out=CLASSES, n_blocks=2, d_block=32, dropout=0.0, k=4, start_scaling_init="normal"))
+    return Averaged(
+        module.TabM(
+            n_num_features=8, d_out=CLASSES, n_blocks=2, d_block=32, dropout=0.0, k=4, start_scaling_init="normal"
+        )
+    )
 
 
 class Averaged(nn.Module):

@@ -1,5 +1,7 @@
 """Cases of other people's packages: medical images, graphs, sound and spikes."""
 
+# ruff: noqa: E501
+
 from typing import Any
 
 import torch
@@ -76,7 +78,9 @@ class Dense(nn.Module):
 
 
 def _stack(module: Any) -> nn.Module:
-    return GraphNet(module.GCN(8, 16, num_layers=2, out_channels=32), module.GraphSAGE(32, 16, num_layers=2, out_channels=32))
+    return GraphNet(
+        module.GCN(8, 16, num_layers=2, out_channels=32), module.GraphSAGE(32, 16, num_layers=2, out_channels=32)
+    )
 
 
 def _egnn(module: Any) -> nn.Module:

@@ -1,5 +1,7 @@
 """Cases of other people's packages: models of images."""
 
+# ruff: noqa: E501
+
 from functools import partial
 from typing import Any
 
@@ -33,6 +35,7 @@ _STAGES = {
     for stage, width in ((1, 8), (2, 16), (3, 24))
     for name, value in dict(emb_dim=width, heads=1, depth=1, mlp_mult=2).items()
 }
+
 
 def _diffusion(samples: int, generator: torch.Generator) -> Any:
     noised = torch.randn(samples, 3, 16, 16, generator=generator)
