@@ -19,6 +19,7 @@ REFUSED = {
     ("AveragesItself", "pp"): "torch.distributed itself (allreduce_, strangers.py:",
     ("WritesItsWeight", "pp"): "changes its parameter blocks.0.weight (strangers.py:",
     ("Teacher", "pp"): "engine.model.blocks.named_parameters() is listed within engine.model.teacher.named_para",
+    ("Adjoint", "pp"): "inside of _Adjoint.forward, an autograd function that computes the gradients of its modules",
     ("Mapped", "pp"): "the model calls 'blocks.0' inside of a function that torch.func transforms",
     ("OtherWeights", "pp"): "runs on every stage: move it into a module that holds what it reads",
     **{("KeepsAView", plan): _SHARED for plan in PLANS},

@@ -150,13 +150,7 @@ def lay_out_engine(
             mesh.world_group,
         )
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
-    for view in sharded.whole_views:
-        view.begin(engine.optimizer)
-    sharded.protect()
-    share_host_random_state(mesh)
-    mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
-    mark_replaced(users_parameters)
-    refuse_in_forwards(source)
+    _protect(engine, source, users_parameters)
     if mesh.rank == 0:
         log_updates(updates)
         if cache.is_on():
@@ -164,6 +158,18 @@ def lay_out_engine(
                 "config.use_cache is off within step and evaluate: training needs no cache of keys and values"
             )
     return engine
+
+
+def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Parameter]) -> None:
+    """From now on, what is read or written in ways that would mislead says so."""
+    sharded = engine.sharded
+    for view in sharded.whole_views:
+        view.begin(engine.optimizer)
+    sharded.protect()
+    share_host_random_state(engine.mesh)
+    mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
+    mark_replaced(users_parameters)
+    refuse_in_forwards(source)
 
 
 def _weights_of(

@@ -301,6 +301,33 @@ class Filled(Net):
         return out.sum(0)
 
 
+class _Adjoint(torch.autograd.Function):
+    """Takes a module's parameters as inputs, and computes their gradients itself, as solvers of equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, h: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.module = module
+        ctx.save_for_backward(h, *parameters)
+        with torch.no_grad():
+            return module(h)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        h, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            h = h.detach().requires_grad_()
+            output = ctx.module(h)
+        found = torch.autograd.grad(output, (h, *parameters), gradient, allow_unused=True)
+        return None, *found
+
+
+class Adjoint(Net):
+    def body(self, h: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = h + _Adjoint.apply(block, h, *block.parameters())
+        return h
+
+
 class TrainsAlone(Net):
     """Its backward needs what forward keeps in training alone, as reversible blocks do."""
 
@@ -335,7 +362,7 @@ MODELS = {
     for kind in (
         OneMaskForAll, OneModuleForAll, OneCounterForAll, RegisteredTwice, ActivationOfAll, Lambdas, Objects, Hooks,
         Caches, SeedsItself, LeavesLayersOut, AveragesItself, WritesItsWeight, Teacher, ReadsOthers, KeepsAView,
-        OtherWeights, Mapped, Filled, TrainsAlone, TakesRoots,
+        OtherWeights, Mapped, Filled, Adjoint, TrainsAlone, TakesRoots,
     )
 }  # fmt: skip
 
