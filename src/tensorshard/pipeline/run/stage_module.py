@@ -179,8 +179,9 @@ class StageModule:
             if kinds:
                 raise RuntimeError(
                     f"code of the model's forward on stage {self.index} fails, perhaps on what {call.unit!r} returns: "
-                    f"an object of class {kinds[0]}, which is no container of tensors, so that the stage of {call.unit!r} "
-                    f"cannot send it. Return tensors, name a module around both as one unit (pp_units), or set pp=1"
+                    f"an object of class {kinds[0]}, which is no container of tensors, so that the stage of "
+                    f"{call.unit!r} cannot send it. Return tensors, name a module around both as one unit (pp_units), "
+                    f"or set pp=1"
                 ) from error
 
     def put_placeholders(self, device: torch.device) -> None:
