@@ -10,7 +10,7 @@ from benchmarks.harness.models_cells import Cell
 from benchmarks.harness.models_results import FamilyResults, load_family
 from benchmarks.models.case import Case
 from benchmarks.models.plans import PLANS
-from benchmarks.models.registry import FAMILIES, find_cases
+from benchmarks.models.registry import FAMILIES, PACKAGES, STOCK, find_cases
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -24,14 +24,19 @@ Cells = list[tuple[Case, str, Cell]]
 def write_document() -> Path:
     """Writes every marked block of the document again; returns its path."""
     results = {family: load_family(family) for family in FAMILIES}
-    cells = _known(results)
+    known = _known(results)
+    stock = [one for one in known if one[0].family != PACKAGES]
+    packages = [one for one in known if one[0].family == PACKAGES]
     writers: dict[str, Callable[[], str]] = {
-        "counts": lambda: _counts(cells),
-        "reasons": lambda: _reasons(cells),
-        "versions": lambda: _versions(results.values()),
+        "counts": lambda: _counts(stock),
+        "reasons": lambda: _reasons(stock),
+        "versions": lambda: _versions(results[family] for family in STOCK),
+        "packages-counts": lambda: _counts(packages),
+        "packages-reasons": lambda: _reasons(packages),
+        "packages-versions": lambda: _versions([results[PACKAGES]]),
     }
     for family in FAMILIES:
-        writers[family] = lambda family=family: _family([one for one in cells if one[0].family == family])  # type: ignore[misc]
+        writers[family] = lambda family=family: _family([one for one in known if one[0].family == family])  # type: ignore[misc]
 
     def block(match: re.Match[str]) -> str:
         return f"<!-- models:{match['name']} -->\n{writers[match['name']]()}\n<!-- /models -->"
@@ -100,7 +105,7 @@ def _family(cells: Cells) -> str:
         if groups[name] != last:
             last = groups[name]
             lines.append(_line([f"*{last}*", *[""] * len(plans)]))
-        lines.append(_line([name, *(_entry(found.get(plan)) for plan in plans)]))
+        lines.append(_line([name.removeprefix(f"{groups[name]}: "), *(_entry(found.get(plan)) for plan in plans)]))
     return "\n".join(lines)
 
 

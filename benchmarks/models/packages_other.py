@@ -1,7 +1,5 @@
 """Cases of other people's packages: tables, densities, differential equations, policies."""
 
-# ruff: noqa: E501
-
 from functools import partial
 from typing import Any
 
@@ -237,7 +235,8 @@ CASES = [
         categories=(5, 5, 5), num_continuous=6, dim=16, depth=2, heads=2, dim_head=8, dim_out=CLASSES), _kinds_first),
     case("MLP", "rtdl_revisiting_models", lambda m: m.MLP(d_in=8, d_out=CLASSES, n_blocks=2, d_block=32, dropout=0.0)),
     case("ResNet", "rtdl_revisiting_models", lambda m: m.ResNet(
-        d_in=8, d_out=CLASSES, n_blocks=2, d_block=32, d_hidden=48, d_hidden_multiplier=None, dropout1=0.0, dropout2=0.0)),
+        d_in=8, d_out=CLASSES, n_blocks=2, d_block=32, d_hidden=48, d_hidden_multiplier=None, dropout1=0.0,
+        dropout2=0.0)),
     case("FT-Transformer", "rtdl_revisiting_models", _revisited, _TABLE),
     case("periodic embeddings", "rtdl_num_embeddings", Periodic),
     case("TabM", "tabm", _ensemble),

@@ -1,7 +1,5 @@
 """Cases of other people's packages: medical images, graphs, sound and spikes."""
 
-# ruff: noqa: E501
-
 from typing import Any
 
 import torch
@@ -190,7 +188,8 @@ CASES = [
            filters=[8, 16, 24]),
     _monai("SegResNet", "SegResNet", **_FLAT, init_filters=8, blocks_down=(1, 1), blocks_up=(1,)),
     _monai("UNETR", "UNETR", **_FLAT, img_size=(32, 32), feature_size=8, hidden_size=16, mlp_dim=32, num_heads=2),
-    _monai("Swin UNETR", "SwinUNETR", **_FLAT, feature_size=12, depths=(1, 1, 1, 1), num_heads=(2, 2, 2, 2), window_size=4, size=64),
+    _monai("Swin UNETR", "SwinUNETR", **_FLAT, feature_size=12, depths=(1, 1, 1, 1), num_heads=(2, 2, 2, 2),
+        window_size=4, size=64),
     _monai("HighResNet", "HighResNet", **_FLAT, layer_params=_HIGH_RES),
     _monai("DenseNet", "DenseNet", **_FLAT, init_features=8, growth_rate=8, block_config=(1, 1)),
     case("ViT", "monai.networks.nets", lambda m: First(m.ViT(

@@ -1,7 +1,5 @@
 """Cases of other people's packages: models of images."""
 
-# ruff: noqa: E501
-
 from functools import partial
 from typing import Any
 
@@ -195,19 +193,23 @@ CASES = [
     case("axial, reversible", "axial_attention", _axial, images()),
     case("Mixer", "mlp_mixer_pytorch", lambda m: m.MLPMixer(channels=3, dim=32, depth=2, **_IMAGE), images(),
          is_sequence=True),
-    case("gMLP of images", "g_mlp_pytorch", lambda m: m.gMLPVision(dim=32, depth=2, **_IMAGE), images(), is_sequence=True),
+    case("gMLP of images", "g_mlp_pytorch", lambda m: m.gMLPVision(dim=32, depth=2, **_IMAGE), images(),
+        is_sequence=True),
     case("bottleneck attention", "bottleneck_transformer_pytorch", lambda m: _pooled(m.BottleStack(
-        dim=16, fmap_size=8, dim_out=32, num_layers=2, heads=2, dim_head=8, proj_factor=2, downsample=False), 32), images()),
+        dim=16, fmap_size=8, dim_out=32, num_layers=2, heads=2, dim_head=8, proj_factor=2, downsample=False), 32),
+        images()),
     case("halo attention", "halonet_pytorch", lambda m: _pooled(m.HaloAttention(
         dim=16, block_size=4, halo_size=2, dim_head=8, heads=2), 16), images()),
     case("lambda layer", "lambda_networks", lambda m: _pooled(m.LambdaLayer(
         dim=16, dim_out=16, r=5, dim_k=8, heads=2, dim_u=1), 16), images()),
-    case("CLIP", "open_clip", _open_clip, _image_and_text, _agreement_loss, package="open_clip_torch", is_sequence=True),
+    case("CLIP", "open_clip", _open_clip, _image_and_text, _agreement_loss, package="open_clip_torch",
+        is_sequence=True),
     case("CoCa", "coca_pytorch.coca_pytorch", _coca, _text_and_image_tokens, number_loss, package="CoCa-pytorch",
          is_sequence=True),
     case("YOLO", "ultralytics.nn.tasks", _yolo, images(size=64, targets="number"), _all_maps_loss),
     case("U-Net", "segmentation_models_pytorch", partial(
-        _segmentation, kind="Unet", decoder_channels=(32, 24, 16, 8, 8)), images(size=64, targets="number"), number_loss),
+        _segmentation, kind="Unet", decoder_channels=(32, 24, 16, 8, 8)), images(size=64, targets="number"),
+            number_loss),
     case("FPN", "segmentation_models_pytorch", partial(
         _segmentation, kind="FPN", decoder_pyramid_channels=32, decoder_segmentation_channels=32, decoder_dropout=0.0),
         images(size=64, targets="number"), number_loss),
@@ -218,9 +220,10 @@ CASES = [
     case("ResNet", "pytorchcv.models.resnet_cifar", lambda m: m.CIFARResNet(
         [[8, 8], [16, 16], [24, 24]], init_block_channels=8, bottleneck=False, num_classes=CLASSES), images()),
     case("DenseNet", "pytorchcv.models.densenet_cifar", lambda m: m.CIFARDenseNet(
-        [[12, 16], [20, 24]], init_block_channels=8, bottleneck=True, num_classes=CLASSES), images(size=16)),
+        [[12, 16], [20, 24]], init_block_channels=8, bottleneck=True, num_classes=CLASSES), images()),
     case("ViT", "kornia.models.vit", lambda m: Through(m.VisionTransformer(
-        image_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4), nn.Identity(), nn.Linear(32, CLASSES), pool=(1,)),
+        image_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4), nn.Identity(), nn.Linear(32, CLASSES),
+        pool=(1,)),
         images(), is_sequence=True),
     case("HardNet", "kornia.feature", lambda m: Through(m.HardNet(pretrained=False), nn.Identity(),
          nn.Linear(128, CLASSES)), images(channels=1)),
@@ -231,7 +234,8 @@ CASES = [
     case("learned codebook", "vector_quantize_pytorch", partial(
         _vq, kind="VectorQuantize", dim=8, codebook_size=16, learnable_codebook=True, ema_update=False),
         _SEQUENCES, number_loss),
-    case("SimVQ", "vector_quantize_pytorch", partial(_vq, kind="SimVQ", dim=8, codebook_size=16), _SEQUENCES, number_loss),
+    case("SimVQ", "vector_quantize_pytorch", partial(_vq, kind="SimVQ", dim=8, codebook_size=16), _SEQUENCES,
+        number_loss),
     case("averaged codebook", "vector_quantize_pytorch", partial(
         _vq, kind="VectorQuantize", dim=8, codebook_size=16, threshold_ema_dead_code=0), _SEQUENCES, number_loss),
 ]  # fmt: skip

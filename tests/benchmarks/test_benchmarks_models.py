@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks.harness import models_document, models_results
-from benchmarks.harness.models_cells import Cell, CellRunner
+from benchmarks.harness.models_cells import Cell, CellRunner, installed
 from benchmarks.harness.models_judge import (
     bf16_allowance,
     bf16_distance,
@@ -16,7 +16,7 @@ from benchmarks.harness.models_judge import (
 )
 from benchmarks.harness.models_training import Trained, batch, build, train_alone
 from benchmarks.models.plans import PLANS
-from benchmarks.models.registry import FAMILIES, find_cases
+from benchmarks.models.registry import FAMILIES, find_cases, is_installed
 from benchmarks.suites.models import select_cases
 
 import tensorshard as ts
@@ -140,3 +140,28 @@ def test_a_cell_runs_on_processes_of_its_own(tmp_path):
     # Too short for a process to start, and so for the ranks: the reference is known already.
     runner.limit = 0.01
     assert runner.run(case, PLANS["zero3"]).status == "hung"
+
+
+def test_a_package_that_is_not_installed_is_left_out():
+    cases = [case for case in find_cases().values() if case.family == "packages"]
+    assert len({case.group for case in cases}) >= 20
+    missing = replace(cases[0], needs="no_such_package_at_all")
+    assert not is_installed(missing)
+    assert installed([missing, find_cases()["plain/MLP"]]) == [find_cases()["plain/MLP"]]
+
+
+def test_packages_have_blocks_of_their_own_on_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(models_results, "FOLDER", tmp_path)
+    monkeypatch.setattr(models_document, "DOCUMENT", page := tmp_path / "models.md")
+    results = models_results.load_family("packages")
+    results.add("x-transformers: GPT", "zero3", "abc", Cell("exact"))
+    results.add("linformer: Linformer", "zero3", "abc", Cell("refused", "a reason"))
+    results.save()
+    blocks = ("counts", "packages-counts", "packages", "packages-reasons")
+    page.write_text("".join(f"<!-- models:{name} -->\nold\n<!-- /models -->\n" for name in blocks))
+    models_document.write_document()
+    stock, _, packages = page.read_text().partition("models:packages-counts")
+    assert "ZeRO 3" not in stock
+    assert "| ZeRO 3 | 2 | 1 | 1 |" in packages
+    assert "| *x-transformers* |  |\n| GPT | ✓ |" in packages
+    assert "| refused | a reason | packages/linformer: Linformer (ZeRO 3) |" in packages

@@ -228,6 +228,7 @@ class FullyShardedModel(ShardedModel):
     def abandon_step(self) -> None:
         self.discard_gradients()
         self._gradients.forget()
+        self._written.forget()
         self._reads.forget()
         self._calls.reset()
         reset_iteration(self.model)

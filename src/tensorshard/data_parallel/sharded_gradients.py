@@ -23,7 +23,6 @@ from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.sharded_model import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
-from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.fsdp import parameter_groups, refresh_dtypes, unsharded_parameter
 
@@ -81,9 +80,6 @@ class ShardedGradients:
         this = weakref.ref(self)  # else the model would never be freed
         for fsdp_group in groups:
             fsdp_group.post_backward = partial(_post_backward, this, fsdp_group, fsdp_group.post_backward)
-        for parameter in self._fsdp_params:
-            if parameter.requires_grad:
-                parameter.register_hook(partial(_taken, this, parameter))
 
     def forget(self) -> None:
         """Called after a failed backward."""
@@ -234,20 +230,3 @@ def _post_backward(this: Any, fsdp_group: Any, original: Any, *args: Any) -> Non
     original(*args)
     if gradients is not None:
         gradients.reduced(fsdp_group)
-
-
-def _taken(this: "weakref.ref[ShardedGradients]", parameter: DTensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Takes a gradient that autograd has for a shard itself: an autograd function has the parameter among its inputs.
-
-    Such functions (the adjoint of a differential equation, say) get it from ``torch.autograd.grad``, which averages. A
-    collective of the ranks that run the function.
-
-    Returns:
-        Zeros, which autograd accumulates in its place.
-    """
-    gradients = this()
-    with torch.no_grad(), without_torch_functions_of_tensors():
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        if gradients is not None:
-            gradients.add(parameter, whole)
-        return torch.zeros_like(parameter)

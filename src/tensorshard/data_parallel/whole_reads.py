@@ -7,6 +7,7 @@ whole until the backward is over, as not all ranks need to read the same ones; t
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class WholeReads:
         """Makes a sharded `parameter` one that is read as a whole."""
         assert isinstance(parameter, DTensor)
         show_as_whole(parameter, self)
+        if parameter.requires_grad:
+            parameter.register_hook(partial(_take_direct, weakref.ref(self._gradients), weakref.ref(parameter)))
 
     def forget(self) -> None:
         """Drops the whole parameters, where no more reads of the same graph follow. They may be read again."""
@@ -107,3 +110,32 @@ class WholeReads:
             whole: torch.Tensor = on_mesh_device(parameter.detach()).full_tensor()  # type: ignore[arg-type]
             # With one rank, it may be the shard itself, which the optimizer would change under the graph.
             return whole.clone() if parameter.device_mesh.size() == 1 else whole
+
+
+@torch.no_grad()
+def _take_direct(
+    gradients: "weakref.ref[ShardedGradients]", parameter: "weakref.ref[DTensor]", gradient: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Takes a gradient that arrives at a shard itself.
+
+    torch's functions read the whole parameter, which has gradients of its own. An autograd function of the model that
+    was given the parameter outside of its unit is in the graph of the shard: its backward returns this rank's whole
+    gradient, or one from ``torch.autograd.grad``, which is sharded and averaged already.
+
+    Raises:
+        RuntimeError: it returned none. In a block that is recomputed, ``ctx.saved_tensors`` are other tensors than the
+            parameter, by which there is no gradient.
+    """
+    kept, sharded = gradients(), parameter()
+    if kept is None or sharded is None:
+        return None
+    if gradient is None:
+        raise RuntimeError(
+            f"an autograd function of the model was given a parameter of shape {list(sharded.shape)} outside of the "
+            f"forward of its unit, where zero=3 shards it, and returned no gradient for it; in a block that is "
+            f'recomputed it can find none: use recompute="none" or zero=2, or give the function no such parameter'
+        )
+    with without_torch_functions_of_tensors():
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        kept.add(sharded, whole.to(sharded.device_mesh.device_type, sharded.dtype))
+        return torch.zeros_like(sharded.detach())

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.engine.loss_scaler import LossScaler
@@ -104,10 +105,14 @@ class FinalGradients:
         if self._hooks:
             factor = self._call_hooks(factor)
         clip = self._plan.clip_grad_norm
-        norm = self.measure()
+        refused = self._refused_on_this_stage()
+        norm = self.measure(spoil=refused is not None)
         known = [norm] if loss is None else [loss, norm]
         are_finite, written = _read(known, self._sharded.writers)
-        if written:
+        if self._mesh.degrees["pp"] > 1:
+            if not are_finite:
+                self._raise_of_any_stage(refused)
+        elif written:
             self._sharded.compare_written()
         if not are_finite:
             if loss is not None:
@@ -130,16 +135,35 @@ class FinalGradients:
             self.scale(self.left)
         return True
 
+    def _refused_on_this_stage(self) -> str | None:
+        """Of a pipeline: what is wrong with what was written to the parameters of this rank's stages, if anything is.
+        Other stages do not know it; they learn from the norm that something is."""
+        if self._mesh.degrees["pp"] == 1 or not _read([], self._sharded.writers)[1]:
+            return None
+        try:
+            self._sharded.compare_written()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def _raise_of_any_stage(self, refused: str | None) -> None:
+        messages: list[str | None] = [None] * self._mesh.world_group.size()
+        dist.all_gather_object(messages, refused, group=self._mesh.world_group)
+        for message in messages:
+            if message is not None:
+                raise RuntimeError(message)
+
     def refresh(self) -> list[str]:
         """Looks which parameters are trained now; returns the names of those that were not before."""
         before, self.trained = self.trained, self._sharded.trained_masters()
         return [name for name in self.trained if name not in before]
 
-    def measure(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def measure(self, dtype: torch.dtype | None = None, *, spoil: bool = False) -> torch.Tensor:
         """The L2 norm of the gradients as they are: a scalar in fp64, the same on every rank.
 
         Args:
             dtype: of the sum of squares; that of the gradients by default.
+            spoil: makes it NaN on every rank of a pipeline.
         """
         return global_norm(
             self.trained.values(),
@@ -149,6 +173,7 @@ class FinalGradients:
             always_sum=self._mesh.degrees["pp"] > 1,
             dtype=dtype,
             known=None if self.offloaded is None else self.offloaded.norm,
+            spoil=spoil,
         )
 
     def scale(self, factor: torch.Tensor | float) -> None:
@@ -205,6 +230,8 @@ def _read(values: list[torch.Tensor], flag: torch.Tensor | None) -> tuple[bool, 
     if detect_fake_mode(values) is not None:
         return True, False
     everything = values if flag is None else [*values, flag]
+    if not everything:
+        return True, False
     numbers = torch.stack([value.detach().double() for value in everything]).tolist()
     return all(map(math.isfinite, numbers[: len(values)])), flag is not None and numbers[-1] > 0
 

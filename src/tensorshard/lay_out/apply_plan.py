@@ -64,7 +64,7 @@ def apply_plan(
 
     part = Part(
         model,
-        repeated=list(find_blocks(model).values()) or [model],  # a model without blocks is one
+        repeated=list(dict.fromkeys(find_blocks(model).values())) or [model],  # a model without blocks is one
         units=shard_units(model, plan.shard_units),
         computed=[model],
     )

@@ -124,11 +124,10 @@ def _lay_out_stage(
     device: torch.device,
     slots: Slots | None,
 ) -> ShardedModel:
-    blocks = [
-        stage.module.get_submodule(name)
-        for name in find_blocks(model)
-        if any(name == unit or name.startswith(f"{unit}.") for unit in stage.units)
-    ]
+    names = (
+        name for name in find_blocks(model) if any(name == unit or name.startswith(f"{unit}.") for unit in stage.units)
+    )
+    blocks = list(dict.fromkeys(map(stage.module.get_submodule, names)))  # one may have several names
     part = Part(
         stage.module,
         repeated=blocks,

@@ -28,6 +28,7 @@ _ATOMIC: tuple[type, ...] = (
     property, BuiltinFunctionType, CodeType, ModuleType, Enum,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
+_HEAP_TYPE = 1 << 9  # of a class's flags: it was made by a class statement
 _WEAK = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
 
 
@@ -160,6 +161,8 @@ class _Copier:
         try:
             if hasattr(kind, "__deepcopy__"):
                 return value.__deepcopy__(self._made)
+            if _has_attributes_alone(kind):  # a ``__getstate__`` may leave out what a copy needs
+                return self._copy_attributes(value, self._keep(value, object.__new__(kind)))
             reducer = copyreg.dispatch_table.get(kind)
             reduced = value.__reduce_ex__(4) if reducer is None else reducer(value)
             return value if isinstance(reduced, str) else self._rebuild(value, *reduced)
@@ -238,6 +241,18 @@ class _Copier:
         if not isinstance(value, (*_ATOMIC, *_WEAK, torch.Tensor, nn.Module)) and holds(value, self._replaced):
             return self.copy(value)
         return value
+
+
+def _has_attributes_alone(kind: type) -> bool:
+    """Whether an object of class `kind` is its ``__dict__``: no class of it has slots, or is written in C."""
+    return all(
+        base is object or (("__dict__" in vars(base) or "__weakref__" in vars(base) or base.__dictoffset__)
+        and not vars(base).get("__slots__")
+        and base.__reduce__ is object.__reduce__
+        and base.__reduce_ex__ is object.__reduce_ex__
+        and bool(base.__flags__ & _HEAP_TYPE))
+        for base in kind.__mro__
+    )  # fmt: skip
 
 
 def _may_refer(value: Any, seen: set[int]) -> bool:

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, ModuleType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ def _may_be_changed(value: Any) -> bool:
 def _draws(name: str, value: Any, code: CodeType) -> set[str]:
     if value is random or (isinstance(value, BuiltinMethodType) and isinstance(value.__self__, random.Random)):
         return {"random"}
-    if getattr(getattr(value, "__self__", None), "__class__", None) is random.Random:
+    if isinstance(value, MethodType) and type(value.__self__) is random.Random:
         return {"random"}
     numpy = sys.modules.get("numpy")
     if numpy is None:

@@ -8,7 +8,7 @@ again in what holds them.
 """
 
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator
 from enum import Enum
 from logging import Logger
@@ -34,6 +34,7 @@ _ATOMIC: tuple[type, ...] = (
     weakref.ProxyType, weakref.CallableProxyType,
 )  # fmt: skip
 WEAK_CONTAINERS = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
+_OFTEN_EMPTY = frozenset((dict, list, set, tuple, OrderedDict))
 _LIMIT = 2_000_000  # objects that are looked into; models have thousands
 
 Swap = Callable[[torch.Tensor], torch.Tensor]
@@ -306,6 +307,8 @@ def _entered(value: Any) -> Iterator[Any]:
     if isinstance(value, _ATOMIC):
         return
     if isinstance(value, torch.Tensor):
+        return
+    if type(value) in _OFTEN_EMPTY and not value:  # as each module has a dozen of, for hooks
         return
     if isinstance(value, tuple | frozenset):
         for item in value:

@@ -176,6 +176,11 @@ class PipelinedModel(ShardedModel):
         for part in self.parts:
             part.adopt_writes()
 
+    def compare_written(self) -> None:
+        for part in self.parts:
+            if part.writers is not None and part.writers > 0:
+                part.compare_written()
+
     def num_shards(self) -> dict[torch.Tensor, float]:
         ways: dict[torch.Tensor, float] = {}
         for part in self.parts:
@@ -218,6 +223,8 @@ class PipelinedModel(ShardedModel):
             return
         for part in self.parts:
             part.finish_backward()
+        writers = [part.writers for part in self.parts if part.writers is not None]
+        self.writers = torch.stack([flag.double() for flag in writers]).amax() if writers else None
         self._add_copies()
         self._shared.add()
         self._complete = True

@@ -160,10 +160,29 @@ class StageModule:
             return call_model(self.module, inputs)
         except StageLeft:  # of a model whose class has a __call__ of its own around what the hooks see
             return self._run.sent()
+        except (AttributeError, TypeError) as error:
+            self._explain(error, cut)
+            raise
         finally:
             self.is_stale |= self._run.is_stale
             self._run = None
             self._put(written)
+
+    def _explain(self, error: Exception, cut: Cut) -> None:
+        """Raises a sentence, if the error may be of an object that a unit of an earlier stage returned.
+
+        Raises:
+            RuntimeError: there is such a unit.
+        """
+        for call in cut.graph.calls[: cut.spans[self.index][0]]:
+            kinds = call.structure.opaque()
+            if kinds:
+                raise RuntimeError(
+                    f"code of the model's forward on stage {self.index} fails, perhaps on what {call.unit!r} returns: "
+                    f"an object of class {kinds[0]}, which is no container of tensors, so that the stage of "
+                    f"{call.unit!r} cannot send it. Return tensors, name a module around both as one unit (pp_units), "
+                    f"or set pp=1"
+                ) from error
 
     def put_placeholders(self, device: torch.device) -> None:
         """Puts stand-ins on `device` in the places of what other stages hold. Reading them raises outside of calls."""

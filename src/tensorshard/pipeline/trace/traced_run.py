@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from tensorshard.modules.detached_alias import DetachedAlias
+from tensorshard.modules.forward_code import forward_classes, used_by_forwards
 from tensorshard.modules.host_random import host_random_states
 from tensorshard.modules.tensors import map_tensors, storage_key, tensor_leaves
 from tensorshard.modules.values import Layout, take_apart
@@ -71,9 +73,15 @@ class Recording:
             yield
         self._check_host_draws()
 
+    @cached_property
+    def _code_draws(self) -> bool:
+        """Whether the model's code draws from Python or numpy; decorators that check types draw, too."""
+        classes = {base for module in self._copy.modules() for base in forward_classes(type(module))}
+        return bool(used_by_forwards(classes).draws)
+
     def _check_host_draws(self, unit: str | None = None) -> None:
         """Refuses code between units that draws from Python or numpy: stages leave the forward at different places."""
-        if host_random_states() != self._host_states:
+        if host_random_states() != self._host_states and self._code_draws:
             module = next((name for name in reversed(self._inside) if name not in (unit, "")), None)
             where = f"module {module!r}" if module else "the model's own forward"
             raise UncuttableError(
