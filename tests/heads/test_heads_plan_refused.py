@@ -43,7 +43,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         parity.ADAMW,
         r"SGD with lr=0.2, .*made an AdamW: use optimizer=",
     ),
-    "tied": (_tied, SGD, "module 'head' .* its weight is also 'embedding.weight', whose part of the gradient"),
+    "tied": (
+        _tied,
+        SGD,
+        "'embedding.weight'(, whose part of the gradient| shares the memory of the parameter 'head.weight')",
+    ),
     "bf16": (
         lambda: HeadClassifier(update=UPDATE, dtype=torch.bfloat16),
         SGD,

@@ -1,5 +1,6 @@
 """Heads built with update= under plans: what they do by themselves without a plan, as a parameter group of SGD."""
 
+import unittest.mock
 from functools import cache, partial
 from typing import Any
 
@@ -45,8 +46,14 @@ def build(kind: str, **update: Any) -> nn.Module:
     return model
 
 
+def _build_unseeded(kind: str, **update: Any) -> nn.Module:
+    """A constructor that seeds torch cannot be recorded."""
+    with unittest.mock.patch("torch.manual_seed"):
+        return build(kind, **update)
+
+
 def engine_of(kind: str, fields: dict[str, Any], as_callable: bool = False, **update: Any) -> ts.Engine:
-    model = partial(build, kind, **update) if as_callable else build(kind, **update)
+    model = partial(_build_unseeded, kind, **update) if as_callable else build(kind, **update)
     return ts.parallelize(model, ts.Plan(**fields), optimizer=SGD, loss_fn=parity.loss_function(f"{kind}_head"))
 
 

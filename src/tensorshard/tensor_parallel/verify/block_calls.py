@@ -15,7 +15,7 @@ from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.provenance import Operation, Provenance
 from tensorshard.modules.tensors import map_tensors_once, storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
-from tensorshard.torch_private.autograd import is_function_transformed
+from tensorshard.torch_private.autograd import is_function_transformed, is_in_backward
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.modules import own_parameters
 from tensorshard.torch_private.pytree import tree_leaves
@@ -53,6 +53,7 @@ class Capture:
         calls: first calls of blocks, by name, in the order of the run.
         used_outside: parameters that an operation read outside of the forward of the splittable layer that holds them.
         read: parameters that an operation read.
+        forward_readers: as `readers`, without what a derivative that the forward computes reads.
         readers: for each parameter that an operation read outside of the forward of the module that holds it: the
             module around that one whose forward always read it; "" if only the model's own forward does.
         read_outside: outputs of blocks that something other than a block reads: code between the blocks, or the caller
@@ -67,14 +68,16 @@ class Capture:
     repeated: set[str] = field(default_factory=set)
     read: set[str] = field(default_factory=set)
     readers: dict[str, str] = field(default_factory=dict)
+    forward_readers: dict[str, str] = field(default_factory=dict)
     names: str = ""
 
     def note_reads(self, other: "Capture") -> None:
         """Adds which parameters `other`, a run in training, has read: some are read there alone."""
         self.used_outside |= other.used_outside
         self.read |= other.read
-        for name, reader in other.readers.items():
-            self.readers[name] = min(self.readers.get(name, reader), reader, key=len)
+        for mine, others in ((self.readers, other.readers), (self.forward_readers, other.forward_readers)):
+            for name, reader in others.items():
+                mine[name] = min(mine.get(name, reader), reader, key=len)
 
     def is_like(self, other: "Capture") -> bool:
         """Whether `other` showed the same, except for the shapes of tensors."""
@@ -168,7 +171,7 @@ class BlockOutputs(Provenance[Output]):
                 if not any(holders) or transformed:  # no messages can be sent inside of such a function
                     self.capture.used_outside.add(name)
                 if transformed:
-                    self.capture.readers[name] = ""
+                    self.capture.readers[name] = self.capture.forward_readers[name] = ""
                 elif not holders:
                     self._note_reader(name)
         if not self._running:  # reading the shape counts too, since a part of a sequence has another shape
@@ -181,8 +184,9 @@ class BlockOutputs(Provenance[Output]):
     def _note_reader(self, parameter: str) -> None:
         around = [name for name in self._modules if name and parameter.startswith(f"{name}.")]
         innermost = max(around, key=len, default="")
-        known = self.capture.readers.get(parameter, innermost)
-        self.capture.readers[parameter] = min(known, innermost, key=len)  # of two modules, the outer one
+        tables = (self.capture.readers,) if is_in_backward() else (self.capture.readers, self.capture.forward_readers)
+        for readers in tables:
+            readers[parameter] = min(readers.get(parameter, innermost), innermost, key=len)  # of two, the outer one
 
     def _begin(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(name)

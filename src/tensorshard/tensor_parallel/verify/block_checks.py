@@ -49,7 +49,7 @@ class BlockChecks:
         found: set[str] = set()
         for name, other in self._run.kinds.items():
             if name and other == kind:
-                for parameter, reader in self._run.capture.readers.items():
+                for parameter, reader in self._run.capture.forward_readers.items():
                     if parameter.startswith(f"{name}.") and not f"{reader}.".startswith(f"{name}."):
                         found.add(parameter.removeprefix(f"{name}."))
         return frozenset(found)
