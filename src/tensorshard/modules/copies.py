@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tensorshard.modules.other_places import WEAK_CONTAINERS, holds
+from tensorshard.modules.state_places import contents_of
 from tensorshard.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -219,7 +220,7 @@ class _Copier:
         if function.__kwdefaults__ is not None:
             again.__kwdefaults__ = {name: self._counterpart(v) for name, v in function.__kwdefaults__.items()}
         for cell, new in zip(function.__closure__ or (), again.__closure__ or (), strict=True):
-            for value in _contents(cell):
+            for value in contents_of(cell):
                 new.cell_contents = self._counterpart(value)
 
     def _counterpart(self, value: Any) -> Any:
@@ -262,13 +263,6 @@ def _may_refer(value: Any, seen: set[int]) -> bool:
     seen.add(id(value))
     if not isinstance(value, FunctionType):
         return True
-    held = [inner for cell in value.__closure__ or () for inner in _contents(cell)]
+    held = [inner for cell in value.__closure__ or () for inner in contents_of(cell)]
     held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     return any(_may_refer(inner, seen) for inner in held)
-
-
-def _contents(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # an empty cell
-        return []

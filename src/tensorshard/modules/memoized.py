@@ -5,18 +5,22 @@ file, in an attribute of a class, in a default argument. Results of a run on fak
 would compute with them later.
 """
 
-import copy
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CellType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-_CONTAINERS = (dict, list, set, OrderedDict, defaultdict, deque)
+from tensorshard.modules.forward_code import is_foreign
+from tensorshard.modules.state_places import Entries, Items, Members, Place, contents_of
+
+_CONTAINERS: dict[type, type[Place]] = {
+    dict: Entries, OrderedDict: Entries, defaultdict: Entries, list: Items, deque: Items, set: Members,
+}  # fmt: skip
 _DEPTH = 3  # of containers within each other
 _MOST_ITEMS = 1000  # of a container that is looked at: larger ones are tables of names
 _NOTHING = object()
@@ -50,7 +54,7 @@ def _shared_places(model: nn.Module) -> list[Any]:
     """The Python modules and the classes that `model`'s code is in."""
     places: dict[int, Any] = {}
     for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
-        if not kind.__module__.startswith(("torch.", "builtins", "tensorshard.")):
+        if not is_foreign(kind.__module__):
             places[id(kind)] = kind
             source = sys.modules.get(kind.__module__)
             if source is not None:
@@ -73,7 +77,7 @@ class _Variables:
 
     def __init__(self, place: Any) -> None:
         self._place, self._values = place, dict(vars(place))
-        self._contents: list[tuple[Any, Any]] = []
+        self._containers: list[tuple[Any, Place]] = []
         seen: set[int] = set()
         for value in self._values.values():
             self._note(value, _DEPTH, seen)
@@ -94,21 +98,18 @@ class _Variables:
         if not depth or id(value) in seen:
             return
         seen.add(id(value))
-        if held is value and type(value) is not tuple:
-            self._contents.append((value, copy.copy(value)))
-        elif isinstance(value, FunctionType) and vars(value):
-            self._contents.append((vars(value), dict(vars(value))))
+        container = vars(value) if isinstance(value, FunctionType) else value
+        if type(container) in _CONTAINERS:
+            self._containers.append((container, _CONTAINERS[type(container)](container)))  # type: ignore[call-arg]
         for inner in list(held.values() if isinstance(held, dict) else held):
             if inner is not None:
                 self._note(inner, depth - 1, seen)
 
     def put_back(self) -> None:
         """Puts back what has changed to something that holds tensors."""
-        for container, before in self._contents:
-            changed = len(container) != len(before) or not _same_items(container, before)
-            if changed and _holds_tensors(container, _DEPTH):
-                container.clear()
-                getattr(container, "update" if isinstance(container, dict | set) else "extend")(before)
+        for container, before in self._containers:
+            if not before.is_same() and _holds_tensors(container, _DEPTH):
+                before.put({})
         for name, value in list(vars(self._place).items()):
             if value is self._values.get(name, _NOTHING) or not _holds_tensors(value, _DEPTH):
                 continue
@@ -116,14 +117,6 @@ class _Variables:
                 setattr(self._place, name, self._values[name])
             else:
                 delattr(self._place, name)
-
-
-def _same_items(container: Any, before: Any) -> bool:
-    if isinstance(container, dict):
-        return all(before.get(key, _NOTHING) is value for key, value in container.items())
-    if isinstance(container, set):
-        return container == before
-    return all(one is other for one, other in zip(container, before, strict=True))
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
@@ -147,15 +140,7 @@ def _unwrapped(value: Any) -> list[Any]:
         value = value.__func__
     if not isinstance(value, FunctionType):
         return [value]
-    return [value, *(cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))]
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+    return [value, *(inner for cell in value.__closure__ or () for inner in contents_of(cell))]
 
 
 def _is_memoized(value: Any) -> bool:

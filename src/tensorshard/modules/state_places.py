@@ -244,10 +244,15 @@ class Enclosed(Place):
 
 def content_of(cell: CellType) -> Any:
     """What the variable holds, or an object that stands for nothing."""
+    return next(iter(contents_of(cell)), _MISSING)
+
+
+def contents_of(cell: CellType) -> tuple[Any, ...]:
+    """What the variable holds; nothing if it was not given a value yet."""
     try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return _MISSING
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
 
 
 class Copied(Place):
