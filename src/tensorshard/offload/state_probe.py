@@ -18,7 +18,7 @@ def probe_states(
     Args:
         build: makes the optimizer of the parameters that it is given.
 
-        es:
+    Raises:
         ValueError: the update of one parameter depends on another parameter.
     """
     together, names = _small(build, masters)

@@ -76,7 +76,7 @@ def run(
         expected: the run's estimate, which is printed beside what is measured.
         request: the fields of the plan that rank 0 chooses, for all ranks; None if the config's plan is used as it is.
 
-        es:
+    Raises:
         ConfigError: the config cannot be run, the directory holds a run already, or there is nothing to resume
             from.
         NonFiniteLossError: the loss became NaN or infinite. The message names the last good checkpoint.

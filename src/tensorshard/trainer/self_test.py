@@ -40,7 +40,7 @@ def run(only: Container[str] | None = None) -> None:
     Args:
         only: names of plans, as :func:`plans` has them; None for all.
 
-        es:
+    Raises:
         SelfTestError: a plan differs from one process by more than rounding.
     """
     device = default_device()

@@ -32,7 +32,7 @@ class HeadSGD(torch.optim.Optimizer):
             "int8", in blocks with one scale each. The bias has the first.
         seed: of stochastic rounding.
 
-        es:
+    Raises:
         ValueError: an option is out of its range.
     """
 
