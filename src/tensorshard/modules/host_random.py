@@ -12,15 +12,25 @@ HostStates = tuple[Any, Any]
 
 def host_random_states() -> HostStates:
     """The states of Python's and of numpy's global generator. They are equal if nothing was drawn in between."""
-    state: Any = np.random.get_state()
-    name, keys, *rest = state
-    return random.getstate(), (name, keys.tobytes(), *rest)
+    return random.getstate(), numpy_random_state()
 
 
 def set_host_random_states(states: HostStates) -> None:
     """Puts back what :func:`host_random_states` returned."""
     random.setstate(states[0])
-    name, keys, *rest = states[1]
+    set_numpy_random_state(states[1])
+
+
+def numpy_random_state() -> Any:
+    """The state of numpy's global generator, of plain values that can be compared."""
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
+    return name, keys.tobytes(), *rest
+
+
+def set_numpy_random_state(state: Any) -> None:
+    """Puts back what :func:`numpy_random_state` returned."""
+    name, keys, *rest = state
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
 
 

@@ -73,7 +73,7 @@ class StateBeforeCalls:
             if from_arguments.places or from_arguments.copied or from_arguments.once:
                 reached.append(from_arguments)
         libraries = _LIBRARIES if watched else self._known.draws
-        numbers = {name: place for name in libraries if (place := shared_random_numbers(name)) is not None}
+        numbers = {name: shared_random_numbers(name) for name in libraries}
         return StateBeforeCall(reached, given, numbers, self._known, watched)
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.modules.host_random import numpy_random_state, set_numpy_random_state
+
 _LARGE = 1000  # of a container with more entries only the number of entries is compared
 _OURS = "_tensorshard"
 _MISSING = object()
@@ -299,19 +301,15 @@ def copied_place(value: Any) -> Copied | None:
     return None
 
 
-def shared_random_numbers(library: str) -> Copied | None:
+def shared_random_numbers(library: str) -> Copied:
     """The place of the random numbers that all code shares.
 
     Args:
-        library: "random" for Python's own, "numpy" for numpy's; None is returned if nobody has imported it.
+        library: "random" for Python's own, "numpy" for numpy's.
     """
-    module = sys.modules.get(library)
-    if module is None:
-        return None
     if library == "random":
         return Copied(random.getstate, random.setstate, _plainly_equal)
-    shared = module.random
-    return Copied(lambda: shared.get_state(legacy=False), shared.set_state, _same_numbers)
+    return Copied(numpy_random_state, set_numpy_random_state, _plainly_equal)
 
 
 def _plainly_equal(one: Any, other: Any) -> bool:
