@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness.estimates import OPTIMIZER, Cell, batch_of, build, case_of
-from tensorshard.modules.fake_copies import make_fake_copy
+from tensorshard.model.fake_copies import make_fake_copy
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
 

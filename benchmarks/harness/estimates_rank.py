@@ -14,8 +14,8 @@ import torch.distributed as dist
 import tensorshard as ts
 from benchmarks.harness.estimates import OPTIMIZER, Cell, Measured, batch_of, build, case_of
 from benchmarks.harness.jobs import hand_in, load_job
-from tensorshard.estimate.rank_estimate import summarize
-from tensorshard.estimate.watched_steps import watch_steps
+from tensorshard.predict.rank_estimate import summarize
+from tensorshard.predict.watched_steps import watch_steps
 
 
 @dataclass(frozen=True)

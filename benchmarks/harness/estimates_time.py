@@ -14,7 +14,7 @@ import torch
 import tensorshard as ts
 from benchmarks.harness.jobs import run_job
 from benchmarks.workload import OPTIMIZER, Workload, loss_fn
-from tensorshard.estimate.hardware import THIS_MACHINE, Hardware, find_hardware
+from tensorshard.predict.hardware import THIS_MACHINE, Hardware, find_hardware
 
 SEQUENCES = 8  # of the global batch
 MODEL = Workload("4M", num_layers=4, num_heads=4, width=256, vocab_size=2048, context_length=128, batch_size=SEQUENCES)

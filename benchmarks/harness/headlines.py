@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import tensorshard as ts
-from tensorshard.estimate.hardware import find_hardware
-from tensorshard.estimate.rank_estimate import RankEstimate
 from tensorshard.models import GPT, Bert, next_token_loss
+from tensorshard.predict.hardware import find_hardware
+from tensorshard.predict.rank_estimate import RankEstimate
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

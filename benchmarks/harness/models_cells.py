@@ -34,7 +34,7 @@ _PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "tensorshard",
-    "tensorshard.parallelize",
+    "tensorshard.parallelize.parallelize",
     "benchmarks.harness.models_rank",
     "benchmarks.models.imports",
 ]

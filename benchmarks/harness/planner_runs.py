@@ -14,9 +14,9 @@ from benchmarks.harness.estimates_time import rank_correlation
 from benchmarks.harness.jobs import run_job
 from benchmarks.harness.planner_models import MODELS, SAMPLES, batch, build
 from benchmarks.models.case import Case
-from tensorshard.estimate.hardware import Hardware
-from tensorshard.planner.machine import on_cores
-from tensorshard.planner.wording import plan_words
+from tensorshard.predict.hardware import Hardware
+from tensorshard.predict.search.machine import on_cores
+from tensorshard.predict.search.wording import plan_words
 
 WORLD = 4
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)

@@ -158,7 +158,7 @@ def _search(scale: Scale) -> ScaleFinding:
     import time
 
     import tensorshard as ts
-    from tensorshard.planner.wording import plan_words
+    from tensorshard.predict.search.wording import plan_words
 
     inputs, targets = scale.batch()
     given = dict(optimizer=scale.optimizer, loss_fn=scale.loss, hardware=scale.device)
@@ -204,7 +204,7 @@ def _search(scale: Scale) -> ScaleFinding:
 
 def _more(batch: Callable[[], tuple[Any, Any]], samples: int) -> tuple[Any, Any]:
     """A batch of `samples` samples like those of `batch`."""
-    from tensorshard.modules.tensors import map_tensors_once
+    from tensorshard.model.tensors import map_tensors_once
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[:1].expand(samples, *tensor.shape[1:])

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 
 import tensorshard as ts
-from tensorshard.estimate.rank_estimate import CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS
 from tensorshard.models import GPT, next_token_loss
+from tensorshard.predict.rank_estimate import CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS
 
 SIZES = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 DEVICES = (1, 4, 16, 64, 256, 1024)

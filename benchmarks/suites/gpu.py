@@ -19,7 +19,7 @@ from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.heads import HeadWork
 from benchmarks.registry import Suite, positive_int
 from benchmarks.suites.heads import NO_GPU, RUN_TIMEOUT, SMALL, SMALLEST, WIDTHS, obstacle
-from tensorshard.heads.tiles.kernels import KERNELS_VARIABLE
+from tensorshard.loss.heads.tiles.kernels import KERNELS_VARIABLE
 
 PACKAGES = ("torch", "triton", "liger-kernel", "cut-cross-entropy", "tensorshard")
 

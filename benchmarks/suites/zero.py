@@ -11,7 +11,7 @@ from benchmarks.harness.results import Group
 from benchmarks.harness.training_group import QUANTITIES, Steps, measure_training_group
 from benchmarks.registry import Suite, positive_int
 from benchmarks.workload import GPT2_SMALL, Workload
-from tensorshard.launch.launcher import worker_environment
+from tensorshard.trainer.launch.launcher import worker_environment
 
 WORLD_SIZE = 2
 

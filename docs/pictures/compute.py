@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import tensorshard as ts
-from tensorshard.estimate.rank_estimate import CATEGORIES, RankEstimate
 from tensorshard.models import GPT, next_token_loss
+from tensorshard.predict.rank_estimate import CATEGORIES, RankEstimate
 from tensorshard.tensor_parallel import find_tensor_plan
 
 _RANKS = 4

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import tensorshard as ts
-from tensorshard.estimate.rank_estimate import CATEGORIES
 from tensorshard.models import GPT, next_token_loss
+from tensorshard.predict.rank_estimate import CATEGORIES
 
 PLANS = {
     "ZeRO 0": dict(zero=0),

@@ -3,26 +3,26 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tensorshard.lazy_imports import lazy_imports
-from tensorshard.offload_fields import Offload
-from tensorshard.plan import Plan
+from tensorshard.common.lazy_imports import lazy_imports
+from tensorshard.plan.offload import Offload
+from tensorshard.plan.plan import Plan
 
 if TYPE_CHECKING:
     from tensorshard import distributed, nn, utils
     from tensorshard.comm.marks import get_parallel_dim, register_parallel_attribute, register_parallel_dim
+    from tensorshard.compat.group_sharded import group_sharded_parallel, save_group_sharded_model
+    from tensorshard.compat.state import collect_state_dict, relocate_state_dict, sharded_state_dict, slice
     from tensorshard.distributed import init_process_group
     from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
     from tensorshard.engine.engine import Engine
-    from tensorshard.estimate.estimate import Estimate, estimate
-    from tensorshard.estimate.profile_memory import profile_memory
-    from tensorshard.group_sharded import group_sharded_parallel, save_group_sharded_model
-    from tensorshard.launch.notebook import notebook_launch
-    from tensorshard.mesh import Mesh
-    from tensorshard.parallelize import parallelize
-    from tensorshard.planner.find_plans import find_plans
-    from tensorshard.planner.plan_search import FoundPlan, PlanSearch
-    from tensorshard.pretrained import from_pretrained
-    from tensorshard.state import collect_state_dict, relocate_state_dict, sharded_state_dict, slice
+    from tensorshard.parallelize.parallelize import parallelize
+    from tensorshard.plan.mesh import Mesh
+    from tensorshard.predict.estimate import Estimate, estimate
+    from tensorshard.predict.profile_memory import profile_memory
+    from tensorshard.predict.search.find_plans import find_plans
+    from tensorshard.predict.search.plan_search import FoundPlan, PlanSearch
+    from tensorshard.trainer.launch.notebook import notebook_launch
+    from tensorshard.weights.files import from_pretrained
 
 __version__ = "0.1.0"
 
@@ -59,28 +59,28 @@ __all__ = [
 # Where each name comes from on its first use, so that `import tensorshard` costs little more than nothing.
 _MODULES = {
     "Engine": "tensorshard.engine",
-    "Estimate": "tensorshard.estimate",
-    "FoundPlan": "tensorshard.planner",
-    "Mesh": "tensorshard.mesh",
-    "PlanSearch": "tensorshard.planner",
-    "collect_state_dict": "tensorshard.state",
-    "estimate": "tensorshard.estimate",
-    "find_plans": "tensorshard.planner",
-    "from_pretrained": "tensorshard.pretrained",
+    "Estimate": "tensorshard.predict",
+    "FoundPlan": "tensorshard.predict.search",
+    "Mesh": "tensorshard.plan.mesh",
+    "PlanSearch": "tensorshard.predict.search",
+    "collect_state_dict": "tensorshard.compat.state",
+    "estimate": "tensorshard.predict",
+    "find_plans": "tensorshard.predict.search",
+    "from_pretrained": "tensorshard.weights.files",
     "get_parallel_dim": "tensorshard.comm.marks",
-    "group_sharded_parallel": "tensorshard.group_sharded",
+    "group_sharded_parallel": "tensorshard.compat.group_sharded",
     "init_process_group": "tensorshard.distributed",
-    "notebook_launch": "tensorshard.launch.notebook",
-    "parallelize": "tensorshard.parallelize",
-    "profile_memory": "tensorshard.estimate",
+    "notebook_launch": "tensorshard.trainer.launch.notebook",
+    "parallelize": "tensorshard.parallelize.parallelize",
+    "profile_memory": "tensorshard.predict",
     "register_ddp_parameters_to_ignore": "tensorshard.distributed.ddp",
     "_PARALLEL_DIM": "tensorshard.comm.marks",
     "register_parallel_attribute": "tensorshard.comm.marks",
     "register_parallel_dim": "tensorshard.comm.marks",
-    "relocate_state_dict": "tensorshard.state",
-    "save_group_sharded_model": "tensorshard.group_sharded",
-    "sharded_state_dict": "tensorshard.state",
-    "slice": "tensorshard.state",
+    "relocate_state_dict": "tensorshard.compat.state",
+    "save_group_sharded_model": "tensorshard.compat.group_sharded",
+    "sharded_state_dict": "tensorshard.compat.state",
+    "slice": "tensorshard.compat.state",
 }
 _SUBMODULES = ("distributed", "nn", "utils")
 

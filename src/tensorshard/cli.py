@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import tensorshard
 from tensorshard.commands import check, data, env, estimate, export, generate, plan, report, self_test, train
 from tensorshard.config import ConfigError
-from tensorshard.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
-from tensorshard.launch.worker import INTERRUPTED, USAGE_ERROR, hand_on_mistake, print_mistake
+from tensorshard.trainer.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
+from tensorshard.trainer.launch.worker import INTERRUPTED, USAGE_ERROR, hand_on_mistake, print_mistake
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from benchmarks.harness.results import load_results
 from benchmarks.heads import HeadWork
 from benchmarks.suites import gpu
 
-from tensorshard.heads.tiles.kernels import KERNELS_VARIABLE
+from tensorshard.loss.heads.tiles.kernels import KERNELS_VARIABLE
 
 
 def _arguments(*given: str) -> argparse.Namespace:

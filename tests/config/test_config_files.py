@@ -149,7 +149,7 @@ def test_yaml_cannot_run_code(tmp_path: Path) -> None:
         ("os.system", "calls os.system; .* --allow os$"),
         ("torch.nn.functional.torch.hub.load", "which is torch.hub's; .* --allow torch.hub$"),
         ("tensorshard.config.files.sys.exit", "calls tensorshard.config.files.sys.exit"),
-        ("tensorshard.launch.launcher.launch", "calls tensorshard.launch.launcher.launch"),
+        ("tensorshard.trainer.launch.launcher.launch", "calls tensorshard.trainer.launch.launcher.launch"),
         ("tensorshard.trainer.run.instantiate", "which is tensorshard.config.build's"),
         ("never_imported_module.run", "--allow never_imported_module$"),
         ("${other}", "calls os.system"),
@@ -277,6 +277,6 @@ def test_an_error_in_an_imported_module_is_placed_in_both(tmp_path: Path, monkey
 
 
 def test_recorded_calls_in_lists_are_checked_too() -> None:
-    config = OmegaConf.create({"hooks": [LazyCall(Plan)(), {"_target_": "tensorshard.plan.Plan", "tpp": 1}]})
+    config = OmegaConf.create({"hooks": [LazyCall(Plan)(), {"_target_": "tensorshard.plan.plan.Plan", "tpp": 1}]})
     with pytest.raises(ConfigError, match=r"hooks\[1\]\.tpp: .*no argument 'tpp'; did you mean 'tp'"):
         apply_overrides(config, [])

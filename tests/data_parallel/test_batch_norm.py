@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tensorshard as ts
-from tensorshard.data_parallel.batch_norm_checks import examine
-from tensorshard.modules.forwards import has_users_forward
+from tensorshard.model.forwards import has_users_forward
+from tensorshard.passes.batch_norm_checks import examine
 
 CHANNELS = 4
 STEPS = 4

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tensorshard.distributed as tsd
 from rank_pool import RankError
+from tensorshard.compat.state import collect_state_dict
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
 from tensorshard.nn import ParallelCrossEntropyLoss, ParallelLinear
-from tensorshard.state import collect_state_dict
 
 
 class _Classifier(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 
 import parity
 from engines import LEVELS, engine_of, local, own_shard
-from tensorshard.materialize import Recording
+from tensorshard.weights.initial import Recording
 from toys import Regular, data, squares
 
 WIDTH = 128

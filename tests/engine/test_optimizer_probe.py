@@ -13,7 +13,7 @@ import seeds
 import tensorshard as ts
 from tensorshard.engine.optimizer import build_optimizer
 from tensorshard.engine.optimizer_probe import check_optimizer
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.sharded.sharded_model import ShardedModel
 
 
 class Muon(torch.optim.Optimizer):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tensorshard.heads.loss import two_passes as passes
-from tensorshard.heads.tiles import kernels, tiles, triton_kernels
-from tensorshard.heads.tiles.rounding import Noise, block_size
-from tensorshard.heads.update import update_rule as update
+from tensorshard.loss.heads.loss import two_passes as passes
+from tensorshard.loss.heads.tiles import kernels, tiles, triton_kernels
+from tensorshard.loss.heads.tiles.rounding import Noise, block_size
+from tensorshard.loss.heads.update import update_rule as update
 from tensorshard.nn import ParallelLinearCrossEntropy
 
 assert os.environ.get("TRITON_INTERPRET") == "1"

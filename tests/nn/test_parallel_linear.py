@@ -12,9 +12,9 @@ import tensorshard.distributed as tsd
 from rank_pool import RankError
 from shards import full
 from tensorshard.comm.marks import get_parallel_dim, register_parallel_dim
+from tensorshard.compat.state import collect_state_dict, relocate_state_dict
 from tensorshard.nn import ParallelLinear, RegisterParallelDim, init
 from tensorshard.nn.functional import parallel_linear
-from tensorshard.state import collect_state_dict, relocate_state_dict
 
 WORLDS = [
     pytest.param(2, 2, id="2 ranks"),

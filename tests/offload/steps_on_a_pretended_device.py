@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import tensorshard as ts
-from tensorshard import lay_out_engine
 from tensorshard.engine import own_loop, step_runner
-from tensorshard.estimate.estimate import fake_world
+from tensorshard.parallelize import build
+from tensorshard.predict.estimate import fake_world
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
 NAME = "pretended"
@@ -84,17 +84,17 @@ def _tensor(make: Any, values: Any, *args: Any, device: Any = None, **options: A
 def _pretend(stack: ExitStack, world_size: int) -> None:
     replaced: list[tuple[Any, str, Any]] = [
         (torch, "tensor", partial(_tensor, torch.tensor)),
-        (lay_out_engine, "as_device", lambda device: device),
-        (lay_out_engine, "join_world", lambda *_, **__: None),
-        (lay_out_engine, "kept_random_state", lambda _: nullcontext()),
-        (lay_out_engine, "check_supported", lambda *_: None),
+        (build, "as_device", lambda device: device),
+        (build, "join_world", lambda *_, **__: None),
+        (build, "kept_random_state", lambda _: nullcontext()),
+        (build, "check_supported", lambda *_: None),
         (step_runner, "autocast", lambda *_: nullcontext()),
         (own_loop, "autocast", lambda *_: nullcontext()),
     ]
     for module, name, value in replaced:
         stack.enter_context(mock.patch.object(module, name, value))
-    streams = lay_out_engine.RandomStreams
-    on_cpu = mock.patch.object(lay_out_engine, "RandomStreams", lambda seed, _: streams(seed, torch.device("cpu")))
+    streams = build.RandomStreams
+    on_cpu = mock.patch.object(build, "RandomStreams", lambda seed, _: streams(seed, torch.device("cpu")))
     stack.enter_context(on_cpu)
     stack.enter_context(fake_world(0, world_size, "fake"))
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -107,7 +107,7 @@ def _steps(world_size: int, fields: dict[str, Any], activations: str | None, ove
         _pretend(stack, world_size)
         optimizer = partial(torch.optim.AdamW, lr=1e-3)
         plan = ts.Plan(offload=offload, **fields)
-        engine = lay_out_engine.lay_out_engine(Model, plan, optimizer=optimizer, loss_fn=_loss, device=device)
+        engine = build.lay_out_engine(Model, plan, optimizer=optimizer, loss_fn=_loss, device=device)
         tokens = torch.zeros(4, 8, dtype=torch.long, device=device)
         for _ in range(2):
             engine.step(tokens, tokens)

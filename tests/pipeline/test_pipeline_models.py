@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import parity
 import tensorshard as ts
-from tensorshard.modules.batches import call_model, split_batch
+from tensorshard.model.batches import call_model, split_batch
 
 STEPS = 3
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-3)

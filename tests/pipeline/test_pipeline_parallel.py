@@ -13,10 +13,10 @@ from torch import nn
 import parity
 import tensorshard as ts
 from tensorshard.engine.engine import NonFiniteLossError
-from tensorshard.launch.launch_errors import WorkerFailedError
-from tensorshard.launch.launcher import World, launch
 from tensorshard.models import GPT
-from tensorshard.schedules import SCHEDULES
+from tensorshard.plan.schedules import SCHEDULES
+from tensorshard.trainer.launch.launch_errors import WorkerFailedError
+from tensorshard.trainer.launch.launcher import World, launch
 
 STEPS = 5
 CLIP = 1.1  # some steps' norms are above it, some below

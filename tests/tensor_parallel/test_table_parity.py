@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_map
 from bounds import assert_within
 from table_models import build, inputs
 from tensorshard.comm import primitives
-from tensorshard.modules.batches import call_model
-from tensorshard.modules.blocks import find_blocks
+from tensorshard.model.batches import call_model
+from tensorshard.model.blocks import find_blocks
+from tensorshard.passes.recompute import apply_recompute
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
 from tensorshard.tensor_parallel.table.table import TensorPlan
-from tensorshard.transforms.recompute import apply_recompute
 
 
 def build_fp64(kind: str) -> nn.Module:

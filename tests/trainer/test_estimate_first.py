@@ -13,8 +13,8 @@ from rich.console import Console
 import tensorshard as ts
 from tensorshard.comm.forked import TriedInVain, in_forked_process
 from tensorshard.config import ConfigError
-from tensorshard.estimate import Estimate, RankEstimate
-from tensorshard.estimate.rank_estimate import CATEGORIES
+from tensorshard.predict import Estimate, RankEstimate
+from tensorshard.predict.rank_estimate import CATEGORIES
 from tensorshard.trainer import estimate_first as module
 from tensorshard.trainer.estimate_first import estimate_first
 from tensorshard.trainer.report import print_summary

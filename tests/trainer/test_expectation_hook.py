@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from log_lines import logged
-from tensorshard.estimate.hardware import THIS_MACHINE, Hardware, Link, Rates, find_hardware, save_measured
-from tensorshard.estimate.step_time import StepTime
+from tensorshard.predict.hardware import THIS_MACHINE, Hardware, Link, Rates, find_hardware, save_measured
+from tensorshard.predict.step_time import StepTime
 from tensorshard.trainer.hooks import ExpectationHook
 
 LINK = Link(1e9, 1e-5)

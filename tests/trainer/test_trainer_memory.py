@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorshard import host_memory
+from tensorshard.host import memory as host_memory
 from tensorshard.trainer import memory
 from tensorshard.trainer.memory import PeakMemory, format_bytes
 

@@ -179,9 +179,9 @@ def _run_all(folder: Path) -> dict[str, tuple[Any, str, str]]:
     with (
         contextlib.chdir(folder),
         mock.patch.object(sys, "path", list(sys.path)),
-        mock.patch("tensorshard.launch.worker._exit_at_once", _exit),
-        mock.patch("tensorshard.launch.launcher.launch", _started),
-        mock.patch("tensorshard.launch.launcher.visible_gpus", lambda: 0),
+        mock.patch("tensorshard.trainer.launch.worker._exit_at_once", _exit),
+        mock.patch("tensorshard.trainer.launch.launcher.launch", _started),
+        mock.patch("tensorshard.trainer.launch.launcher.visible_gpus", lambda: 0),
     ):
         made = _outcome("train mine.py --output run")
         found = {"the run that is right": made}

@@ -1,8 +1,8 @@
 """A mesh of three axes, and its groups."""
 
 from drawings.svg import rectangle, svg, text
-from tensorshard.mesh_coordinates import coordinates, group_ranks
-from tensorshard.plan import AXES
+from tensorshard.plan.mesh_coordinates import coordinates, group_ranks
+from tensorshard.plan.plan import AXES
 
 _DEGREES = dict.fromkeys(AXES, 1) | {"pp": 2, "dp_shard": 2, "tp": 2}
 _CELL, _STEP = 54, 136  # pixels: of a rank, from one to the next

@@ -2,7 +2,7 @@
 
 from drawings.svg import rectangle, svg, text
 from tensorshard.pipeline.run.draw_schedule import DURATIONS, Timeline, timeline
-from tensorshard.schedules import find_schedule
+from tensorshard.plan.schedules import find_schedule
 
 _SHOWN = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zbv": 2}  # stages a rank
 _RANKS, _MICRO_BATCHES = 4, 8

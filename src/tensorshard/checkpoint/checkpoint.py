@@ -23,13 +23,13 @@ from tensorshard.checkpoint.optimizer_states import check_optimizer, empty_optim
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.comm.sharding import to_local
-from tensorshard.mesh import Mesh
+from tensorshard.common.paths import read_utf8
 from tensorshard.offload.slots import Slots, SpareRoom
-from tensorshard.paths import read_utf8
-from tensorshard.plan import AXES, Plan
-from tensorshard.pretrained.export import write_configs
-from tensorshard.pretrained.safe_reader import SafeReader, read_metadata
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import AXES, Plan
+from tensorshard.sharded.sharded_model import ShardedModel
+from tensorshard.weights.files.export import write_configs
+from tensorshard.weights.files.safe_reader import SafeReader, read_metadata
 
 if TYPE_CHECKING:
     from tensorshard.engine.random_streams import RandomStreams

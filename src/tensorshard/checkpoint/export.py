@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from tensorshard.paths import read_utf8
-from tensorshard.pretrained.export import MAX_SHARD_SIZE, check_is_new, export_all, model_from_configs
-from tensorshard.pretrained.weight_files import open_weight_files
+from tensorshard.common.paths import read_utf8
+from tensorshard.weights.files.export import MAX_SHARD_SIZE, check_is_new, export_all, model_from_configs
+from tensorshard.weights.files.weight_files import open_weight_files
 
 
 def export_checkpoint(

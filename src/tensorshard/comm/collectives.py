@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from tensorshard._compat import all_gather_single, reduce_scatter_single
 from tensorshard.comm.monitor import CollectiveMismatchError
 from tensorshard.torch_private.process_groups import backend_name, group_timeout
 from tensorshard.torch_private.tensors import storage_address
+from tensorshard.torch_private.versions import all_gather_single, reduce_scatter_single
 
 logger = logging.getLogger("tensorshard")
 

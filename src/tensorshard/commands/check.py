@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         LaunchError, WorkerFailedError: two ranks do not work together, or compute other results than one process.
     """
-    from tensorshard.estimate.hardware import rates_from_json, save_measured
-    from tensorshard.launch.launcher import World, launch, visible_gpus
+    from tensorshard.predict.hardware import rates_from_json, save_measured
+    from tensorshard.trainer.launch.launcher import World, launch, visible_gpus
     from tensorshard.trainer.machine_check import SHARED, describe, run_crowded
     from tensorshard.trainer.machine_check import run as run_check
 

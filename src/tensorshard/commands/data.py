@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorshard.commands.help_format import HelpFormat
+from tensorshard.common.paths import read_utf8
 from tensorshard.config import ConfigError
-from tensorshard.paths import read_utf8
 
 if TYPE_CHECKING:
     from tensorshard.data.text_codec import TextCodec

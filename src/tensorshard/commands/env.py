@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
 
 from tensorshard.commands.help_format import HelpFormat
-from tensorshard.host_cores import cores_here
-from tensorshard.terminal import fit, terminal_width
+from tensorshard.common.terminal import fit, terminal_width
+from tensorshard.host.cores import cores_here
 
 _PACKAGES = (
     "torch", "numpy", "omegaconf", "hydra-core", "safetensors", "torchmetrics",

@@ -9,11 +9,11 @@ from tensorshard.commands.help_format import HelpFormat
 from tensorshard.commands.own_modules import find_own_modules
 from tensorshard.commands.words import config_and_overrides
 from tensorshard.commands.world_size import add_config_and_world_size, check_world_size
+from tensorshard.common.terminal import fit
 from tensorshard.config import ConfigError
-from tensorshard.terminal import fit
 
 if TYPE_CHECKING:
-    from tensorshard.estimate.changes import Change
+    from tensorshard.predict.changes import Change
 
 _WIDTH = 80
 
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     """
     world_size = check_world_size(args.world_size)
     find_own_modules()
-    from tensorshard.estimate.hardware import find_hardware
-    from tensorshard.field_checks import size_in_bytes
+    from tensorshard.plan.field_checks import size_in_bytes
+    from tensorshard.predict.hardware import find_hardware
     from tensorshard.trainer.estimated_run import EstimatedRun
     from tensorshard.trainer.planned_run import read_config
 

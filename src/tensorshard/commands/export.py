@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from tensorshard.checkpoint.export import export_checkpoint
-    from tensorshard.pretrained.export import MAX_SHARD_SIZE
+    from tensorshard.weights.files.export import MAX_SHARD_SIZE
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     source, target = map(Path, args.words)

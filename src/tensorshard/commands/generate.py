@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         WorkerFailedError: a process failed.
     """
     find_own_modules()
-    from tensorshard.launch.launcher import World, launch
+    from tensorshard.trainer.launch.launcher import World, launch
     from tensorshard.trainer.text import TextSettings, find_model, print_text
 
     if len(args.words) != 2:

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from tensorshard.commands.help_format import HelpFormat
+from tensorshard.common.terminal import terminal_width
 from tensorshard.config import ConfigError
-from tensorshard.terminal import terminal_width
 
 _EPILOG = """\
 examples:
@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a folder is not a run's, or the page cannot be written.
     """
-    from tensorshard.run_report.describe import describe
-    from tensorshard.run_report.read_run import read_runs
+    from tensorshard.report.describe import describe
+    from tensorshard.report.read_run import read_runs
 
     runs = read_runs(args.words)
     blocks = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(describe(runs, terminal_width(sys.stdout), blocks=blocks))
     if args.html is not None:
-        from tensorshard.run_report.run_page import run_page
+        from tensorshard.report.run_page import run_page
 
         try:
             Path(args.html).write_text(run_page(runs), encoding="utf-8")

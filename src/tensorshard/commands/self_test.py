@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         LaunchError: the processes cannot be started.
         WorkerFailedError: a plan is wrong, or a process failed.
     """
-    from tensorshard.launch.launcher import World, launch, visible_gpus
+    from tensorshard.trainer.launch.launcher import World, launch, visible_gpus
     from tensorshard.trainer.self_test import run as run_plans
 
     begin = time.monotonic()

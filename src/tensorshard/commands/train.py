@@ -11,16 +11,16 @@ from tensorshard.commands.allow import add_allow
 from tensorshard.commands.help_format import HelpFormat
 from tensorshard.commands.own_modules import find_own_modules
 from tensorshard.commands.words import config_and_overrides
+from tensorshard.common.terminal import fit, terminal_width
 from tensorshard.config import ConfigError, to_yaml
 from tensorshard.config.config_error import MissingValueError
 from tensorshard.config.files import ASKED
-from tensorshard.launch.launch_errors import LaunchError
-from tensorshard.launch.worker import run_worker
-from tensorshard.terminal import fit, terminal_width
+from tensorshard.trainer.launch.launch_errors import LaunchError
+from tensorshard.trainer.launch.worker import run_worker
 
 if TYPE_CHECKING:
-    from tensorshard.estimate import Estimate
-    from tensorshard.launch.launcher import World
+    from tensorshard.predict import Estimate
+    from tensorshard.trainer.launch.launcher import World
     from tensorshard.trainer.planned_run import PlanRequest, ReadConfig
     from tensorshard.trainer.settings import TrainSettings
 
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         LaunchInterrupted: a signal ended the run.
     """
     from tensorshard.comm.world import ranks_here
-    from tensorshard.launch.launcher import launch
+    from tensorshard.trainer.launch.launcher import launch
 
     find_own_modules()
     source, overrides = _config_and_overrides(args)
@@ -179,7 +179,7 @@ def _load(source: str, overrides: list[str], allow: list[str]) -> "ReadConfig":
 
 def _choose_plan(config: DictConfig, request: "PlanRequest", world_size: int) -> "Estimate":
     """Sets the best plan for this machine in `config` and prints it; returns its estimate."""
-    from tensorshard.launch.launcher import visible_gpus
+    from tensorshard.trainer.launch.launcher import visible_gpus
     from tensorshard.trainer.planned_run import choose_for_run
 
     found = choose_for_run(config, request, world_size, world_size, gpus=visible_gpus() > 0)
@@ -191,8 +191,8 @@ def _estimate(config: DictConfig, world_size: int, ranks_here: int, force: bool)
     """Prints the estimate and returns it; None if there is none, and on workers other than the first."""
     if os.environ.get("RANK", "0") != "0":
         return None
-    from tensorshard.launch.launcher import visible_gpus
     from tensorshard.trainer.estimate_first import estimate_first
+    from tensorshard.trainer.launch.launcher import visible_gpus
 
     found, lines = estimate_first(config, world_size, ranks_here, gpus=visible_gpus() > 0, force=force)
     print(fit("\n".join(["estimated memory", *lines]), terminal_width(sys.stdout)), flush=True)
@@ -251,7 +251,7 @@ def _is_worker(args: argparse.Namespace) -> bool:
 
 
 def _world(args: argparse.Namespace) -> "World":
-    from tensorshard.launch.launcher import World, visible_gpus
+    from tensorshard.trainer.launch.launcher import World, visible_gpus
 
     return World(
         nproc=(visible_gpus() or 2) if args.nproc is None else args.nproc,

@@ -16,7 +16,7 @@ ALLOWED = ("tensorshard", "torch.nn", "torch.optim", "torchmetrics", "transforme
 """Modules whose functions and classes a YAML config may call."""
 
 # These modules start processes or read further configs.
-_REFUSED = ("tensorshard.cli", "tensorshard.commands", "tensorshard.config", "tensorshard.launch")
+_REFUSED = ("tensorshard.cli", "tensorshard.commands", "tensorshard.config", "tensorshard.trainer.launch")
 _CODE_FLAG = "trust_remote_code"
 
 

@@ -17,11 +17,11 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
+from tensorshard.common.paths import read_utf8
 from tensorshard.config.allowed_targets import check_targets, resolved
 from tensorshard.config.config_error import ConfigError, suggest
 from tensorshard.config.lazy import plain
 from tensorshard.config.overrides import apply_overrides
-from tensorshard.paths import read_utf8
 
 ASKED = "asked"
 """The key under which :func:`load_config` records its source and overrides."""

@@ -18,15 +18,16 @@ from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.data_parallel.written_values import WrittenShards
-from tensorshard.heads.under_plan.method_calls import call_before_heads, gather_for_heads
-from tensorshard.mesh import Mesh
-from tensorshard.modules.other_places import follow, has_other_places
-from tensorshard.modules.parameters import ParameterPlaces, like
-from tensorshard.modules.surrounded import surround_forwards
+from tensorshard.loss.heads.under_plan.method_calls import call_before_heads, gather_for_heads
+from tensorshard.model.other_places import follow, has_other_places
+from tensorshard.model.parameters import ParameterPlaces, like
+from tensorshard.model.surrounded import surround_forwards
 from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.slots import OffloadedMaster, Slot
 from tensorshard.offload.update_behind import UpdateBehind
-from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
+from tensorshard.passes.precision import autocast, compute_dtype, master_dtype, widen_output
+from tensorshard.plan.mesh import Mesh
+from tensorshard.sharded.sharded_model import ParameterSplit, ShardedModel, TakeGradient
 from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.fsdp import (
     AllGather,
@@ -39,7 +40,6 @@ from tensorshard.torch_private.fsdp import (
 )
 from tensorshard.torch_private.fsdp_calls import initialize_root, watch_unit
 from tensorshard.torch_private.modules import own_parameters, parameter_at
-from tensorshard.transforms.precision import autocast, compute_dtype, master_dtype, widen_output
 
 
 class FullyShardedModel(ShardedModel):

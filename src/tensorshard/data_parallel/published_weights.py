@@ -3,7 +3,7 @@
 A module's parameters are those that forwards compute with, full and plain, at any time. After an update each rank
 publishes the part that it has updated, and the gathers go on while training does. Whatever uses a parameter that is
 still being gathered waits for it: units do so before their forwards, and a
-:class:`~tensorshard.modules.watched_parameters.Watch` does for all other code.
+:class:`~tensorshard.model.watched_parameters.Watch` does for all other code.
 
 Code of the user may write a parameter at any time. Tensors count their changes in place, parameters note when their
 ``data`` are taken, and one that was given other memory (``p.data = ...``) has another address. All are compared with
@@ -24,7 +24,7 @@ from tensorshard.comm.collectives import all_gather_into
 from tensorshard.data_parallel.reduction import Bucket, Groups
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.data_parallel.written_values import compare_fingerprints, fingerprint, gather_flags
-from tensorshard.modules.watched_parameters import METADATA, Watch, unwatch, watch
+from tensorshard.model.watched_parameters import METADATA, Watch, unwatch, watch
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.fake_tensors import FakeTensor

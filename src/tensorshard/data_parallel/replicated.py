@@ -22,12 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from tensorshard.data_parallel.published_weights import PublishedWeights
 from tensorshard.data_parallel.reduction import Bucket, Groups, Reduction
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
-from tensorshard.heads.under_plan.method_calls import call_before_heads
-from tensorshard.mesh import Mesh
-from tensorshard.modules.parameters import ParameterPlaces
-from tensorshard.modules.running_statistics import keeps_statistics
-from tensorshard.modules.surrounded import as_hook
-from tensorshard.modules.watched_parameters import (
+from tensorshard.loss.heads.under_plan.method_calls import call_before_heads
+from tensorshard.model.parameters import ParameterPlaces
+from tensorshard.model.running_statistics import keeps_statistics
+from tensorshard.model.surrounded import as_hook
+from tensorshard.model.watched_parameters import (
     Watch,
     held_gradient,
     hold_gradient,
@@ -36,11 +35,12 @@ from tensorshard.modules.watched_parameters import (
 )
 from tensorshard.offload.slots import OffloadedMaster, Slots
 from tensorshard.offload.update_behind import UpdateBehind
-from tensorshard.sharded_model import ParameterSplit, ShardedModel, TakeGradient
+from tensorshard.passes.precision import master_dtype
+from tensorshard.plan.mesh import Mesh
+from tensorshard.sharded.sharded_model import ParameterSplit, ShardedModel, TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward, current_backward, is_function_transformed
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.fake_tensors import FakeTensor
-from tensorshard.transforms.precision import master_dtype
 
 # Reductions under way at once where gradients leave when they are reduced; more would keep more of them alive.
 _IN_FLIGHT = 2

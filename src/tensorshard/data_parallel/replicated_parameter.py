@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.sharding import dtensor_like
-from tensorshard.modules.parameters import like
-from tensorshard.modules.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
+from tensorshard.model.parameters import like
+from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
 from tensorshard.offload.slots import OffloadedMaster, Slots
-from tensorshard.sharded_model import TakeGradient
+from tensorshard.passes.precision import compute_dtype, master_dtype
+from tensorshard.sharded.sharded_model import TakeGradient
 from tensorshard.torch_private.dtensor import dtensor_of, shard_of
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.tensors import storage_owners, tensor_version
-from tensorshard.transforms.precision import compute_dtype, master_dtype
 
 
 class ReplicatedParameter:

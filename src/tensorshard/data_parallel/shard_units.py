@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from tensorshard.modules.blocks import find_blocks, select_modules
+from tensorshard.model.blocks import find_blocks, select_modules
 
 
 def shard_units(model: nn.Module, requested: int | list[str] | None) -> list[list[nn.Module]]:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import local_shard
 from tensorshard.data_parallel.written_values import WrittenShards
-from tensorshard.modules.other_places import follow, has_other_places
-from tensorshard.modules.watched_parameters import are_data_taken, forget_taken, note_data
+from tensorshard.model.other_places import follow, has_other_places
+from tensorshard.model.watched_parameters import are_data_taken, forget_taken, note_data
 from tensorshard.torch_private.dispatch import (
     WithoutTorchFunctions,
     transformed,

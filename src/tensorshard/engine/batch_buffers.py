@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
-from tensorshard.mesh import Mesh
-from tensorshard.modules.running_statistics import keeps_statistics
-from tensorshard.pretrained.export import own_class
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.model.running_statistics import keeps_statistics
+from tensorshard.plan.mesh import Mesh
+from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.tensors import tensor_version
+from tensorshard.weights.files.export import own_class
 
 _ROUNDING = 1e-6  # the largest relative difference of checksums that is no difference
 _CHUNK = 1 << 20

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from tensorshard.comm.decisions import meet
+from tensorshard.common.paths import as_path
 from tensorshard.engine.batch_buffers import BatchBuffers
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.final_gradients import FinalGradients, NonFiniteLossError
 from tensorshard.engine.fused_updates import hook_beside_update
 from tensorshard.engine.generation import Generator
-from tensorshard.engine.host_heap import HostHeap
 from tensorshard.engine.independent_samples import check_independent_samples
 from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loop_methods import LoopMethods
@@ -31,19 +31,19 @@ from tensorshard.engine.state_dicts import GuardedStateDicts
 from tensorshard.engine.step_runner import StepAgain, StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.engine.trained_parameters import TrainedParameters
-from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
-from tensorshard.mesh import Mesh
-from tensorshard.modules.buffer_values import BufferValues, Place
-from tensorshard.modules.generation_cache import GenerationCache
-from tensorshard.modules.surrounded import surround_forwards
+from tensorshard.host.heap import HostHeap
+from tensorshard.loss.heads.under_plan.optimizer_groups import HeadGroup
+from tensorshard.model.buffer_values import BufferValues, Place
+from tensorshard.model.generation_cache import GenerationCache
+from tensorshard.model.surrounded import surround_forwards
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.slots import Slots
-from tensorshard.paths import as_path
-from tensorshard.plan import Plan
-from tensorshard.pretrained.export import MAX_SHARD_SIZE
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.passes.compile_log import CompileLog
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.compilation import explained_compilation
-from tensorshard.transforms.compile_log import CompileLog
+from tensorshard.weights.files.export import MAX_SHARD_SIZE
 
 __all__ = ["Engine", "LossFunction", "NonFiniteLossError"]
 

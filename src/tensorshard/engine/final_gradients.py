@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
 from tensorshard.engine.loss_scaler import LossScaler
-from tensorshard.mesh import Mesh
 from tensorshard.offload.offloaded_gradients import OffloadedGradients
-from tensorshard.plan import Plan
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.tensors import count_gradient_hooks
 

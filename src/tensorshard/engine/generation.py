@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.mesh import Mesh
+from tensorshard.plan.mesh import Mesh
 
 Predict = Callable[..., Any]
 _LIMITS = ("context_length", "block_size", "n_positions", "max_position_embeddings")

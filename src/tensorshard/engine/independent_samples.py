@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.engine.step_runner import StepRunner
-from tensorshard.mesh import Mesh
-from tensorshard.modules.batches import batch_size
+from tensorshard.model.batches import batch_size
+from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.pytree import tree_flatten, tree_unflatten
 
 logger = logging.getLogger("tensorshard")

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from tensorshard.data import ShardedBatchSampler
-from tensorshard.modules.batches import to_device
+from tensorshard.model.batches import to_device
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
 # Options that decide the order of the data. The Engine sets them, since it divides the data over the ranks.

@@ -15,9 +15,9 @@ from tensorshard.engine.own_loop import OwnLoop
 from tensorshard.engine.penalties import Penalties, Penalty, PenaltyHandle
 from tensorshard.engine.stand_ins import check_equal_shares, check_last_batch
 from tensorshard.engine.waiting_for_updates import WaitingForUpdates
-from tensorshard.mesh import Mesh
-from tensorshard.plan import Plan
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.sharded.sharded_model import ShardedModel
 
 # Names that people look for on an Engine, and where to find what they mean.
 _ELSEWHERE = {

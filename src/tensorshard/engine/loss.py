@@ -11,9 +11,9 @@ import torch
 
 from tensorshard.comm.collectives import all_reduce_, finish_unasked
 from tensorshard.engine.wrong_batch import explained_loss
-from tensorshard.mesh import Mesh
-from tensorshard.modules.batches import batch_size, without_samples
-from tensorshard.transforms.precision import widen_output
+from tensorshard.model.batches import batch_size, without_samples
+from tensorshard.passes.precision import widen_output
+from tensorshard.plan.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
 from tensorshard.comm.world import ranks_here
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
-from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
-from tensorshard.mesh import Mesh
+from tensorshard.loss.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.offload.activations import OffloadedActivations
 from tensorshard.offload.device_copies import DeviceCopies
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.slots import Slots
 from tensorshard.offload.state_probe import probe_states
 from tensorshard.offload.updates import tile_update
-from tensorshard.offload_fields import Offload
-from tensorshard.plan import Plan
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.offload import Offload
+from tensorshard.plan.plan import Plan
+from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import active_fake_mode, detect_fake_mode, unset_fake_temporarily
 
 logger = logging.getLogger("tensorshard")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.heads.under_plan.optimizer_groups import HeadGroup, add_head_group
-from tensorshard.transforms.precision import master_dtype
+from tensorshard.loss.heads.under_plan.optimizer_groups import HeadGroup, add_head_group
+from tensorshard.passes.precision import master_dtype
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 

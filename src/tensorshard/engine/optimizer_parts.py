@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tensorshard.mesh import Mesh
-from tensorshard.plan import Plan
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
 
 _HELD_BY = "tensorshard"
 """The key that says which rank's states these are. torch ignores keys that it does not know."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.decisions import succeed_together
 from tensorshard.comm.sharding import distribute
-from tensorshard.sharded_model import ParameterSplit
+from tensorshard.sharded.sharded_model import ParameterSplit
 from tensorshard.torch_private.fake_tensors import active_fake_mode, unset_fake_temporarily
 
 Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import to_local
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.sharded.sharded_model import ShardedModel
 
 
 @contextmanager

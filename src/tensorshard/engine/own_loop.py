@@ -28,14 +28,14 @@ from tensorshard.engine.module_changes import ModuleChanges
 from tensorshard.engine.same_batch import SameBatch
 from tensorshard.engine.trained_parameters import TrainedParameters, methods_beside_step
 from tensorshard.engine.wrong_batch import note_inputs
-from tensorshard.mesh import Mesh
-from tensorshard.modules.surrounded import as_hook, surround_forwards, surround_parts
-from tensorshard.plan import Plan
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.model.surrounded import as_hook, surround_forwards, surround_parts
+from tensorshard.passes.precision import autocast, widen_output
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.autograd import engines_backward, is_in_engines_backward
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.operators import foreach_norm
-from tensorshard.transforms.precision import autocast, widen_output
 
 logger = logging.getLogger("tensorshard")
 

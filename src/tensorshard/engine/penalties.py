@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
-from tensorshard.mesh import Mesh
-from tensorshard.modules.elsewhere import Elsewhere
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.model.elsewhere import Elsewhere
+from tensorshard.passes.precision import master_dtype
+from tensorshard.plan.mesh import Mesh
+from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.modules import every_module, own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
-from tensorshard.transforms.precision import master_dtype
 
 Penalty = Callable[[Any], Any]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from tensorshard.comm.decisions import decide_once
-from tensorshard.mesh import Mesh
-from tensorshard.pretrained.adapters import AdapterExport, has_adapters
-from tensorshard.pretrained.export import Export
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.plan.mesh import Mesh
+from tensorshard.sharded.sharded_model import ShardedModel
+from tensorshard.weights.files.adapters import AdapterExport, has_adapters
+from tensorshard.weights.files.export import Export
 
 
 def save_pretrained(

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from tensorshard.comm.decisions import decide_once
-from tensorshard.mesh import Mesh
-from tensorshard.modules.host_random import host_random_kept, host_random_states, set_host_random_states
+from tensorshard.model.host_random import host_random_kept, host_random_states, set_host_random_states
+from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.fake_tensors import active_fake_mode, unset_fake_temporarily
 
 States = dict[str, torch.Tensor]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.mesh import Mesh
+from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.pytree import tree_flatten
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.engine.loader import EngineLoader
-from tensorshard.mesh import Mesh
-from tensorshard.modules.batches import batch_size, split_batch, split_into, split_unevenly, to_device
-from tensorshard.modules.running_statistics import STATISTICS
-from tensorshard.plan import Plan
+from tensorshard.model.batches import batch_size, split_batch, split_into, split_unevenly, to_device
+from tensorshard.model.running_statistics import STATISTICS
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.modules import BatchNormBase, own_buffers
 from tensorshard.torch_private.pytree import tree_map
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tensorshard.plan import Plan
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.plan.plan import Plan
+from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from tensorshard.data_parallel.batch_norm import ignored_in_statistics
 from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.engine.same_batch import SameBatch
 from tensorshard.engine.stand_ins import MicroBatch, ShortBatches
 from tensorshard.engine.wrong_batch import explained_forward
-from tensorshard.mesh import Mesh
-from tensorshard.modules.batches import call_model, to_device
-from tensorshard.plan import Plan
-from tensorshard.sharded_model import ShardedModel
-from tensorshard.transforms.precision import autocast, widen_output
+from tensorshard.model.batches import call_model, to_device
+from tensorshard.passes.batch_norm import ignored_in_statistics
+from tensorshard.passes.precision import autocast, widen_output
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.sharded.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)

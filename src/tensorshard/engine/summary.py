@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from tensorshard.comm.sharding import to_local
-from tensorshard.plan import Plan
-from tensorshard.sharded_model import ShardedModel
-from tensorshard.transforms.precision import DTYPES
+from tensorshard.passes.precision import DTYPES
+from tensorshard.plan.plan import Plan
+from tensorshard.sharded.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)

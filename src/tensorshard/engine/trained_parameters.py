@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
-from tensorshard.heads.under_plan.optimizer_groups import HeadGroup
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.loss.heads.under_plan.optimizer_groups import HeadGroup
+from tensorshard.sharded.sharded_model import ShardedModel
 
 
 class TrainedParameters:

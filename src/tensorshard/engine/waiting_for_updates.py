@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
-from tensorshard.sharded_model import ShardedModel
+from tensorshard.sharded.sharded_model import ShardedModel
 
 
 class WaitingForUpdates:

@@ -1,9 +1,9 @@
 """Parallel layers and losses, like ``torch.nn``: TorchShard's names."""
 
-from tensorshard.heads.loss.margins import ArcFace, CosFace
-from tensorshard.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.layers.softmax_cross_entropy import CrossEntropyOutput
+from tensorshard.loss.heads.loss.margins import ArcFace, CosFace
+from tensorshard.loss.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
+from tensorshard.loss.softmax_cross_entropy import CrossEntropyOutput
 from tensorshard.nn import functional, init
 from tensorshard.nn.embedding import ParallelEmbedding
 from tensorshard.nn.linear import ParallelLinear

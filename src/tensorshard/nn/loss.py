@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from tensorshard.comm.groups import Group, resolve_mesh
-from tensorshard.layers.softmax_cross_entropy import CrossEntropySpec
-from tensorshard.layers.split_cross_entropy import parallel_cross_entropy
+from tensorshard.loss.softmax_cross_entropy import CrossEntropySpec
+from tensorshard.loss.split_cross_entropy import parallel_cross_entropy
 
 
 class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.compiled_c import compile_c, in_threads
+from tensorshard.host.compiled_c import compile_c, in_threads
 from tensorshard.torch_private.operators import fused_adam_
 
 _SOURCE = r"""

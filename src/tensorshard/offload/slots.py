@@ -12,7 +12,7 @@ from tensorshard.comm.sharding import dtensor_like, to_local
 from tensorshard.offload.device_copies import DeviceCopies
 from tensorshard.offload.folders import BLOCK, scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
-from tensorshard.offload_fields import Offload
+from tensorshard.plan.offload import Offload
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 if TYPE_CHECKING:

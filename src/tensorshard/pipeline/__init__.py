@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tensorshard.lazy_imports import lazy_imports
+from tensorshard.common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from tensorshard.pipeline.cut.cut import Cut, cut_model
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tensorshard.pipeline.run.schedule_runner import PipelineRunner
     from tensorshard.pipeline.run.stage_module import StageModule
     from tensorshard.pipeline.trace.tracer import Tracer
-    from tensorshard.schedules import find_schedule
+    from tensorshard.plan.schedules import find_schedule
 
 __all__ = ["Cut", "PipelineRunner", "Shapes", "StageModule", "Tracer", "cut_model", "find_schedule"]
 
@@ -24,6 +24,6 @@ __getattr__ = lazy_imports(
         "StageModule": "tensorshard.pipeline.run.stage_module",
         "Tracer": "tensorshard.pipeline.trace.tracer",
         "cut_model": "tensorshard.pipeline.cut.cut",
-        "find_schedule": "tensorshard.schedules",
+        "find_schedule": "tensorshard.plan.schedules",
     },
 )

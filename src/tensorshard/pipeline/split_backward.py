@@ -1,6 +1,6 @@
 """Whether a stage's backward may be split in two: first the gradients of inputs, then those of parameters."""
 
-from tensorshard.plan import Plan
+from tensorshard.plan.plan import Plan
 
 
 def may_split_backward(plan: Plan) -> bool:

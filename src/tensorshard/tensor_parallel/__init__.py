@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tensorshard.lazy_imports import lazy_imports
+from tensorshard.common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from tensorshard.tensor_parallel.search.find_table import find_tensor_plan

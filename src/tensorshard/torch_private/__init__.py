@@ -1,8 +1,9 @@
 """Every private name of torch that tensorshard uses, one file a topic; no other file names one.
 
 Each function, class and name says what it is used for, with which versions of torch it was checked, and which public
-way would replace it. ``tests/test_torch_private.py`` checks that the rest of the package names none. Nothing here
-imports anything else of tensorshard. Each topic is imported by itself, so that nobody waits for topics he does not use.
+way would replace it. ``tests/torch_private/test_torch_private.py`` checks that the rest of the package names none.
+Nothing here imports anything else of tensorshard. Each topic is imported by itself, so that nobody waits for topics
+that are not used.
 
     autograd           asking whether backward is running, and steering it
     compilation        when torch.compile compiles

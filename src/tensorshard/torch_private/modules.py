@@ -74,7 +74,7 @@ TABLES = ("_parameters", "_buffers", "_modules")
 """Where a module's ``__dict__`` keeps what is registered; every other entry is a plain attribute."""
 
 OTHER_PLACES = "_tensorshard_other_places"
-"""Where a module's ``__dict__`` keeps the other places of what it registers. See ``modules/other_places.py``."""
+"""Where a module's ``__dict__`` keeps the other places of what it registers. See ``model/other_places.py``."""
 
 RECURRENT_LISTS = ("_flat_weights", "_flat_weight_refs")
 """Attributes of ``nn.RNNBase`` that hold its parameters. It compares them with the parameters before each forward.

@@ -6,10 +6,10 @@ from omegaconf import DictConfig
 
 from tensorshard.comm.forked import TriedInVain, in_forked_process
 from tensorshard.config import ConfigError
-from tensorshard.estimate import Estimate
-from tensorshard.estimate.describe import stage_lines
-from tensorshard.estimate.sizes import size_text
-from tensorshard.host_memory import available_on_host
+from tensorshard.host.memory import available_on_host
+from tensorshard.predict import Estimate
+from tensorshard.predict.describe import stage_lines
+from tensorshard.predict.sizes import size_text
 from tensorshard.trainer.estimated_run import estimate_run
 from tensorshard.trainer.gpu_memory import memory_of_gpus
 

@@ -7,11 +7,11 @@ from omegaconf import DictConfig
 from torch.utils.data import default_collate
 
 from tensorshard.config import ConfigError, instantiate
-from tensorshard.estimate import Estimate, estimate
-from tensorshard.estimate.changes import Change, find_changes
-from tensorshard.estimate.hardware import THIS_MACHINE, measured_profile
-from tensorshard.lay_out.decisions import Decisions
-from tensorshard.plan import Plan
+from tensorshard.parallelize.decisions import Decisions
+from tensorshard.plan.plan import Plan
+from tensorshard.predict import Estimate, estimate
+from tensorshard.predict.changes import Change, find_changes
+from tensorshard.predict.hardware import THIS_MACHINE, measured_profile
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.settings import TrainSettings
@@ -23,7 +23,7 @@ class EstimatedRun:
     Args:
         config: what :func:`tensorshard.config.load_config` returned.
         world_size: the number of ranks.
-        hardware, device: as for :func:`tensorshard.estimate.estimate`.
+        hardware, device: as for :func:`tensorshard.predict.estimate`.
 
     Raises:
         ConfigError: the config cannot be run on so many ranks.
@@ -46,7 +46,7 @@ class EstimatedRun:
         self._shared = Decisions()
 
     def estimate(self, plan: Plan | None = None) -> Estimate:
-        """The memory that the run takes; see :func:`tensorshard.estimate.estimate`.
+        """The memory that the run takes; see :func:`tensorshard.predict.estimate`.
 
         Args:
             plan: in place of the one that the config has.

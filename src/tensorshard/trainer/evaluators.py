@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tensorshard.engine.engine import Engine
-from tensorshard.modules.batches import to_device
+from tensorshard.model.batches import to_device
 from tensorshard.trainer.step_record import BatchSize
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from torch import nn
 
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.groups import world_group
-from tensorshard.estimate.hardware import HostCosts, Rates
-from tensorshard.estimate.operation_ledger import OperationLedger
-from tensorshard.estimate.operations import FORWARD, Operations
-from tensorshard.estimate.step_time import host_time, kernel_time, sending_time
-from tensorshard.host_scheduler import schedule_as_batch
+from tensorshard.host.scheduler import schedule_as_batch
 from tensorshard.models import GPT, next_token_loss
-from tensorshard.parallelize import parallelize
-from tensorshard.plan import Plan
+from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.plan.plan import Plan
+from tensorshard.predict.hardware import HostCosts, Rates
+from tensorshard.predict.operation_ledger import OperationLedger
+from tensorshard.predict.operations import FORWARD, Operations
+from tensorshard.predict.step_time import host_time, kernel_time, sending_time
 
 _SMALL = 1 << 12  # bytes that each rank sends
 _LARGE = 8 << 20  # bytes that all ranks together have; the heap keeps tensors of this size

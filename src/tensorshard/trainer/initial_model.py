@@ -8,7 +8,7 @@ from torch import nn
 
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.lazy import CALL_KEYS, WEIGHTS_KEY, find_target, parameters
-from tensorshard.pretrained.pretrained_model import PretrainedModel, from_pretrained
+from tensorshard.weights.files.pretrained_model import PretrainedModel, from_pretrained
 
 _KEY = WEIGHTS_KEY.rpartition(".")[2]
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tensorshard.data import ShardedBatchSampler
-from tensorshard.mesh import Mesh
+from tensorshard.plan.mesh import Mesh
 from tensorshard.trainer.interruption import ignore_stop_signals
 
 

@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import default_device, join_world
-from tensorshard.estimate.hardware import Hardware, HostCosts, Link, Rates, rates_from_json
-from tensorshard.estimate.machine_rates import (
+from tensorshard.host.memory import held_memory
+from tensorshard.host.scheduler import schedule_as_batch
+from tensorshard.predict.hardware import Hardware, HostCosts, Link, Rates, rates_from_json
+from tensorshard.predict.machine_rates import (
     disk_rate,
     host_rate,
     link_rates,
@@ -20,9 +22,7 @@ from tensorshard.estimate.machine_rates import (
     memory_rate,
     operator_overhead,
 )
-from tensorshard.estimate.operator_rates import with_operators
-from tensorshard.host_memory import held_memory
-from tensorshard.host_scheduler import schedule_as_batch
+from tensorshard.predict.operator_rates import with_operators
 from tensorshard.trainer.host_rates import host_costs, with_host_costs
 from tensorshard.trainer.self_test import run as run_plans
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tensorshard.host_memory import status_bytes
+from tensorshard.host.memory import status_bytes
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # this is written to /proc/self/clear_refs: see proc_pid_clear_refs(5)

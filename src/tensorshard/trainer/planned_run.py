@@ -11,12 +11,12 @@ from tensorshard.comm.forked import TriedInVain, in_forked_process
 from tensorshard.config import ConfigError, LazyCall, instantiate, load_config
 from tensorshard.config.files import ASKED
 from tensorshard.config.overrides import apply_overrides
-from tensorshard.estimate.hardware import Hardware
-from tensorshard.host_memory import available_on_host
-from tensorshard.plan import Plan
-from tensorshard.planner import PlanSearch, find_plans
-from tensorshard.planner.machine import hardware_here
-from tensorshard.planner.question import SEARCHED
+from tensorshard.host.memory import available_on_host
+from tensorshard.plan.plan import Plan
+from tensorshard.predict.hardware import Hardware
+from tensorshard.predict.search import PlanSearch, find_plans
+from tensorshard.predict.search.machine import hardware_here
+from tensorshard.predict.search.question import SEARCHED
 from tensorshard.trainer.gpu_memory import memory_of_gpus
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.settings import SECTIONS

@@ -8,10 +8,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from tensorshard.common.quantities import format_count
 from tensorshard.config.allowed_targets import modules_to_allow
 from tensorshard.config.files import ASKED
 from tensorshard.engine.engine import Engine
-from tensorshard.quantities import format_count
 from tensorshard.trainer.loggers.console import print_lines
 from tensorshard.trainer.memory import format_bytes
 from tensorshard.trainer.run_directory import RunDirectory

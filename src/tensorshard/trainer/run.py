@@ -22,10 +22,10 @@ from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.files import values_of
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.wrong_batch import OutOfRangeError
-from tensorshard.estimate import Estimate
-from tensorshard.parallelize import parallelize
-from tensorshard.plan import Plan
-from tensorshard.planner.machine import estimated_seconds
+from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.plan.plan import Plan
+from tensorshard.predict import Estimate
+from tensorshard.predict.search.machine import estimated_seconds
 from tensorshard.trainer import loggers
 from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
 from tensorshard.trainer.hooks import (

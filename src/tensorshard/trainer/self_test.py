@@ -10,8 +10,8 @@ from torch import nn
 
 from tensorshard.comm.world import default_device, join_world
 from tensorshard.models import GPT, next_token_loss
-from tensorshard.parallelize import parallelize
-from tensorshard.plan import Plan
+from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.plan.plan import Plan
 
 _TOLERANCE = 1e-5
 _STEPS = 3

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tensorshard.modules.batches import batch_size
+from tensorshard.model.batches import batch_size
 from tensorshard.torch_private import pytree
 
 

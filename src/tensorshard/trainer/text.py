@@ -19,11 +19,11 @@ from tensorshard.data.text_codec import BYTES, TextCodec, find_codec
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.generation import longest_sequence
 from tensorshard.engine.wrong_batch import OutOfRangeError
-from tensorshard.parallelize import parallelize
-from tensorshard.plan import Plan
-from tensorshard.pretrained.pretrained_model import from_pretrained
+from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.plan.plan import Plan
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.run_directory import RunDirectory
+from tensorshard.weights.files.pretrained_model import from_pretrained
 
 
 @dataclass(frozen=True)

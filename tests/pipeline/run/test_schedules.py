@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline_models import EXAMPLES
-from tensorshard.modules.batches import call_model, split_batch
+from tensorshard.model.batches import call_model, split_batch
 from tensorshard.pipeline.cut.cut import cut_model
 from tensorshard.pipeline.run.crossings import Shapes
 from tensorshard.pipeline.run.draw_schedule import timeline
@@ -14,7 +14,7 @@ from tensorshard.pipeline.run.schedule_runner import PipelineRunner
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.run.torch_stage import StageHooks
 from tensorshard.pipeline.trace.tracer import Tracer
-from tensorshard.schedules import SCHEDULES, check_schedule, find_schedule
+from tensorshard.plan.schedules import SCHEDULES, check_schedule, find_schedule
 
 
 def _runner(kind: str, schedule: str, per_rank: int, rank: int, ranks: int, **options: Any) -> tuple[Any, Any]:

@@ -10,14 +10,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline_models import EXAMPLES, Example
-from tensorshard.modules.batches import call_model
-from tensorshard.modules.blocks import find_blocks
-from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.model.batches import call_model
+from tensorshard.model.blocks import find_blocks
+from tensorshard.model.tensors import tensor_leaves
+from tensorshard.passes.recompute import apply_recompute
 from tensorshard.pipeline.cut.cut import cut_model
 from tensorshard.pipeline.run.crossings import Shapes
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.trace.tracer import Tracer
-from tensorshard.transforms.recompute import apply_recompute
 
 
 def stages_of(model: nn.Module, inputs: Any, count: int, **options: Any) -> list[StageModule]:

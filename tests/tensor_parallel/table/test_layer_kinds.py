@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from tensorshard.modules.forwards import Role, wrap_forward
+from tensorshard.model.forwards import Role, wrap_forward
 from tensorshard.tensor_parallel.table.layer_kinds import (
     as_splittable,
     is_multihead_attention,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorshard.modules.batches import call_model
+from tensorshard.model.batches import call_model
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.verify.block_calls import as_call, capture_calls
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from raised_errors import BY_VALUES, OTHERS, OURS, raising
-from tensorshard.modules import provenance
+from tensorshard.model import provenance
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Style
 from tensorshard.tensor_parallel.verify import block_check

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tensorshard.modules import fake_copies
+from tensorshard.model import fake_copies
 from tensorshard.tensor_parallel.table.layouts import shard_view
 from tensorshard.tensor_parallel.table.styles import parse_style
 from tensorshard.tensor_parallel.verify import block_check

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.modules.values import Layout
+from tensorshard.model.values import Layout
 from tensorshard.pipeline.cut.cut import Cut
 from tensorshard.pipeline.cut.placement import place_calls, unit_stages
 from tensorshard.pipeline.trace.call_graph import CallGraph

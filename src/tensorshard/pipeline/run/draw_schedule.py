@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tensorshard.pipeline.run.torch_schedules import Action, actions
-from tensorshard.schedules import find_schedule
+from tensorshard.plan.schedules import find_schedule
 
 DURATIONS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """A backward takes as long as two forwards: one for the inputs' gradients, one for the parameters'."""
@@ -184,7 +184,7 @@ def timeline(
         message: how long it takes to send a stage's output to another rank.
 
     Raises:
-        ValueError: as for :func:`tensorshard.schedules.check_schedule`.
+        ValueError: as for :func:`tensorshard.plan.schedules.check_schedule`.
     """
     of_rank = [durations] * ranks if isinstance(durations, Mapping) else durations
     free, ends = [0.0] * ranks, list[float]()

@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.mesh import Mesh
-from tensorshard.modules.parameters import buffer_aliases
+from tensorshard.model.parameters import buffer_aliases
 from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.offload.update_behind import UpdateBehind
+from tensorshard.passes.precision import master_dtype
 from tensorshard.pipeline.cut.placement import unit_stages
 from tensorshard.pipeline.run.guards import Access, guard_modules
 from tensorshard.pipeline.run.shared_gradients import SharedGradients, local_of
 from tensorshard.pipeline.run.shown_model import ShownModel
 from tensorshard.pipeline.run.stage_module import StageModule
-from tensorshard.schedules import find_schedule
-from tensorshard.sharded_model import ShardedModel, TakeGradient
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.schedules import find_schedule
+from tensorshard.sharded.sharded_model import ShardedModel, TakeGradient
 from tensorshard.torch_private.modules import every_module, own_parameters
-from tensorshard.transforms.precision import master_dtype
 
 
 class PipelinedModel(ShardedModel):

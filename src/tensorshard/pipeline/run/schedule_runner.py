@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.run.torch_schedules import build
 from tensorshard.pipeline.run.torch_stage import ScheduledStage, StageHooks
-from tensorshard.schedules import check_schedule, find_schedule
+from tensorshard.plan.schedules import check_schedule, find_schedule
 
 
 class PipelineRunner:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.run.stage_skeleton import put_placeholders, skeleton
 from tensorshard.torch_private.modules import (

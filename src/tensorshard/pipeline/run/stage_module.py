@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.batches import call_model
-from tensorshard.modules.blocks import find_blocks
-from tensorshard.modules.forwards import Forward, Role, wrap_forward
-from tensorshard.modules.values import Layout, take_apart
+from tensorshard.model.batches import call_model
+from tensorshard.model.blocks import find_blocks
+from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.model.values import Layout, take_apart
 from tensorshard.pipeline.cut.cut import Cut
 from tensorshard.pipeline.run.crossings import Shapes, received_layouts, sent_layouts
 from tensorshard.pipeline.run.stage_run import StageLeft, StageRun

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tensorshard.modules.detached_alias import DetachedAlias
-from tensorshard.modules.values import Layout, take_apart
+from tensorshard.model.detached_alias import DetachedAlias
+from tensorshard.model.values import Layout, take_apart
 from tensorshard.pipeline.cut.cut import Cut
 from tensorshard.pipeline.trace.call_graph import Leaf
 

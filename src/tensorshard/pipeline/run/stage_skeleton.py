@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from tensorshard.modules.copies import copy_module
-from tensorshard.modules.elsewhere import Elsewhere
-from tensorshard.modules.fake_copies import keep_padding
-from tensorshard.modules.other_places import follow
-from tensorshard.modules.parameters import buffer_aliases, parameter_aliases
+from tensorshard.model.copies import copy_module
+from tensorshard.model.elsewhere import Elsewhere
+from tensorshard.model.fake_copies import keep_padding
+from tensorshard.model.other_places import follow
+from tensorshard.model.parameters import buffer_aliases, parameter_aliases
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 

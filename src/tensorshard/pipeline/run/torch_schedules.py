@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from tensorshard.schedules import check_schedule, find_schedule
+from tensorshard.plan.schedules import check_schedule, find_schedule
 
 # By torch's names. All other entries of its lists send or reduce tensors.
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.modules.values import Layout
+from tensorshard.model.values import Layout
 from tensorshard.pipeline.cut.cut import Cut
 from tensorshard.pipeline.run.crossings import received_layouts, sent_layouts
 from tensorshard.pipeline.run.split_backward import WeightBackward, backward_of_inputs

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from tensorshard.modules.values import Layout, Structure
+from tensorshard.model.values import Layout, Structure
 
 Leaf = tuple[int, int]
 """A tensor: the index of the unit call that returned it, and its index among the tensors of that call's output."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from tensorshard.modules.blocks import find_blocks, named_parts, select_modules
+from tensorshard.model.blocks import find_blocks, named_parts, select_modules
 from tensorshard.torch_private.modules import DropoutBase, NormBase, own_parameters
 
 # Where torch defines activations, pooling and upsampling.
@@ -15,7 +15,7 @@ _ON_ACTIVATIONS = {f"torch.nn.modules.{name}" for name in ("activation", "pixels
 def find_units(model: nn.Module, named: list[str] | None = None) -> dict[str, nn.Module]:
     """The modules that are computed by one stage each, by name, in registration order; none is inside of another.
 
-    They are the blocks (see :func:`tensorshard.modules.blocks.find_blocks`, or as `named`). Outside of blocks they are
+    They are the blocks (see :func:`tensorshard.model.blocks.find_blocks`, or as `named`). Outside of blocks they are
     every module that holds parameters and has no submodule that does, every normalization, dropout, activation,
     pooling and upsampling of torch.nn. The rest is functional code and other modules without parameters, which every
     stage runs.

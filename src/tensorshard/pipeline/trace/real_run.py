@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.fake_copies import copy_with
-from tensorshard.modules.forwards import Role, forward_within
-from tensorshard.modules.tensors import map_tensors
+from tensorshard.model.fake_copies import copy_with
+from tensorshard.model.forwards import Role, forward_within
+from tensorshard.model.tensors import map_tensors
 
 
 def run_for_real(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from tensorshard.modules.detached_alias import DetachedAlias
-from tensorshard.modules.forward_code import forward_classes, used_by_forwards
-from tensorshard.modules.host_random import host_random_states
-from tensorshard.modules.tensors import map_tensors, storage_key, tensor_leaves
-from tensorshard.modules.values import Layout, take_apart
+from tensorshard.model.detached_alias import DetachedAlias
+from tensorshard.model.forward_code import forward_classes, used_by_forwards
+from tensorshard.model.host_random import host_random_states
+from tensorshard.model.tensors import map_tensors, storage_key, tensor_leaves
+from tensorshard.model.values import Layout, take_apart
 from tensorshard.pipeline.trace.call_graph import Leaf, UnitCall
 from tensorshard.pipeline.trace.derivatives import UncuttableError, check_differentiable
 from tensorshard.pipeline.trace.real_run import run_for_real

@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.batches import call_model
-from tensorshard.modules.fake_copies import make_fake_copy, make_sample
-from tensorshard.modules.forwards import Forward, Role, wrap_forward
-from tensorshard.modules.host_random import host_random_kept
-from tensorshard.modules.memoized import nothing_remembered
-from tensorshard.modules.parameters import parameter_aliases
-from tensorshard.modules.tensors import tensors_within
-from tensorshard.modules.values import take_apart
+from tensorshard.common.repetitions import shortened
+from tensorshard.model.batches import call_model
+from tensorshard.model.fake_copies import make_fake_copy, make_sample
+from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.model.host_random import host_random_kept
+from tensorshard.model.memoized import nothing_remembered
+from tensorshard.model.parameters import parameter_aliases
+from tensorshard.model.tensors import tensors_within
+from tensorshard.model.values import take_apart
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.derivatives import WithoutDerivatives
 from tensorshard.pipeline.trace.pipeline_units import find_units
 from tensorshard.pipeline.trace.traced_run import Recording, UncuttableError
 from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
-from tensorshard.repetitions import shortened
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import NEEDS_VALUES

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from tensorshard.modules.provenance import Operation, Provenance
-from tensorshard.modules.source_lines import users_line
-from tensorshard.modules.tensors import storage_key, tensor_leaves
+from tensorshard.common.repetitions import FewTurns
+from tensorshard.model.provenance import Operation, Provenance
+from tensorshard.model.source_lines import users_line
+from tensorshard.model.tensors import storage_key, tensor_leaves
 from tensorshard.pipeline.trace.call_graph import Leaf, Reads
 from tensorshard.pipeline.trace.derivatives import UncuttableError
-from tensorshard.repetitions import FewTurns
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.process_groups import group_of_argument
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.torch_private.modules import own_parameters
 

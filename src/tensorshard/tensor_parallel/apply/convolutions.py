@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm import differentiable as collectives
-from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.tensor_parallel.table.channelwise import keep_own_channels
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm import differentiable as collectives
-from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.tensor_parallel.apply.local_shapes import forward_with_local_shapes
 from tensorshard.tensor_parallel.table.layer_kinds import signature_of
 from tensorshard.tensor_parallel.table.styles import RESHAPE_SIZES

@@ -14,7 +14,7 @@ from torch import nn
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.sharding import to_local
-from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.torch_private.modules import own_parameters, refresh_recurrent_weights, set_parameter
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tensorshard.modules.forwards import Forward
+from tensorshard.model.forwards import Forward
 
 
 def forward_with_local_shapes(size: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:

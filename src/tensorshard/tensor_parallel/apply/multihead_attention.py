@@ -15,7 +15,7 @@ from torch import nn
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.layers.split_linear import parallel_linear
-from tensorshard.modules.forwards import Role, replace_forward
+from tensorshard.model.forwards import Role, replace_forward
 from tensorshard.tensor_parallel.table.layer_kinds import is_multihead_attention
 from tensorshard.tensor_parallel.table.layouts import Layout
 

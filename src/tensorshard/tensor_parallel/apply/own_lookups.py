@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tensorshard.layers.split_embedding import parallel_embedding
-from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.torch_private.modules import own_parameters
 
 

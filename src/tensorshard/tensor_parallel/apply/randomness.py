@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.modules.forwards import Forward, Role, wrap_forward
+from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.passes.compile import never_compiled
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
-from tensorshard.transforms.compile import never_compiled
 
 
 def split_randomness(

@@ -23,7 +23,7 @@ from tensorshard.layers.activation_sharding import ActivationSharding, SequenceS
 from tensorshard.layers.column_linear import column_linear
 from tensorshard.layers.row_linear import row_linear
 from tensorshard.layers.split_linear import parallel_linear
-from tensorshard.modules.forwards import (
+from tensorshard.model.forwards import (
     Forward,
     Role,
     replace_forward,
@@ -31,8 +31,8 @@ from tensorshard.modules.forwards import (
     roles_of,
     wrap_forward,
 )
-from tensorshard.modules.linear_layers import is_transposed
-from tensorshard.modules.tensors import map_tensors, tensor_leaves
+from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.tensors import map_tensors, tensor_leaves
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
 from tensorshard.tensor_parallel.apply.sequence_shapes import forward_with_full_lengths
 from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns

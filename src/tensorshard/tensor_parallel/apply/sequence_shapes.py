@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tensorshard.modules.forwards import Forward
+from tensorshard.model.forwards import Forward
 
 
 def forward_with_full_lengths(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd import Function
 
 from tensorshard.comm import primitives
-from tensorshard.transforms.compile import never_compiled
+from tensorshard.passes.compile import never_compiled
 
 
 def check_shared_heads(name: str, heads: int, widths: Sequence[int], size: int) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.sharding import to_local
-from tensorshard.modules.forwards import Forward
+from tensorshard.model.forwards import Forward
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_map_only
 

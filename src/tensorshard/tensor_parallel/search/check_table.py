@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.modules.model_errors import raised_by_model
+from tensorshard.model.model_errors import raised_by_model
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts, gathered_in
 from tensorshard.tensor_parallel.search.dataflow import follow
 from tensorshard.tensor_parallel.search.head_counts import undivided_heads

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tensorshard
-from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.model.tensors import tensor_leaves
 from tensorshard.tensor_parallel.search.published_tables import published_plan
 from tensorshard.tensor_parallel.verify.block_kinds import describe_module
 

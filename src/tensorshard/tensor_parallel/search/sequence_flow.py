@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.fake_copies import follow_run
-from tensorshard.modules.provenance import Operation, Provenance
-from tensorshard.modules.tensors import storage_key, tensor_leaves
+from tensorshard.model.fake_copies import follow_run
+from tensorshard.model.provenance import Operation, Provenance
+from tensorshard.model.tensors import storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import (
     as_splittable,
     is_convolution,

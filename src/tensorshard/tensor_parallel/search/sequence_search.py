@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.model.tensors import tensor_leaves
 from tensorshard.tensor_parallel.search.sequence_flow import StreamFlow, follow_stream, leaves_as_long, projection_of
 from tensorshard.tensor_parallel.table.layer_kinds import is_multihead_attention
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit

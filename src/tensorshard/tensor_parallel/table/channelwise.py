@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import shard_sizes
-from tensorshard.modules.forwards import runs_forward_of
+from tensorshard.model.forwards import runs_forward_of
 from tensorshard.tensor_parallel.table.layer_kinds import is_convolution
 from tensorshard.tensor_parallel.table.layouts import Layout
 from tensorshard.torch_private.modules import BatchNormBase, NormBase, own_buffers, own_parameters

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from tensorshard.paths import read_utf8
+from tensorshard.common.paths import read_utf8
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
 from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, HEADS, ROWWISE, VOCAB, Style, parse_style
 

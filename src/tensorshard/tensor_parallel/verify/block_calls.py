@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.batches import call_arguments, call_model
-from tensorshard.modules.fake_copies import follow_run
-from tensorshard.modules.model_errors import raised_by_model
-from tensorshard.modules.provenance import Operation, Provenance
-from tensorshard.modules.tensors import map_tensors_once, storage_key, tensor_leaves
+from tensorshard.model.batches import call_arguments, call_model
+from tensorshard.model.fake_copies import follow_run
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.provenance import Operation, Provenance
+from tensorshard.model.tensors import map_tensors_once, storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.torch_private.autograd import is_function_transformed, is_in_backward
 from tensorshard.torch_private.fake_tensors import FakeTensorMode

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.modules.copies import copy_module
-from tensorshard.modules.fake_copies import (
+from tensorshard.model.copies import copy_module
+from tensorshard.model.fake_copies import (
     compact_values,
     copy_with,
     gentle_values,
@@ -24,10 +24,10 @@ from tensorshard.modules.fake_copies import (
     pooled_values,
     random_values,
 )
-from tensorshard.modules.host_random import host_random_kept, host_random_states
-from tensorshard.modules.model_errors import raised_by_model
-from tensorshard.modules.operation_counter import OperationCounter
-from tensorshard.modules.tensors import map_tensors, map_tensors_once, tensor_leaves
+from tensorshard.model.host_random import host_random_kept, host_random_states
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.operation_counter import OperationCounter
+from tensorshard.model.tensors import map_tensors, map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
 from tensorshard.tensor_parallel.apply.tensor_split import shard_buffers
@@ -75,7 +75,7 @@ class BlockCheck:
         size: number of ranks to split it over.
         own_inputs: whether the tensors of `call` are real and used as inputs; else inputs are random.
         dtype: of its weights, inputs and buffers.
-        compact: whether large matrices take little memory, as :func:`tensorshard.modules.fake_copies.compact_values`
+        compact: whether large matrices take little memory, as :func:`tensorshard.model.fake_copies.compact_values`
             makes them. A few layers cannot compute with these.
         read_outside: names of its parameters that code outside of the block reads, which must stay whole.
     """
@@ -251,7 +251,7 @@ class BlockCheck:
 
         Raises:
             MismatchError: they differ, or the split block does not run. The message says what was seen. Errors of the
-                run count if :func:`tensorshard.modules.model_errors.raised_by_model` says so; others are raised.
+                run count if :func:`tensorshard.model.model_errors.raised_by_model` says so; others are raised.
         """
         sliced = {index: Layout(dim, (self.inputs[index].shape[dim],)) for index, dim in (sliced_inputs or {}).items()}
         split, counter = _Split(styles, list(shared_inputs), sequence or {}), OperationCounter()

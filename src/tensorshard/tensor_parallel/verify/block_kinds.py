@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.model.tensors import tensor_leaves
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 

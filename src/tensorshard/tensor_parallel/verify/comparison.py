@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tensorshard.modules.model_errors import raised_in_operation
+from tensorshard.model.model_errors import raised_in_operation
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards
 
 TOLERANCE = 1e-3

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.model_errors import raised_by_model
-from tensorshard.modules.operation_counter import OperationCounter
-from tensorshard.modules.tensors import map_tensors_once, tensor_leaves
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.operation_counter import OperationCounter
+from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.table.table import TensorPlan

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.model_errors import raised_by_model
+from tensorshard.model.model_errors import raised_by_model
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.verify.block_calls import as_call

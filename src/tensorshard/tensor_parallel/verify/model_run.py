@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.blocks import find_blocks
-from tensorshard.modules.copies import copy_module
-from tensorshard.modules.model_errors import raised_by_model
-from tensorshard.modules.sample_inputs import example_inputs
-from tensorshard.modules.smaller_inputs import smaller_inputs
-from tensorshard.modules.tensors import tensor_leaves
+from tensorshard.model.blocks import find_blocks
+from tensorshard.model.copies import copy_module
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.sample_inputs import example_inputs
+from tensorshard.model.smaller_inputs import smaller_inputs
+from tensorshard.model.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution, is_multihead_attention
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture
 from tensorshard.tensor_parallel.verify.block_kinds import block_kinds

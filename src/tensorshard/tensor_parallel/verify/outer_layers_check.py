@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.modules.fake_copies import copy_with
-from tensorshard.modules.model_errors import raised_by_model
-from tensorshard.modules.tensors import map_tensors_once
+from tensorshard.model.fake_copies import copy_with
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.tensors import map_tensors_once
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.styles import Style
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import shard_range
-from tensorshard.modules.fake_copies import copy_with, random_values
+from tensorshard.model.fake_copies import copy_with, random_values
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 

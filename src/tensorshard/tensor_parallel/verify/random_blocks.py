@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.modules.fake_copies import follow_run
-from tensorshard.modules.model_errors import raised_by_model
-from tensorshard.modules.provenance import Provenance
+from tensorshard.model.fake_copies import follow_run
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.provenance import Provenance
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.model_run import ModelRun
 from tensorshard.torch_private.fake_tensors import FakeTensorMode

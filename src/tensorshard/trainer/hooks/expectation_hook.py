@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tensorshard.estimate import Estimate
-from tensorshard.estimate.hardware import save_ratios
-from tensorshard.estimate.sizes import size_text
-from tensorshard.planner.machine import estimated_seconds
+from tensorshard.predict import Estimate
+from tensorshard.predict.hardware import save_ratios
+from tensorshard.predict.search.machine import estimated_seconds
+from tensorshard.predict.sizes import size_text
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.memory import PeakMemory
 from tensorshard.trainer.step_record import StepRecord

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from tensorshard.estimate.estimate import Estimate
-from tensorshard.estimate.profile_memory import MemoryProfile, profile_memory
+from tensorshard.predict.estimate import Estimate
+from tensorshard.predict.profile_memory import MemoryProfile, profile_memory
 from tensorshard.torch_private.cuda_memory import recorded_cuda_memory
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.step_record import StepRecord

@@ -10,8 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tensorshard.quantities import format_count
-from tensorshard.terminal import fit
+from tensorshard.common.quantities import format_count
+from tensorshard.common.terminal import fit
 from tensorshard.trainer.loggers.logger import Logger
 from tensorshard.trainer.memory import format_bytes
 

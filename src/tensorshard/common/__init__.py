@@ -1,0 +1,1 @@
+"""Small things that every room may use: paths, quantities in words, the terminal, lazy imports."""

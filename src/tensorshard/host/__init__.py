@@ -1,0 +1,1 @@
+"""What this process takes of its machine: cores, memory, the allocator, the scheduler, compiled C."""

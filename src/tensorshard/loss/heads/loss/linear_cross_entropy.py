@@ -1,0 +1,166 @@
+"""A linear layer and the cross entropy of its outputs, with the classes split over a group and never all at once.
+
+However many classes there are, only a tile of their logits exists at a time: see
+:mod:`tensorshard.loss.heads.loss.two_passes`. Forward exchanges a few numbers per sample and rank, and backward
+sums the input's gradient over the ranks. Nothing else travels.
+"""
+
+from typing import Any
+
+import torch
+
+from tensorshard.comm.groups import Group
+from tensorshard.comm.sharding import to_local
+from tensorshard.loss.heads.loss.argument_checks import check_head
+from tensorshard.loss.heads.loss.class_range import Place, find_place, head_group
+from tensorshard.loss.heads.loss.head_loss import Extras, head_loss
+from tensorshard.loss.heads.loss.head_spec import HeadSpec, autocast_dtype, choose_keep
+from tensorshard.loss.heads.loss.margins import Margin
+from tensorshard.loss.heads.tiles.precision import Precision
+from tensorshard.loss.softmax_cross_entropy import CrossEntropySpec
+from tensorshard.passes.compile import never_compiled
+
+
+@never_compiled
+def parallel_linear_cross_entropy(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    class_weight: torch.Tensor | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    use_token_scaling: bool = False,
+    return_lse: bool = False,
+    return_token_accuracy: bool = False,
+    num_classes: int | None = None,
+    group: Group | None = None,
+    keep_logits: bool | None = None,
+    margin: Margin | None = None,
+    scale: float = 1.0,
+    normalize: bool = False,
+) -> Any:
+    """``F.cross_entropy(F.linear(input, weight, bias), target)`` without its logits, the classes split over a group.
+
+    It is exact: every class is in every softmax. Sums over the classes of a sample are in fp64; other sums are in fp32,
+    or in fp64 for fp64 tensors. Under ``torch.autocast`` a GPU multiplies in autocast's type, the CPU in fp32. Under
+    ``torch.compile`` this function is not compiled.
+
+    Args:
+        input: [*, D], the same on every rank of the group.
+        weight: [C, D] as a DTensor that is split along 0, or this rank's rows of it.
+        target: [*]: class numbers, counted over all ranks, the same on every rank.
+        bias: [C], split as the weight.
+        ignore_index, label_smoothing, reduction: as in ``F.cross_entropy``. Smoothing counts the classes of all ranks.
+        class_weight: [C]: the weights of all classes, on every rank. They get no gradient.
+        z_loss: this times the squared log-sum-exp is added for each target that is not ignored (Chowdhery et al. 2022);
+            with "mean", its mean over these targets.
+        softcap: the loss is that of softcap * tanh(logits / softcap) (Gemma 2, 2024); None: of the logits as they are.
+            It cannot be combined with `margin`, nor with ``keep_logits=True``.
+        use_token_scaling: whether each target's loss, z-loss included, is multiplied by the probability that the
+            softmax gives the target, taken as a constant (dynamic fine-tuning: Wu et al. 2025). The number by which
+            "mean" divides does not change.
+        return_lse, return_token_accuracy: whether these are returned, too. The log-sum-exp is that of the logits in the
+            loss; the accuracy is that without the margin.
+        num_classes: C, if `weight` is this rank's rows. Without it, the ranks exchange how many rows they hold.
+        group: the ranks that hold the classes; by default the weight's own, else the model-parallel group. A process
+            that has not joined a process group holds all classes.
+        keep_logits: True: forward keeps the exponentials of this rank's logits for backward, in bf16: 2 bytes a sample
+            and class. Their rounding of 2^-9 is then in the gradients. False: backward computes the logits again. None:
+            they are kept if that takes at most half of the bytes of this rank's weight: in bf16 if input or weight has
+            16 bits, else without rounding. If all have one type, that holds for up to half as many samples as features.
+        margin: ``ArcFace`` or ``CosFace``, for the target's logit; needs `normalize`.
+        scale: multiplies the logits.
+        normalize: whether the rows of input and weight are normalized to length 1, so that logits are `scale` times
+            cosines.
+
+    Returns:
+        The loss, the same on every rank of the group; fp32, or fp64 for fp64 tensors. With any ``return_`` option a
+        :class:`tensorshard.nn.CrossEntropyOutput`.
+
+    Raises:
+        IndexError: a target is outside the classes.
+        ValueError: shapes, types or options do not fit.
+        RuntimeError: there is a process group, but no model-parallel one, and none was given.
+
+    Examples:
+        >>> ts.distributed.init_process_group()  # on two ranks
+        >>> weight = torch.zeros(500, 16)  # this rank's rows of 1000
+        >>> ts.nn.functional.parallel_linear_cross_entropy(torch.randn(8, 16), weight, torch.arange(8))
+        tensor(6.9078)
+    """
+    place = find_place(weight, num_classes, head_group(weight, group))
+    loss = CrossEntropySpec(
+        place.classes,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        reduction,
+        softcap,
+        use_token_scaling,
+        return_lse,
+        return_token_accuracy,
+    )
+    return tiled_loss(
+        input,
+        weight,
+        target,
+        bias,
+        place,
+        loss,
+        class_weight=class_weight,
+        keep_logits=keep_logits,
+        margin=margin,
+        scale=scale,
+        normalize=normalize,
+        extras=Extras(),
+    )
+
+
+@never_compiled
+def tiled_loss(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    place: Place,
+    loss: CrossEntropySpec,
+    *,
+    class_weight: torch.Tensor | None,
+    keep_logits: bool | None,
+    margin: Margin | None,
+    scale: float,
+    normalize: bool,
+    extras: Extras,
+) -> Any:
+    """:func:`parallel_linear_cross_entropy`, with the `extras` that only the module uses."""
+    local_weight, local_bias = to_local(weight), None if bias is None else to_local(bias)
+    check_head(
+        input,
+        local_weight,
+        target,
+        local_bias,
+        loss=loss,
+        class_weight=class_weight,
+        keep_logits=keep_logits,
+        margin=margin,
+        scale=scale,
+        normalize=normalize,
+        extras=extras,
+    )
+    spec = HeadSpec(
+        loss,
+        place.start,
+        place.group,
+        Precision.choose(input, autocast_dtype(input)),
+        keep=choose_keep(keep_logits, input, local_weight, local_bias, extras.sample, loss.softcap),
+        margin=margin,
+        scale=scale,
+        normalize=normalize,
+    )
+    value, lse, accuracy = head_loss(input, local_weight, target.reshape(-1), local_bias, class_weight, spec, extras)
+    return loss.result(value, lse, accuracy, target.shape)

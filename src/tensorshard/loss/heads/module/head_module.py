@@ -1,0 +1,226 @@
+"""The parts of a head besides its loss: its rows of the weight, its inputs from other ranks, and its update."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.comm import primitives
+from tensorshard.comm.groups import Group, is_initialized, resolve_group
+from tensorshard.comm.marks import ParallelMark, set_mark
+from tensorshard.comm.sharding import shard_range, to_local
+from tensorshard.layers.parallel_module import ParallelModule
+from tensorshard.loss.heads.loss.class_range import Place
+from tensorshard.loss.heads.loss.head_spec import autocast_dtype
+from tensorshard.loss.heads.module import gathered_batch as gathering
+from tensorshard.loss.heads.module.initial_rows import fill_rows, initial_rows
+from tensorshard.loss.heads.update.head_sgd import HeadSGD
+from tensorshard.loss.heads.update.updated_parameter import as_torch_parameter, refuse_grad_when, without_grad
+
+
+class HeadModule(ParallelModule):
+    """The parameters of a head, and the ranks that hold them.
+
+    The arguments are those of :class:`tensorshard.nn.ParallelLinearCrossEntropy`.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool,
+        *,
+        gather_inputs: bool | Group,
+        grad_scale: float,
+        update: dict[str, Any] | None,
+        group: Group | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        split = group is not None or is_initialized()
+        super().__init__(0 if split else None, group if split else None)
+        self._ranks: dist.ProcessGroup | None = None  # the ranks over which a Plan has split the classes
+        self.in_features, self.num_classes, self.grad_scale = in_features, num_classes, grad_scale
+        self._data_group = self._resolve_data_group(gather_inputs)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype={dtype} was given: a head's weight is of a floating-point type, such as float32")
+        weight, biases = initial_rows(in_features, num_classes, *self._range(), bias, device, dtype)
+        self.weight = self._parameter(weight, (num_classes, in_features))
+        self.register_parameter("bias", None if biases is None else self._parameter(biases, (num_classes,)))
+        self.optimizer: HeadSGD | None = None
+        if update is not None:
+            self._update_in_backward(update)
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as the constructor does: those that ``nn.Linear`` gets from the same random
+        seed."""
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                fill_rows(to_local(parameter.detach()), self.num_classes, self._range()[0], self.in_features)
+
+    def split_classes(self, group: dist.ProcessGroup) -> None:
+        """Makes a head that holds all classes compute with a part of them, as under a Plan with tensor parallelism.
+
+        The caller puts this rank's rows, cut as ``torch.chunk`` cuts, into the parameters.
+
+        Raises:
+            RuntimeError: the head is split already, or was built with ``update=`` or ``gather_inputs=``.
+        """
+        taken = [
+            what
+            for what, is_so in (
+                ("a group of its own", self._process_group() is not None),
+                ("update=", self.optimizer is not None),
+                ("gather_inputs=", self._data_group is not None),
+            )
+            if is_so
+        ]
+        if taken:
+            raise RuntimeError(f"a head with {taken[0]} cannot be split over other ranks: build it without")
+        self._ranks = group
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """A context for the micro-batches of a step, except the last, on a head with ``update=``.
+
+        Backward passes inside it accumulate gradients and leave the weight as it is. The first one outside it ends the
+        step.
+
+        Raises:
+            RuntimeError: the head was built without ``update=``: gradients then accumulate by themselves.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("accumulate() is for heads built with update=: here gradients add up in .grad")
+        return self.optimizer.accumulate()
+
+    @property
+    def gathers_inputs(self) -> bool:
+        """Whether the head was built with ``gather_inputs=``."""
+        return self._data_group is not None
+
+    def _gathers_over_classes(self) -> bool:
+        group = self._process_group()
+        return self._data_group is not None and group is not None and gathering.same_ranks(self._data_group, group)
+
+    def _gather(self, features: Any, targets: Any) -> tuple[Any, Any]:
+        """The batch of all ranks, if inputs are gathered; else the arguments as they are."""
+        if self._data_group is None:
+            return features, targets
+        if features is not None:
+            features = gathering.gather_features(
+                features, self._data_group, self.grad_scale, self._gathers_over_classes()
+            )
+        if targets is not None:
+            sizes = primitives.exchange_sizes(len(targets), self._data_group, targets.device)
+            targets = primitives.gather_dim(targets, 0, sizes, self._data_group)
+        return features, targets
+
+    def _resolve_data_group(self, gather_inputs: bool | Group) -> dist.ProcessGroup | None:
+        if gather_inputs is False:
+            return None
+        if gather_inputs is True:
+            if self._mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
+                raise ValueError(
+                    "gather_inputs=True gathers over the ranks that hold the classes, but this head has no group: call "
+                    "tensorshard.distributed.init_process_group(), or pass group="
+                )
+            return self._process_group()
+        return resolve_group(gather_inputs)
+
+    def _process_group(self) -> dist.ProcessGroup | None:
+        return self._ranks if self._mesh is None else self.group
+
+    def _size_and_rank(self) -> tuple[int, int]:
+        group = self._process_group()
+        return (1, 0) if group is None else (group.size(), group.rank())
+
+    def _range(self) -> tuple[int, int]:
+        """This rank's first class and how many it has."""
+        return shard_range(self.num_classes, *self._size_and_rank())
+
+    def _check_rows(self) -> None:
+        """Refuses to compute with only a part of this rank's classes, since the result would look right and be wrong.
+
+        Raises:
+            RuntimeError: the weight is sharded over data ranks.
+        """
+        held, mine = to_local(self.weight).size(0), self._range()[1]
+        if held != mine:
+            raise RuntimeError(
+                f"the head's weight has {held} of this rank's {mine} classes here: a Plan with zero=3 shards it "
+                "over data ranks outside of the model's forward. Call the head in the forward of the model, which "
+                "engine.step, engine.evaluate and engine.predict run"
+            )
+
+    def _place(self) -> Place:
+        return Place(self._range()[0], self.num_classes, self._process_group())
+
+    def _parameter(self, local: torch.Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+        if self._mesh is None:
+            return nn.Parameter(local)
+        if local.device.type not in (self._mesh.device_type, "meta"):
+            local = local.to(self._mesh.device_type)
+        parameter = nn.Parameter(local)
+        set_mark(parameter, ParallelMark(0, shape[0], self.group, self.dim))
+        return parameter
+
+    def _check_replicas(self) -> None:
+        size, world_size = self._size_and_rank()[0], dist.get_world_size() if dist.is_initialized() else 1
+        if size < world_size and self._data_group is None:
+            raise ValueError(
+                f"update= was given to a head over {size} of {world_size} processes whose inputs are not gathered: its "
+                "copies elsewhere would see other batches and drift apart. Pass gather_inputs= (the data axis), spread "
+                "the classes over all processes, or leave update= out"
+            )
+
+    def _check_update(self, features: torch.Tensor) -> None:
+        if self.optimizer is None:
+            return
+        self._check_replicas()  # checked only now, since a Plan may switch the update off before
+        if not self.optimizer.holds(self.weight):
+            raise RuntimeError(
+                "the weight of a head built with update= was replaced (by load_state_dict(assign=True), fully_shard or "
+                "the like), and its optimizer still has the old one: build the head without update="
+            )
+        if torch.float16 in (features.dtype, autocast_dtype(features)):
+            raise RuntimeError(
+                "a head built with update= was called in fp16, whose losses a GradScaler scales, skipping steps that "
+                "overflow: backward would have updated the weight already. Use bf16, or build the head without update="
+            )
+
+    def _update_in_backward(self, options: dict[str, Any]) -> None:
+        self._renew_parameters()
+        self.optimizer = HeadSGD.from_options(self.weight, self.bias, dict(options))
+        self._guard()
+
+    def _renew_parameters(self) -> None:
+        self.weight = without_grad(self.weight)
+        if self.bias is not None:
+            self.bias = without_grad(self.bias)
+
+    def _guard(self) -> None:
+        assert self.optimizer is not None
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                refuse_grad_when(parameter, self.optimizer)
+
+    def before_conversion(self) -> None:
+        super().before_conversion()
+        if self.optimizer is None:
+            return
+        # torch converts only parameters of its own classes.
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            setattr(self, name, as_torch_parameter(parameter))
+
+    def after_conversion(self) -> None:
+        super().after_conversion()
+        if self.optimizer is None:
+            return
+        self._renew_parameters()
+        self.optimizer.rebind(self.weight, self.bias)
+        self._guard()

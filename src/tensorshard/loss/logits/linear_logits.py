@@ -1,0 +1,168 @@
+"""The logits of a linear layer, represented by its input and weight, and what can be computed of them a tile at a
+time."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tensorshard.comm import differentiable as collectives
+from tensorshard.layers.arguments import check_indices
+from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.loss.heads.loss.class_range import Place
+from tensorshard.loss.heads.loss.gradients_in_forward import loss_with_gradients
+from tensorshard.loss.heads.loss.head_logits import head_tiles
+from tensorshard.loss.heads.loss.head_loss import Extras, head_loss
+from tensorshard.loss.heads.loss.head_spec import HeadSpec, choose_keep
+from tensorshard.loss.heads.loss.topk import largest_logits
+from tensorshard.loss.heads.tiles.precision import Precision
+from tensorshard.loss.softmax_cross_entropy import CrossEntropySpec
+
+
+@dataclass(frozen=True)
+class LinearLogits:
+    """softcap * tanh((scale * features @ weight.T + bias) / softcap) + shift; without a softcap, there is no tanh.
+
+    Args:
+        features: of the shape of the logits, with the features in the dimension of the classes.
+        class_dim: that dimension, counted from the front.
+        weight: [V, D]: this rank's rows.
+        bias: [V] or None.
+        place: which classes these are, and which ranks have the others.
+        at_once: whether a loss's gradients are computed in forward. They are as large as the weight, so this is off
+            where several forwards come before the first backward.
+    """
+
+    features: torch.Tensor
+    class_dim: int
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    place: Place
+    scale: float = 1.0
+    softcap: float | None = None
+    shift: float = 0.0
+    at_once: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the logits of all ranks."""
+        shape = self.features.shape
+        return (*shape[: self.class_dim], self.place.classes, *shape[self.class_dim + 1 :])
+
+    @property
+    def requires_grad(self) -> bool:
+        tensors = (self.features, self.weight, self.bias)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    @property
+    def token_shape(self) -> torch.Size:
+        """The shape of the logits without the dimension of the classes."""
+        return torch.Size([size for dim, size in enumerate(self.features.shape) if dim != self.class_dim])
+
+    # -- operations that do not compute them --
+
+    def laid_out(self, features: torch.Tensor, class_dim: int) -> "LinearLogits":
+        """The same with other features, or with the features in another layout."""
+        return replace(self, features=features, class_dim=class_dim)
+
+    def times(self, factor: float) -> "LinearLogits | None":
+        """`factor` times these logits; None if they would have to be computed for that."""
+        if self.softcap is not None and not factor > 0:
+            return None
+        bias = None if self.bias is None else self.bias * factor
+        softcap = None if self.softcap is None else self.softcap * factor
+        return replace(self, scale=self.scale * factor, bias=bias, softcap=softcap, shift=self.shift * factor)
+
+    def plus(self, number: float) -> "LinearLogits":
+        """These logits with `number` added to each."""
+        return replace(self, shift=self.shift + number)
+
+    def plus_bias(self, bias: torch.Tensor) -> "LinearLogits | None":
+        """These logits with a number added for each class of all ranks; None if they were capped before."""
+        if self.softcap is not None or bias.dtype != self.weight.dtype:
+            return None
+        own = bias.narrow(0, self.place.start, len(self.weight))
+        return replace(self, bias=own if self.bias is None else self.bias + own)
+
+    def tanh(self) -> "LinearLogits | None":
+        """The tanh of these logits; None if they would have to be computed for that."""
+        return replace(self, softcap=1.0) if self.softcap is None and self.shift == 0 else None
+
+    def detached(self) -> "LinearLogits":
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, features=self.features.detach(), weight=self.weight.detach(), bias=bias)
+
+    def with_tensors(self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> "LinearLogits":
+        return replace(self, features=features, weight=weight, bias=bias)
+
+    # -- results --
+
+    def compute(self, dtype: torch.dtype) -> torch.Tensor:
+        """All logits, differentiable. A collective of the ranks that have the classes."""
+        features = self.features.movedim(self.class_dim, -1)
+        features = features if self.scale == 1.0 else features * self.scale
+        if self.place.group is None:
+            logits = F.linear(features, self.weight, self.bias)
+        else:
+            part = parallel_linear(features, self.weight, self.bias, 1, self.place.group)
+            logits = collectives.gather(part, -1, self.place.group, size=self.place.classes)
+        logits = self._capped(logits.to(dtype))
+        logits = logits if self.shift == 0 else logits + self.shift
+        return logits.movedim(-1, self.class_dim)
+
+    def loss(self, targets: torch.Tensor, class_weight: torch.Tensor | None, spec: CrossEntropySpec) -> Any:
+        """The cross entropy of `targets`, whose shape is that of the logits without the classes, and the optional
+        outputs.
+
+        Raises:
+            IndexError: a target is outside the classes.
+        """
+        check_indices(targets, spec.classes, "target", "classes", spec.ignore_index)
+        spec = replace(spec, softcap=self.softcap)
+        features, bias, precision = self._flat(), self.bias, self._precision()
+        keep = choose_keep(None, features, self.weight, bias, None, self.softcap)
+        head = HeadSpec(spec, self.place.start, self.place.group, precision, keep=keep)
+        targets = targets.reshape(-1)
+        if class_weight is not None:
+            class_weight = class_weight.to(precision.wide)
+        scalar = spec.reduction != "none" and not spec.return_lse and not spec.return_token_accuracy
+        if scalar and self.at_once and self.requires_grad:
+            features = features if self.scale == 1.0 else features * self.scale
+            return loss_with_gradients(features, self.weight, targets, bias, class_weight, head)
+        head = replace(head, scale=self.scale)
+        loss, lse, accuracy = head_loss(features, self.weight, targets, bias, class_weight, head, Extras())
+        return spec.result(loss, lse, accuracy, self.token_shape)
+
+    def log_sum_exp(self) -> torch.Tensor:
+        """The log-sum-exp over the classes, of the shape of the logits without the classes; differentiable."""
+        ignored = torch.zeros(self.token_shape, dtype=torch.long, device=self.features.device)
+        spec = CrossEntropySpec(self.place.classes, ignore_index=0, reduction="sum", return_lse=True)
+        lse = self.loss(ignored, None, spec).lse
+        return lse + self.shift if self.shift else lse
+
+    def largest(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` largest logits and their classes, along a last dimension; without gradients."""
+        features = self._flat().detach()
+        tiles = head_tiles(features, self.weight, self.bias, normalize=False, scale=self.scale)
+        values, classes = largest_logits(tiles, k, self.place.start, self.place.group, self.softcap)
+        values = values + self.shift if self.shift else values
+        return values.view(*self.token_shape, k), classes.view(*self.token_shape, k)
+
+    def pick(self, classes: torch.Tensor) -> torch.Tensor:
+        """The logits of `classes` [..., k], of which this rank has all; differentiable."""
+        flat, columns = self._flat() * self.scale, classes.reshape(-1, classes.size(-1))
+        logits = torch.bmm(self.weight[columns], flat[:, :, None]).squeeze(2)
+        logits = logits if self.bias is None else logits + self.bias[columns]
+        return self._capped(logits).view(classes.shape)
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def _flat(self) -> torch.Tensor:
+        return self.features.movedim(self.class_dim, -1).reshape(-1, self.features.size(self.class_dim))
+
+    def _precision(self) -> Precision:
+        """Products have the type of the tensors, as in a linear layer. Everything else is wider."""
+        dtype = self.features.dtype
+        return Precision(dtype, torch.float64 if dtype == torch.float64 else torch.float32)

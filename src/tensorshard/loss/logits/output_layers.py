@@ -1,0 +1,209 @@
+"""Which layers return logits that are not computed, and when.
+
+Every linear layer outside of the model's blocks may be the model's output layer. The use of its output shows which one
+is: a loss takes it in tiles. If something else needs the output computed, the layer computes it from then on.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.comm.sharding import shard_range
+from tensorshard.layers.arguments import autocast
+from tensorshard.loss.deferred_tensor import DeferredTensor
+from tensorshard.loss.heads.loss.class_range import Place
+from tensorshard.loss.logits.linear_logits import LinearLogits
+from tensorshard.loss.logits.noted_operations import NOTED
+from tensorshard.loss.logits.pending_logits import Note, PendingLogits, Source, make_pending
+from tensorshard.loss.logits.tiled_operations import TILED
+from tensorshard.model.forwards import Forward, Role, wrap_forward
+
+FEWEST_CLASSES = 8192
+"""With fewer classes, "auto" computes logits: they are no larger than other activations."""
+
+SMALLEST_BYTES = 32 << 20
+""""auto" computes logits of fewer bytes."""
+
+SMALLEST_SHARE = 1 / 16
+""""auto" computes logits that take less than this share of the bytes of the model's states on this rank."""
+
+
+_RULES = {**NOTED, **TILED}
+
+
+def pending_logits(linear: LinearLogits, note: Note) -> tuple[PendingLogits, Source]:
+    """A tensor that stands for the logits of `linear`, and the source that knows all tensors made from it.
+
+    Args:
+        note: called at each use.
+    """
+    source = Source(_RULES, note)
+    return make_pending(linear, linear.features.dtype, False, source), source
+
+
+@dataclass
+class OutputLayer:
+    """A linear layer that may be a model's last.
+
+    Args:
+        name: in the model.
+        transposed: whether its weight is [inputs, outputs].
+        classes: of all ranks.
+        group: the tensor-parallel ranks that the classes are split over, or None.
+        refused: why its logits are always computed; None if they need not be.
+    """
+
+    name: str
+    module: nn.Module
+    transposed: bool
+    classes: int
+    group: dist.ProcessGroup | None = None
+    refused: str | None = None
+    # The uses of its outputs so far.
+    tiled_by: set[str] = field(default_factory=set)
+    computed_by: set[str] = field(default_factory=set)
+    size: tuple[int, int] = (0, 0)  # of the last logits: tokens, and bytes in fp32 on this rank
+    is_whole: bool = False  # whether its logits are computed at once from now on
+
+    def note(self, name: str, computed: bool) -> None:
+        (self.computed_by if computed else self.tiled_by).add(name)
+
+    def linear(self, features: torch.Tensor, at_once: bool) -> LinearLogits | None:
+        """Its logits for `features`, not computed; None if they should be computed."""
+        weight, bias = self.module.weight, self.module.bias
+        assert isinstance(weight, torch.Tensor)
+        given = (features, weight) if bias is None else (features, weight, bias)
+        if any(isinstance(tensor, DeferredTensor | DTensor) for tensor in given) or features.numel() == 0:
+            return None
+        features, weight, bias = autocast(features, weight, bias)  # type: ignore[arg-type, assignment]
+        if self.transposed:
+            weight = weight.t()
+        if features.dtype != weight.dtype or features.size(-1) != weight.size(1):
+            return None
+        start = 0
+        if self.group is not None:
+            start, width = shard_range(self.classes, self.group.size(), self.group.rank())
+            if width != len(weight):
+                return None
+        place = Place(start, self.classes, self.group)
+        return LinearLogits(features, features.ndim - 1, weight, bias, place, at_once=at_once)  # type: ignore[arg-type]
+
+
+class OutputLogits:
+    """Decides whether a model's output layers return logits that are not computed.
+
+    They may do so within a step or an evaluation. Elsewhere the use of a model's output is not known.
+
+    Args:
+        mode: as in :class:`tensorshard.Plan`.
+        layers: those that may be output layers.
+        state_bytes: bytes of weights, gradients and optimizer states on a rank, the same number on every rank.
+        at_once: as in :class:`LinearLogits`.
+    """
+
+    def __init__(
+        self, mode: str = "whole", layers: Iterable[OutputLayer] = (), state_bytes: int = 0, *, at_once: bool = True
+    ) -> None:
+        self._mode = mode
+        self._layers = [layer for layer in layers if mode != "auto" or layer.classes >= FEWEST_CLASSES]
+        self._state_bytes = state_bytes
+        self._at_once = at_once
+        self._active = False
+        self._sources: list[Source] = []
+        for layer in self._layers:
+            if layer.refused is None:
+                wrap_forward(layer.module, Role.UNCOMPUTED_LOGITS, partial(self._forward, layer))
+
+    @contextmanager
+    def pending(self) -> Iterator[None]:
+        """A context in which output layers may return logits that are not computed."""
+        for layer in self._layers:  # not during a step: recomputation must do what forward did
+            seen = layer.computed_by
+            layer.is_whole = bool(seen) and (self._mode == "auto" or not layer.tiled_by)
+        before, self._active = self._active, True
+        try:
+            yield
+        finally:
+            self._active = before
+            self._sources.clear()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are logits that are not computed and may still be needed."""
+        return any(source.is_reachable() for source in self._sources)
+
+    def settle(self) -> None:
+        """Called after the loss, before backward and before weights change: computes the logits that are still referred
+        to."""
+        for source in self._sources:
+            if source.is_reachable():
+                source.compute("something that kept them after the loss")
+        self._sources.clear()
+
+    def _forward(self, layer: OutputLayer, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        wanted = self._active and not layer.is_whole and len(args) == 1 and not kwargs
+        if not wanted or not isinstance(args[0], torch.Tensor) or not self._pays(layer, args[0]):
+            return forward(*args, **kwargs)
+        linear = layer.linear(args[0], self._at_once)
+        if linear is None:
+            return forward(*args, **kwargs)
+        logits, source = pending_logits(linear, layer.note)
+        self._sources.append(source)
+        return logits
+
+    def _pays(self, layer: OutputLayer, features: torch.Tensor) -> bool:
+        tokens = features.numel() // max(1, features.size(-1))
+        ranks = 1 if layer.group is None else layer.group.size()
+        layer.size = tokens, 4 * tokens * layer.classes // ranks
+        if self._mode == "tiled":
+            return True
+        bound = max(SMALLEST_BYTES, SMALLEST_SHARE * self._state_bytes)
+        return layer.size[1] >= bound
+
+    # -- description --
+
+    def describe(self) -> str | None:
+        """What was chosen for each layer that may be the output layer, and why; None if the plan says "whole"."""
+        if self._mode == "whole":
+            return None
+        fewest = f"{FEWEST_CLASSES:,} outputs or more" if self._mode == "auto" else "outputs"
+        told = [self._told(layer) for layer in self._layers]
+        told = told or [f"whole: no linear layer outside of the model's blocks has {fewest}"]
+        return "\n".join(f"logits         {sentence}" for sentence in told)
+
+    def _told(self, layer: OutputLayer) -> str:
+        if layer.refused is not None:
+            return f"{layer.name}: whole: {layer.refused}"
+        tokens, size = layer.size
+        if not tokens:
+            return f"{layer.name}: {self._to_be_decided()}"
+        what = f"{tokens:,} x {layer.classes:,} logits of {size / 1e6:.1f} MB"
+        by = " and ".join(sorted(layer.computed_by))
+        if layer.computed_by and not layer.tiled_by:
+            return f"{layer.name}: whole ({what}): {by} needs them, and no loss that takes tiles does"
+        if layer.computed_by and self._mode == "auto":
+            return f"{layer.name}: whole ({what}): {by} needs them, beside a loss that takes tiles"
+        if layer.tiled_by:
+            beside = f"; computed for {by} all the same" if by else ""
+            return f"{layer.name}: tiled ({what} are not held){beside}"
+        if self._mode == "auto":
+            return f"{layer.name}: whole ({what}): {self._bound()}"
+        return f"{layer.name}: tiled ({what}), of which nothing was used"
+
+    def _to_be_decided(self) -> str:
+        if self._mode == "tiled":
+            return "tiled, where the loss takes tiles"
+        return f"the first batch decides: {self._bound()}"
+
+    def _bound(self) -> str:
+        share = SMALLEST_SHARE * self._state_bytes
+        if share > SMALLEST_BYTES:
+            return f"tiled from {share / 1e6:.0f} MB on, 1/16 of the rank's weights, gradients and optimizer states"
+        return f"tiled from {SMALLEST_BYTES / 1e6:.0f} MB on"

@@ -1,0 +1,77 @@
+"""Tells whether an exception that ended a run of a model is the model's fault, or this package's."""
+
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+from tensorshard.model.provenance import run_operation
+from tensorshard.torch_private.modules import MODULE_CALLS
+
+_PACKAGE = Path(__file__).parents[1]
+_MODELS = _PACKAGE / "models"  # they count as users' models
+_TORCH = Path(torch.__file__).parent
+_MODES = ("__torch_function__", "__torch_dispatch__")
+_LIBRARY, _SITE = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
+
+
+def raised_by_model(error: Exception) -> bool:
+    """Whether `error` says that a model cannot run in a certain way; else it is a fault of this package.
+
+    ValueError, IndexError, RuntimeError and ArithmeticError stand for wrong shapes, indices and values. They say that
+    the model cannot run so, wherever they are raised, in the layers of this package too. Other errors (AssertionError,
+    AttributeError, KeyError, NotImplementedError, TypeError, ...) say so if the model's code raised them. To find that
+    out, take the innermost frame that is neither torch's nor the standard library's: its file must not belong to this
+    package. A call of a module counts as a frame of the file of its class. What torch's layers assert about shapes is
+    an error of the first kind. Too little memory says nothing about a model.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return False
+    by_values = isinstance(error, ValueError | IndexError | RuntimeError | ArithmeticError)
+    if by_values and not isinstance(error, NotImplementedError | RecursionError):
+        return True
+    frames = _frames(error.__traceback__)
+    if isinstance(error, AssertionError) and frames and _is_inside(frames[-1].f_code.co_filename, _TORCH / "nn"):
+        return True
+    for frame in reversed(frames):
+        if frame is not frames[-1] and frame.f_code.co_name in _MODES:  # a mode that only passes an operation on
+            continue
+        owned = _is_of_package(frame)
+        if owned is not None:
+            return not owned
+    return True
+
+
+def raised_in_operation(error: Exception) -> bool:
+    """Whether an operation of torch, or a layer of this package, raised `error`, and not the model's code."""
+    frames = _frames(error.__traceback__)
+    return bool(frames) and any(_is_inside(frames[-1].f_code.co_filename, folder) for folder in (_PACKAGE, _TORCH))
+
+
+def _frames(traceback: TracebackType | None) -> list[FrameType]:
+    found = []
+    while traceback is not None:
+        found.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    return found
+
+
+def _is_of_package(frame: FrameType) -> bool | None:
+    """Whether this package raised the error that has `frame` as its innermost; None if that depends on the caller."""
+    if frame.f_code is run_operation.__code__:  # it runs an operation of the model
+        return None
+    file = frame.f_code.co_filename
+    if frame.f_code in MODULE_CALLS:
+        file = getattr(sys.modules.get(type(frame.f_locals["self"]).__module__), "__file__", None) or ""
+        return _is_inside(file, _PACKAGE) and not _is_inside(file, _MODELS)
+    if _is_inside(file, _PACKAGE):
+        return not _is_inside(file, _MODELS)
+    if _is_inside(file, _TORCH) or (_is_inside(file, _LIBRARY) and not _is_inside(file, _SITE)):
+        return None
+    return None if file.startswith("<frozen ") else False
+
+
+def _is_inside(file: str, folder: Path) -> bool:
+    return Path(file).is_relative_to(folder)

@@ -1,0 +1,149 @@
+"""Provenance: which values each tensor of a run is computed from, followed through the run's operations."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from tensorshard.model.tensors import storage_key, tensor_leaves
+from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from tensorshard.torch_private.operators import schema
+
+Source = TypeVar("Source")
+
+# Their results depend only on the shapes, types and devices of their inputs.
+_SHAPE_ONLY = frozenset(
+    {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}
+) | frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
+# Their schemas do not say that they change the running statistics in training.
+_NORMS_WITH_STATISTICS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a run, once it is done.
+
+    Args:
+        func: the operator, as ``__torch_dispatch__`` is given it.
+        args, kwargs: what it was called with.
+        output: what it returned.
+        inputs, outputs: the tensors among these.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+    @property
+    def name(self) -> str:
+        """Its name without its namespace and its overload, as in ``add_``."""
+        return schema(self.func).name.partition("::")[2]
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether its result depends on more than the shapes of its inputs."""
+        return self.name not in _SHAPE_ONLY
+
+    @cached_property
+    def written(self) -> list[torch.Tensor]:
+        """The arguments that it changes in place: by its schema, or running statistics that the schema leaves out."""
+        if self.name in _NORMS_WITH_STATISTICS:
+            training = self.args[5]
+            return [tensor for tensor in self.args[3:5] if isinstance(tensor, torch.Tensor) and training]
+        return [
+            tensor
+            for index, argument in enumerate(schema(self.func).arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tensor_leaves(self._argument(index, argument.name))
+        ]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it made random numbers."""
+        if torch.Tag.nondeterministic_seeded not in self.func.tags:
+            return False
+        for index, argument in enumerate(schema(self.func).arguments):
+            if argument.name == "dropout_p":  # an attention, which draws only if this is above 0
+                return bool(self._argument(index, argument.name, 0.0))
+        return True
+
+    def _argument(self, index: int, name: str, default: Any = None) -> Any:
+        return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)
+
+
+class Provenance(TorchDispatchMode, Generic[Source]):
+    """Carries sources from the tensors that operations read to those that they make or change.
+
+    Sources belong to storages: a view has those of its base, and a write through one view shows in all. An operation's
+    results come from everything that its inputs come from, unless it only looks at their shapes. If it changes a tensor
+    in place, the result also comes from what the tensor held before. Tensors are kept alive while the run is followed,
+    so that no storage is used again.
+
+    Operations on fake tensors are fake. Operations on real ones (the inputs, masks made of them) are real, unless the
+    mode of the fake tensors is active around this one. So code that looks at their values works.
+
+    Subclasses define the sources: they give tensors their first ones by :meth:`set`, and override :meth:`follow` where
+    another rule holds, inside of some modules, say.
+
+    Args:
+        fake: the mode of the fake tensors.
+
+    Attributes:
+        rng_ops: how many operations have made random numbers so far.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake = fake
+        self._sources: dict[int, frozenset[Source]] = {}  # by storage
+        self._kept: list[torch.Tensor] = []
+        self.rng_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # it only asks for a tensor's device
+            return run_operation(func, args, kwargs)
+        inputs = tensor_leaves((args, kwargs))
+        if any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            with self._fake:
+                output = run_operation(func, args, kwargs)
+        else:
+            output = run_operation(func, args, kwargs)
+        operation = Operation(func, args, kwargs, output, inputs, tensor_leaves(output))
+        self.rng_ops += operation.is_random
+        self.follow(operation)
+        return output
+
+    def follow(self, operation: Operation) -> None:
+        """Sets the sources of the results of `operation`."""
+        self.add((*operation.outputs, *operation.written), self.read_by(operation))
+
+    def read_by(self, operation: Operation) -> frozenset[Source]:
+        """The sources of the results of `operation`, without those of what they held before."""
+        return self.of(operation.inputs) if operation.reads_values else frozenset()
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> frozenset[Source]:
+        """The sources of `tensors`."""
+        return frozenset().union(*(self._sources.get(storage_key(tensor), frozenset()) for tensor in tensors))
+
+    def set(self, tensor: torch.Tensor, sources: Iterable[Source]) -> None:
+        """Sets the sources of `tensor`, and forgets earlier ones."""
+        self._kept.append(tensor)
+        self._sources[storage_key(tensor)] = frozenset(sources)
+
+    def add(self, tensors: Iterable[torch.Tensor], sources: frozenset[Source]) -> None:
+        """Adds `sources` to those of `tensors`."""
+        if sources:
+            for tensor in tensors:
+                self.set(tensor, self.of([tensor]) | sources)
+
+
+def run_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls `func`. A separate function, so that its frame in a traceback shows that the error is the run's."""
+    return func(*args, **kwargs)

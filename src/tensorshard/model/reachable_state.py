@@ -1,0 +1,210 @@
+"""Finds what the forward of some modules may change beside weights: their attributes, and what these lead to."""
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.model.forward_code import forward_classes, is_foreign, used_by_forwards, variables_around
+from tensorshard.model.state_places import (
+    Attributes,
+    Copied,
+    Enclosed,
+    Entries,
+    Items,
+    Members,
+    Named,
+    Place,
+    SamePlaces,
+    Variables,
+    content_of,
+    copied_place,
+)
+from tensorshard.torch_private.modules import buffer_table
+
+_DEPTH = 5  # how many objects that hold each other are followed from a module's attribute or an argument
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type})
+
+
+class Reached:
+    """What can be reached, as it is now.
+
+    Attributes:
+        places: what holds values.
+        copied: generators of random numbers and arrays, of which copies were made.
+        tensors: what may be written to in place; not parameters, nor the buffers of the modules themselves.
+        keeps_graph: whether a tensor among the values has a graph.
+        once: the class of an object that can be read once only, such as a generator; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.copied: list[Copied] = []
+        self.tensors: list[torch.Tensor] = []
+        self.keeps_graph = False
+        self.once: str | None = None
+        self._seen: dict[int, Any] = {}  # the objects are kept, or another might get the same id
+
+    @functools.cached_property
+    def same(self) -> SamePlaces:
+        """Says whether the places are the same, once all were added."""
+        return SamePlaces(self.places)
+
+    def is_seen(self, value: Any) -> bool:
+        """Whether `value` was met before; from now on it was."""
+        if id(value) in self._seen:
+            return True
+        self._seen[id(value)] = value
+        return False
+
+
+class StateOfModules:
+    """Looks for the state of a block's modules.
+
+    Args:
+        modules: the block with all modules in it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._ids = {id(module) for module in self._modules}
+        # torch's layers keep no state of their own; what a subclass's forward does is unknown.
+        self._users = [module for module in self._modules if not is_foreign(users_class(module).__module__)]
+        classes = {cls for module in self._users for cls in forward_classes(type(module))}
+        self._code = used_by_forwards(classes)
+        self._enclosed = [pair for function in self._code.enclosed for pair in variables_around(function)]
+        self._data = {cls: names for cls in classes if (names := _data_of(cls))}
+
+    @property
+    def draws(self) -> set[str]:
+        """ "random" and "numpy", if the code may draw from the random numbers that all code shares."""
+        return self._code.draws
+
+    def reach(self) -> Reached:
+        """What the modules reach."""
+        found = Reached()
+        for module in self._users:
+            found.is_seen(module)
+            self._add(found, Attributes(vars(module)), 0)
+            found.places.append(Entries(buffer_table(module)))  # a forward may register one
+        for cls, names in self._data.items():
+            self._add(found, Named(cls, names), 0)
+        for kind in {type(module) for module in self._users if users_class(module) is not type(module)}:
+            # FSDP gives a module a class of its own, on which ``type(self).count += 1`` sets the attribute.
+            inherited = tuple(name for cls in kind.__mro__ for name in self._data.get(cls, ()))
+            if inherited:
+                self._add(found, Named(kind, inherited), 0)
+        for namespace, name in self._code.variables:
+            self._add(found, Variables(namespace, (name,)), 0)
+        for cell, assigned in self._enclosed:
+            if assigned:
+                self._add(found, Enclosed(cell), 0)
+            else:
+                self._visit(found, content_of(cell), 1)
+        return found
+
+    def reach_from(self, values: Iterable[Any]) -> Reached:
+        """What `values`, a call's arguments, reach. Tensors among them belong to the caller."""
+        found = Reached()
+        for value in values:
+            if type(value) not in _ATOMS and not isinstance(value, torch.Tensor):
+                self._visit(found, value, 0)
+        return found
+
+    def _add(self, found: Reached, place: Place, depth: int) -> None:
+        found.places.append(place)
+        if depth < _DEPTH:
+            for value in place.leads_to():
+                if type(value) not in _ATOMS:
+                    self._visit(found, value, depth + 1)
+
+    def _visit(self, found: Reached, value: Any, depth: int) -> None:
+        if type(value) in _ATOMS or found.is_seen(value):
+            return
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter):
+                found.keeps_graph |= value.grad_fn is not None
+                if depth <= 1 or value.grad_fn is None:  # a list of many results is not copied at each call
+                    found.tensors.append(value)
+        elif isinstance(value, nn.Module):
+            self._visit_module(found, value, depth)
+        elif isinstance(value, dict):
+            self._add(found, Entries(value), depth)
+            if type(value) is not dict and not is_foreign(type(value).__module__):
+                found.places.append(Attributes(vars(value)))
+        elif isinstance(value, list | deque):
+            self._add(found, Items(value), depth)
+        elif isinstance(value, set):
+            self._add(found, Members(value), depth)
+        elif isinstance(value, tuple | frozenset):
+            for inner in value if depth < _DEPTH else ():
+                self._visit(found, inner, depth + 1)
+        elif isinstance(value, weakref.ReferenceType):
+            self._visit(found, value(), depth)
+        elif isinstance(value, MethodType):
+            self._visit(found, value.__self__, depth)
+        elif isinstance(value, functools.partial):
+            self._visit(found, (value.func, *value.args, *value.keywords.values()), depth)
+        elif isinstance(value, FunctionType):
+            self._visit_function(found, value, depth)
+        elif (copied := copied_place(value)) is not None:
+            found.copied.append(copied)
+        elif isinstance(value, Iterator) and not hasattr(value, "read"):
+            found.once = type(value).__name__
+        elif not isinstance(value, type):
+            self._visit_object(found, value, depth)
+
+    def _visit_function(self, found: Reached, function: FunctionType, depth: int) -> None:
+        if depth < _DEPTH and function.__closure__ and not is_foreign(function.__module__):
+            for cell, assigned in variables_around(function):
+                if assigned:
+                    self._add(found, Enclosed(cell), depth)
+                else:
+                    self._visit(found, content_of(cell), depth + 1)
+
+    def _visit_module(self, found: Reached, module: nn.Module, depth: int) -> None:
+        """A module that is not in the block, such as its parent, or one that is kept in a list."""
+        if id(module) in self._ids or is_foreign(users_class(module).__module__):
+            return
+        inside = list(module.modules())
+        around = any(id(inner) in self._ids for inner in inside)
+        for other in [module] if around else inside:
+            if other is module or not found.is_seen(other):
+                self._add(found, Attributes(vars(other)), depth)
+                self._add(found, Entries(buffer_table(other)), depth)  # type: ignore[arg-type]
+
+    def _visit_object(self, found: Reached, value: Any, depth: int) -> None:
+        if is_foreign(type(value).__module__) and type(value).__module__ not in ("types", "collections"):
+            return
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict):
+            self._add(found, Attributes(held), depth)
+        slots = [cls.__dict__.get("__slots__", ()) for cls in type(value).__mro__]
+        names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
+        if names:
+            self._add(found, Named(value, tuple(n for n in names if n not in ("__dict__", "__weakref__"))), depth)
+
+
+def users_class(module: nn.Module) -> type[nn.Module]:
+    """The class of `module`, without one that FSDP put around it."""
+    cls = type(module)
+    return cls.__mro__[2] if cls.__module__.startswith("torch.distributed") and len(cls.__mro__) > 2 else cls
+
+
+def _data_of(cls: type) -> tuple[str, ...]:
+    """The names of a class's own attributes that are values, not code."""
+    if is_foreign(cls.__module__):
+        return ()
+    return tuple(
+        name
+        for name, value in vars(cls).items()
+        if not name.startswith("__")
+        and not callable(value)
+        and not hasattr(type(value), "__get__")
+        and not (isinstance(value, tuple | frozenset) and all(type(one) in _ATOMS for one in value))
+    )

@@ -1,0 +1,326 @@
+"""What code can change outside of tensors: attributes, containers, generators of random numbers, and their contents.
+
+A *place* is one such object together with its content at one time. The content is compared by identity, so looking at
+a place costs about 25 ns an entry and calls no code of the user's.
+"""
+
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice, repeat
+from operator import is_, methodcaller
+from types import CellType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.model.host_random import numpy_random_state, set_numpy_random_state
+
+_LARGE = 1000  # of a container with more entries only the number of entries is compared
+_OURS = "_tensorshard"
+_MISSING = object()
+
+# What every module's ``__dict__`` holds. Hooks and registered tensors are not the user's state; ``training`` is.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+
+Replaced = Mapping[int, Any]
+"""Other tensors to put in the places of some, by the ids of the latter."""
+
+
+class Place(ABC):
+    """An object that code can change, and its content at one time."""
+
+    values: Sequence[Any] = ()
+    """What it held; empty if nothing of it can be changed further."""
+
+    def leads_to(self) -> Sequence[Any]:
+        """Those of the values in which there may be further places."""
+        return self.values
+
+    @abstractmethod
+    def is_same(self) -> bool:
+        """Whether the content is what it was."""
+
+    @abstractmethod
+    def now(self) -> "Place":
+        """The same place, with its present content."""
+
+    @abstractmethod
+    def put(self, replaced: Replaced) -> None:
+        """Gives the object the content that it had."""
+
+
+def _same_values(holder: Any, values: Sequence[Any], kept: Sequence[Any]) -> bool:
+    return len(holder) == len(kept) and (len(kept) > _LARGE or all(map(is_, values, kept)))  # type: ignore[arg-type]
+
+
+class SamePlaces:
+    """Says of many places at once whether all of them are the same, in about 5 us a block: in most calls they are."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        tables = [place for place in places if isinstance(place, Attributes)]
+        self._holders = [place.holder for place in tables]
+        self._sizes = [len(place.names) for place in tables]
+        # What every module has comes first in its ``__dict__``, and is left out.
+        first = [next((i for i, name in enumerate(p.names) if not _is_machinery(name)), len(p.names)) for p in tables]
+        self._firsts = first
+        self._values = tuple(v for place, start in zip(tables, first, strict=True) for v in place.values[start:])
+        self._empty = [place.holder for place in places if type(place) is Entries and not place.keys]
+        self._others = [
+            place.is_same
+            for place in places
+            if not isinstance(place, Attributes) and not (type(place) is Entries and not place.keys)
+        ]
+
+    def hold(self) -> bool:
+        """Whether all are the same."""
+        holders = self._holders
+        values = map(islice, map(_VALUES, holders), self._firsts, repeat(None))
+        return (
+            list(map(len, holders)) == self._sizes
+            and all(map(is_, chain.from_iterable(values), self._values))
+            and not any(self._empty)
+            and all(is_same() for is_same in self._others)
+        )
+
+
+_VALUES = methodcaller("values")
+
+
+class Attributes(Place):
+    """The ``__dict__`` of a module or of another object."""
+
+    def __init__(self, holder: dict[str, Any]) -> None:
+        self.holder = holder
+        self.names = tuple(holder)
+        self.values = tuple(holder.values())
+
+    def is_same(self) -> bool:
+        holder, kept = self.holder, self.values
+        return len(holder) == len(kept) and all(map(is_, holder.values(), kept))
+
+    def leads_to(self) -> Sequence[Any]:
+        return [value for name, value in zip(self.names, self.values, strict=True) if not _is_machinery(name)]
+
+    def now(self) -> "Attributes":
+        return Attributes(self.holder)
+
+    def put(self, replaced: Replaced) -> None:
+        kept = dict(zip(self.names, self.values, strict=True))
+        for name in [name for name in self.holder if name not in kept]:
+            if not _is_machinery(name):
+                del self.holder[name]
+        for name, value in kept.items():
+            if not _is_machinery(name):
+                self.holder[name] = replaced.get(id(value), value)
+
+
+def _is_machinery(name: str) -> bool:
+    return name in _OF_EVERY_MODULE or name.startswith(_OURS)
+
+
+class Entries(Place):
+    """A dict."""
+
+    def __init__(self, holder: dict[Any, Any]) -> None:
+        self.holder = holder
+        self.keys = tuple(holder)
+        self.values = tuple(holder.values())
+
+    def is_same(self) -> bool:
+        holder = self.holder
+        return _same_values(holder, holder.values(), self.values) and _same_values(holder, holder, self.keys)  # type: ignore[arg-type]
+
+    def now(self) -> "Entries":
+        return Entries(self.holder)
+
+    def put(self, replaced: Replaced) -> None:
+        # Not by a subclass's methods, which may do more.
+        kind: Any = OrderedDict if isinstance(self.holder, OrderedDict) else dict
+        kind.clear(self.holder)
+        for key, value in zip(self.keys, self.values, strict=True):
+            kind.__setitem__(self.holder, key, replaced.get(id(value), value))
+
+
+class Items(Place):
+    """A list or a deque."""
+
+    def __init__(self, holder: list[Any] | deque[Any]) -> None:
+        self.holder = holder
+        self.values = tuple(holder)
+
+    def is_same(self) -> bool:
+        return _same_values(self.holder, self.holder, self.values)
+
+    def now(self) -> "Items":
+        return Items(self.holder)
+
+    def put(self, replaced: Replaced) -> None:
+        kind: Any = list if isinstance(self.holder, list) else deque
+        kind.clear(self.holder)
+        kind.extend(self.holder, [replaced.get(id(value), value) for value in self.values])
+
+
+class Members(Place):
+    """A set."""
+
+    def __init__(self, holder: set[Any]) -> None:
+        self.holder = holder
+        self.values = tuple(holder)
+
+    def is_same(self) -> bool:
+        return _same_values(self.holder, self.holder, self.values)  # type: ignore[arg-type]
+
+    def now(self) -> "Members":
+        return Members(self.holder)
+
+    def put(self, replaced: Replaced) -> None:
+        set.clear(self.holder)
+        set.update(self.holder, self.values)
+
+
+class Named(Place):
+    """Some attributes of an object without a ``__dict__``, or of a class."""
+
+    def __init__(self, holder: Any, names: tuple[str, ...]) -> None:
+        self.holder = holder
+        self.names = names
+        self.values = tuple(getattr(holder, name, _MISSING) for name in names)
+
+    def is_same(self) -> bool:
+        return all(getattr(self.holder, n, _MISSING) is v for n, v in zip(self.names, self.values, strict=True))
+
+    def now(self) -> "Named":
+        return Named(self.holder, self.names)
+
+    def put(self, replaced: Replaced) -> None:
+        for name, value in zip(self.names, self.values, strict=True):
+            if value is not _MISSING:
+                setattr(self.holder, name, replaced.get(id(value), value))
+            elif hasattr(self.holder, name):
+                delattr(self.holder, name)
+
+
+class Variables(Place):
+    """Some global variables of a file."""
+
+    def __init__(self, namespace: dict[str, Any], names: tuple[str, ...]) -> None:
+        self.namespace = namespace
+        self.names = names
+        self.values = tuple(namespace.get(name, _MISSING) for name in names)
+
+    def is_same(self) -> bool:
+        return all(self.namespace.get(n, _MISSING) is v for n, v in zip(self.names, self.values, strict=True))
+
+    def now(self) -> "Variables":
+        return Variables(self.namespace, self.names)
+
+    def put(self, replaced: Replaced) -> None:
+        for name, value in zip(self.names, self.values, strict=True):
+            if value is _MISSING:
+                self.namespace.pop(name, None)
+            else:
+                self.namespace[name] = replaced.get(id(value), value)
+
+
+class Enclosed(Place):
+    """A variable of a function around the code (``nonlocal``)."""
+
+    def __init__(self, cell: CellType) -> None:
+        self.cell = cell
+        self.values = (content_of(cell),)
+
+    def is_same(self) -> bool:
+        return content_of(self.cell) is self.values[0]
+
+    def now(self) -> "Enclosed":
+        return Enclosed(self.cell)
+
+    def put(self, replaced: Replaced) -> None:
+        if self.values[0] is not _MISSING:
+            self.cell.cell_contents = replaced.get(id(self.values[0]), self.values[0])
+
+
+def content_of(cell: CellType) -> Any:
+    """What the variable holds, or an object that stands for nothing."""
+    return next(iter(contents_of(cell)), _MISSING)
+
+
+def contents_of(cell: CellType) -> tuple[Any, ...]:
+    """What the variable holds; nothing if it was not given a value yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+class Copied(Place):
+    """An object of which a copy is kept: an array of numbers, or a generator of random numbers.
+
+    Args:
+        read: returns a copy of the content.
+        write: gives the object such a content.
+        equal: compares two.
+    """
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any], equal: Callable[[Any, Any], bool]) -> None:
+        self._read, self._write, self._equal = read, write, equal
+        self.content = read()
+
+    def is_same(self) -> bool:
+        return self._equal(self._read(), self.content)
+
+    def now(self) -> "Copied":
+        return Copied(self._read, self._write, self._equal)
+
+    def put(self, replaced: Replaced) -> None:
+        self._write(self.content)
+
+
+def copied_place(value: Any) -> Copied | None:
+    """The place of a generator of random numbers, a numpy array or a bytearray; None for anything else."""
+    if isinstance(value, random.Random):
+        return Copied(value.getstate, value.setstate, _plainly_equal)
+    if isinstance(value, torch.Generator):
+        return Copied(value.get_state, value.set_state, torch.equal)
+    if isinstance(value, bytearray):
+        return Copied(lambda: bytes(value), lambda content: value.__setitem__(slice(None), content), _plainly_equal)
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.RandomState):
+        return Copied(lambda: value.get_state(legacy=False), value.set_state, _same_numbers)
+    if isinstance(value, numpy.random.Generator):
+        engine = value.bit_generator
+        return Copied(lambda: engine.state, lambda content: setattr(engine, "state", content), _same_numbers)
+    if isinstance(value, numpy.ndarray) and value.dtype != object:
+        return Copied(value.copy, lambda content: value.__setitem__(..., content), _same_bytes)
+    return None
+
+
+def shared_random_numbers(library: str) -> Copied:
+    """The place of the random numbers that all code shares.
+
+    Args:
+        library: "random" for Python's own, "numpy" for numpy's.
+    """
+    if library == "random":
+        return Copied(random.getstate, random.setstate, _plainly_equal)
+    return Copied(numpy_random_state, set_numpy_random_state, _plainly_equal)
+
+
+def _plainly_equal(one: Any, other: Any) -> bool:
+    return bool(one == other)
+
+
+def _same_bytes(one: Any, other: Any) -> bool:
+    return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
+
+
+def _same_numbers(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same_numbers(one[key], other[key]) for key in one)
+    return _same_bytes(one, other) if hasattr(one, "tobytes") else bool(one == other)

@@ -1,0 +1,246 @@
+"""Builds an Engine from a model and a Plan."""
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.comm.decisions import check_same
+from tensorshard.comm.groups import world_group
+from tensorshard.comm.world import (
+    DEFAULT_TIMEOUT,
+    as_timedelta,
+    default_device,
+    join_world,
+    ranks_here,
+    world_size,
+)
+from tensorshard.engine.collective_errors import explained
+from tensorshard.engine.engine import Engine, LossFunction
+from tensorshard.engine.offload import open_tiers
+from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains_heads
+from tensorshard.engine.optimizer_probe import check_optimizer
+from tensorshard.engine.other_optimizers import mark_replaced
+from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
+from tensorshard.host.heap import HostHeap
+from tensorshard.host.scheduler import schedule_as_batch
+from tensorshard.layers.parallel_module import ParallelModule
+from tensorshard.loss.heads.under_plan.head_updates import (
+    HeadUpdate,
+    check_updates,
+    find_updates,
+    log_updates,
+    take_updates,
+)
+from tensorshard.model.generation_cache import GenerationCache
+from tensorshard.parallelize.apply_passes import apply_plan
+from tensorshard.parallelize.arguments import as_device, check_arguments
+from tensorshard.parallelize.decisions import Decisions
+from tensorshard.parallelize.model_checks import check_model
+from tensorshard.parallelize.replaced_parameters import refuse_in_forwards
+from tensorshard.parallelize.restore_on_error import UsersModules, is_just_built
+from tensorshard.parallelize.sharded_mark import check_not_laid_out, mark_laid_out
+from tensorshard.passes.precision import check_supported
+from tensorshard.passes.recompute import always_compare
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.torch_private.fake_tensors import active_fake_mode
+from tensorshard.weights.files.pretrained_model import PretrainedModel
+from tensorshard.weights.initial import Recording, TensorSource, from_meta, from_module, record
+
+logger = logging.getLogger("tensorshard")
+
+
+def lay_out_engine(
+    model: nn.Module | PretrainedModel | Callable[[], nn.Module],
+    plan: Plan,
+    *,
+    optimizer: OptimizerFactory,
+    loss_fn: LossFunction,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    sample_inputs: Any = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    debug: bool = False,
+    decisions: Decisions | None = None,
+    off_device: bool | None = None,
+) -> Engine:
+    """What :func:`tensorshard.parallelize` does with a Plan.
+
+    Args:
+        decisions: decisions of another rank of this plan and model, which this process tried before; None to decide.
+        off_device: whether offloaded values leave the device's memory for the host's; None to ask the device.
+
+    Raises:
+        ValueError, TypeError: as for :func:`tensorshard.parallelize`.
+    """
+    check_arguments(model, plan, optimizer, loss_fn, seed)
+    device = default_device() if device is None else as_device(device)
+    plan = plan.resolve(world_size())
+    check_supported(plan.precision, device)
+    patience = as_timedelta(timeout)
+    # Parallel layers that were built by hand know their parts only if their parameters have values.
+    built = isinstance(model, nn.Module) and not any(parameter.is_meta for parameter in model.parameters())
+    split = "tp" if built else "refused"
+    users_parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    with UsersModules() as users, kept_random_state(device):
+        if isinstance(model, nn.Module):
+            users.keep(model)
+            check_model(model, plan, split=split)
+            _check_updates(model, find_updates(model), optimizer)
+        join_world(device, timeout=patience)
+        source, agreed, updates = _weights_of(model, seed, users, decisions)
+        with explained("parallelize"):
+            check_same(_described(plan, seed, source.module), world_group(), "parallelize")
+        if isinstance(model, PretrainedModel):
+            source = model.source(source, world_group())
+        check_model(source.module, plan, split=split)
+        if not isinstance(model, nn.Module):
+            _check_updates(source.module, updates, optimizer)
+        mesh = Mesh(plan, device.type, timeout=patience)
+        heap = None
+        if device.type == "cpu" and active_fake_mode() is None:
+            heap = HostHeap(
+                ranks_here(),
+                spares_memory=plan.spares_memory,
+                keeps_nothing=plan.offloaded is not None and plan.offloaded.parameters is not None,
+                say=mesh.rank == 0,
+            )
+            if mesh.world_size > 1:
+                schedule_as_batch()
+        slots = open_tiers(plan, mesh, device, off_device=off_device)
+        broadcast = not agreed and mesh.world_size > 1
+        cache = GenerationCache(source.module)
+        with cache.off():
+            sharded = apply_plan(
+                source,
+                plan,
+                mesh,
+                device,
+                broadcast=broadcast,
+                sample_inputs=sample_inputs,
+                slots=slots,
+                decisions=decisions,
+            )
+        if debug:
+            always_compare(sharded.model)
+        # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
+        random = RandomStreams(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank, device)
+        groups = [update.group() for update in updates]
+        engine = Engine(
+            sharded,
+            plan,
+            mesh,
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            device=device,
+            seed=seed,
+            random=random,
+            cache=cache,
+            head_groups=groups,
+            debug=debug,
+            slots=slots,
+            heap=heap,
+        )
+        check_optimizer(
+            engine.optimizer,
+            partial(build_optimizer, optimizer, heads=groups),
+            sharded.masters(),
+            sharded.split,
+            int(plan.zero),
+            mesh.world_group,
+        )
+        check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
+    _protect(engine, source, users_parameters)
+    if mesh.rank == 0:
+        log_updates(updates)
+        if cache.is_on():
+            logger.warning(
+                "config.use_cache is off within step and evaluate: training needs no cache of keys and values"
+            )
+    return engine
+
+
+def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Parameter]) -> None:
+    """From now on, what is read or written in ways that would mislead says so."""
+    sharded = engine.sharded
+    for view in sharded.whole_views:
+        view.begin(engine.optimizer)
+    sharded.protect()
+    share_host_random_state(engine.mesh)
+    mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
+    mark_replaced(users_parameters)
+    refuse_in_forwards(source)
+
+
+def _weights_of(
+    model: nn.Module | PretrainedModel | Callable[[], nn.Module],
+    seed: int,
+    users: UsersModules,
+    decisions: Decisions | None,
+) -> tuple[TensorSource, bool, list[HeadUpdate]]:
+    """Where the initial weights come from; whether they are the same on every rank by construction; and the updates of
+    the model's heads, which are switched off."""
+    if not isinstance(model, nn.Module):
+        if decisions is not None and decisions.recorded is not None:
+            again = decisions.recorded[0].again()
+            if again is not None:
+                return again, True, list(decisions.recorded[1])
+        updates: list[HeadUpdate] = []
+        users_own = False
+
+        def build() -> nn.Module:
+            nonlocal users_own
+            built = model.build() if isinstance(model, PretrainedModel) else model()
+            if isinstance(built, nn.Module):
+                if not is_just_built(built):
+                    users_own = True
+                    users.keep(built)
+                    check_not_laid_out(built)
+                updates[:] = take_updates(built)
+            return built
+
+        source = record(build, seed=seed)
+        if decisions is not None and isinstance(source, Recording) and not users_own:
+            again = source.again()
+            if again is not None:
+                decisions.recorded = again, list(updates)
+        return source, True, updates
+    updates = take_updates(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return from_meta(model, seed=seed), True, updates
+    return from_module(model), False, updates
+
+
+def _check_updates(model: nn.Module, updates: list[HeadUpdate], optimizer: OptimizerFactory) -> None:
+    check_updates(model, updates)
+    check_trains_heads(optimizer, model, [update.group() for update in updates])
+
+
+def _described(plan: Plan, seed: int, model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What must be the same on every rank, for a comparison before any group is made. If layers are split by hand, the
+    last rank's shard may be smaller."""
+    split = tuple(
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        if isinstance(module, ParallelModule) and module.dim is not None
+    )
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {name: tensor for name, tensor in named.items() if not (split and name.startswith(split))}
+    return {
+        "plans": plan.to_dict(),
+        "seeds": {"seed": seed},
+        "models": {
+            "its class": type(model).__name__,
+            **{name: f"{t.dtype} of shape {tuple(t.shape)}" for name, t in tensors.items()},
+        },
+    }
+
+
+def _described_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    plain = {k: v for k, v in optimizer.defaults.items() if isinstance(v, bool | int | float | str | tuple | None)}
+    return {"its class": type(optimizer).__name__, **plain}

@@ -1,0 +1,49 @@
+"""The decisions of one rank about a model and a plan, for another rank of the same plan in the same process."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tensorshard.loss.heads.under_plan.head_updates import HeadUpdate
+    from tensorshard.pipeline.run.crossings import Shapes
+    from tensorshard.pipeline.trace.call_graph import CallGraph
+    from tensorshard.pipeline.trace.tracer import Tracer
+    from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+    from tensorshard.weights.initial.recording import Recording
+
+
+class Traced(NamedTuple):
+    """Runs of a model, from which a pipeline is cut.
+
+    Args:
+        tracer: runs the model. graph: the calls of its run on the sample inputs.
+        graphs: the calls of further runs, by their inputs and modes.
+        table: the table of tensor parallelism by which the model is split.
+    """
+
+    tracer: "Tracer"
+    graph: "CallGraph"
+    graphs: "dict[Any, CallGraph]"
+    table: "VerifiedTable | None"
+
+
+@dataclass
+class Decisions:
+    """Decisions that the first rank makes and later ranks use again.
+
+    The ranks of a world decide together. But an estimate tries one rank after the other in one process, and would make
+    the same decisions again for each.
+
+    Attributes:
+        table: the table of tensor parallelism; None if there is none yet.
+        recorded: the constructor's run, with a module that is not laid out, and the updates of its heads; None if there
+            is none yet, or if it cannot be used twice.
+        shapes: the model's run and its cut into stages, as a rank with this place along ``tp`` sees it; None if there
+            is none yet, or if it cannot be used twice.
+        traced: the model's runs, which plans with other cuts may share; None if no other plans are tried.
+    """
+
+    table: "VerifiedTable | None" = None
+    recorded: "tuple[Recording, list[HeadUpdate]] | None" = None
+    shapes: "Shapes | None" = None
+    traced: dict[Any, Traced] | None = None

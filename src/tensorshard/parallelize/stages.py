@@ -1,0 +1,214 @@
+"""Cuts a model into the stages of a pipeline. Each rank lays out its own stages."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.comm.decisions import decide_once
+from tensorshard.data_parallel.shard_units import stage_shard_units
+from tensorshard.model.blocks import find_blocks, select_modules
+from tensorshard.model.fake_copies import copy_with
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.parameters import ParameterPlaces, like
+from tensorshard.model.sample_inputs import example_inputs
+from tensorshard.offload.slots import Slots
+from tensorshard.parallelize.decisions import Decisions, Traced
+from tensorshard.parallelize.passes import Part, from_first_rank, lay_out
+from tensorshard.parallelize.stage_tensor_split import fake_tensor_split, split_stage
+from tensorshard.passes.mixed_types import give_one_type
+from tensorshard.passes.precision import autocast, compute_dtype, keep_norms_fp32, master_dtype
+from tensorshard.pipeline.cut.cut import Cut, cut_model
+from tensorshard.pipeline.run.crossings import Shapes, input_signature
+from tensorshard.pipeline.run.pipelined_model import PipelinedModel
+from tensorshard.pipeline.run.stage_module import StageModule
+from tensorshard.pipeline.trace.call_graph import CallGraph
+from tensorshard.pipeline.trace.traced_run import UncuttableError
+from tensorshard.pipeline.trace.tracer import Tracer
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.sharded.sharded_model import ShardedModel
+from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
+from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+from tensorshard.weights.initial import TensorSource
+
+_REMEDY = (
+    "give parallelize(sample_inputs=...), inputs as for Engine.step, of any values and any sizes that the model takes"
+)
+
+
+def apply_pipeline(
+    source: TensorSource,
+    decisions: Decisions,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    broadcast: bool,
+    sample_inputs: Any,
+    slots: Slots | None = None,
+) -> PipelinedModel:
+    """This rank's stages of the source's model, laid out over the other axes of `mesh`.
+
+    Args:
+        decisions: the table of tensor parallelism, and the model's cut if another rank has decided it.
+        broadcast, sample_inputs, slots: as for :func:`tensorshard.parallelize.passes.apply_plan`.
+
+    Raises:
+        ValueError: the model cannot be cut; the error says where and why.
+    """
+    model, found = source.module, decisions.table
+    if decisions.shapes is None:
+        decisions.shapes = _cut(source, decisions, plan, mesh, device, sample_inputs)
+    shapes = decisions.shapes
+    stages = [StageModule(model, shapes, index) for index in mesh.stages]
+    value_of = _values(source, stages, mesh, device, broadcast=broadcast)
+    parts = [_lay_out_stage(stage, model, value_of, found, plan, mesh, device, slots) for stage in stages]
+    return PipelinedModel(model, stages, parts, mesh)
+
+
+def _cut(
+    source: TensorSource,
+    decisions: Decisions,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    sample_inputs: Any,
+) -> Shapes:
+    """Where the model is cut into stages, and what crosses the cuts."""
+    tracer, graph, graphs, _ = _traced(source, decisions, plan, mesh, device, sample_inputs)
+    if plan.micro_batches > 1 and graph.trained_writes:
+        call, what = min(graph.trained_writes.items())
+        raise UncuttableError(
+            f"the forward of {graph.calls[call].unit!r} changes its parameter {what} in place. A pipeline runs "
+            f"forwards of several micro-batches before their backwards, which need the value from before. Change it "
+            f"between the calls of engine.step instead, or use Plan(micro_batches=1)"
+        )
+    count = mesh.degrees["pp"] * mesh.stages_per_rank
+    # Ranks may have parts of different sizes. They must all use the same cut.
+    positions = decide_once(lambda: cut_model(graph, count, split=plan.pp_split).positions, mesh.world_group)
+    return Shapes(tracer, Cut(graph, positions), graphs if decisions.traced is not None else None)
+
+
+def _traced(
+    source: TensorSource,
+    decisions: Decisions,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    sample_inputs: Any,
+) -> Traced:
+    """The model's run, or the run of an earlier plan if the model runs the same under both."""
+    units = None if plan.pp_units is None else tuple(plan.pp_units)
+    key = (plan.tp, plan.sequence_parallel, mesh.index("tp"), plan.precision, units, input_signature(sample_inputs))
+    known = None if decisions.traced is None else decisions.traced.get(key)
+    if known is not None and known.table is decisions.table:
+        return known
+    tracer = _tracer(source, decisions.table, plan, mesh, device)
+    with autocast(plan.precision, device):
+        graph = _trace(tracer, source.module, sample_inputs)
+    traced = Traced(tracer, graph, {}, decisions.table)
+    if decisions.traced is not None:
+        decisions.traced[key] = traced
+    return traced
+
+
+def _lay_out_stage(
+    stage: StageModule,
+    model: nn.Module,
+    value_of: Callable[[str], torch.Tensor],
+    found: VerifiedTable | None,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    slots: Slots | None,
+) -> ShardedModel:
+    names = (
+        name for name in find_blocks(model) if any(name == unit or name.startswith(f"{unit}.") for unit in stage.units)
+    )
+    blocks = list(dict.fromkeys(map(stage.module.get_submodule, names)))  # one may have several names
+    part = Part(
+        stage.module,
+        repeated=blocks,
+        units=stage_shard_units(model, stage.module, plan.shard_units, blocks=blocks, units=stage.units),
+        computed=list(stage.units.values()),
+        returns=stage.is_last,
+    )
+
+    def split() -> TensorSplit:
+        return TensorSplit() if found is None else split_stage(stage, model, found, plan, mesh.group("tp"))
+
+    return lay_out(part, value_of, split, plan, mesh, device, slots)
+
+
+def _tracer(source: TensorSource, found: VerifiedTable | None, plan: Plan, mesh: Mesh, device: torch.device) -> Tracer:
+    """Runs the model on fake tensors as this rank will: in its precision, with its part of split layers."""
+
+    def prepare(fake_copy: nn.Module) -> None:
+        places = ParameterPlaces(fake_copy)
+        for parameter in list(fake_copy.parameters()):
+            dtype = compute_dtype(master_dtype(parameter.dtype), plan.precision)
+            if dtype != parameter.dtype:
+                places.replace(parameter, like(parameter, parameter.detach().to(dtype)))
+        if plan.precision != "fp32":
+            keep_norms_fp32(fake_copy.modules())
+            give_one_type(fake_copy.modules())
+        if found is not None:
+            fake_tensor_split(fake_copy, found, mesh.group("tp"))
+
+    # A model may decide by the values of its buffers what to run, but not by its parameters. So buffers have values.
+    with_buffers = copy_with(
+        source.module, lambda name, tensor: tensor if isinstance(tensor, nn.Parameter) else source.tensor(name)
+    )
+    units = None if plan.pp_units is None else _units(with_buffers, plan.pp_units)
+    return Tracer(with_buffers, units=units, device=device, prepare=prepare)
+
+
+def _units(model: nn.Module, named: list[str]) -> list[str]:
+    """The `named` modules, and the model's blocks, except for blocks that contain a named module."""
+    chosen = list(select_modules(model, named))
+    blocks = [block for block in find_blocks(model) if not any(name.startswith(f"{block}.") for name in chosen)]
+    return [*chosen, *blocks]
+
+
+def _trace(tracer: Tracer, model: nn.Module, sample_inputs: Any) -> CallGraph:
+    if sample_inputs is not None:
+        return tracer.trace(sample_inputs)
+    error: Exception | None = None
+    for candidate in example_inputs(model):
+        try:
+            return tracer.trace(candidate)
+        except UncuttableError:
+            raise
+        except Exception as caught:  # a model may raise anything for guessed inputs
+            if not raised_by_model(caught):
+                raise
+            error = error or caught
+    name = type(model).__name__
+    if error is None:
+        raise ValueError(f"no inputs could be guessed to find out where {name} can be cut into stages; {_REMEDY}")
+    raise ValueError(
+        f"{name} could not be run on guessed inputs to find out where it can be cut into stages, "
+        f"{type(error).__name__}: {error}; {_REMEDY}"
+    ) from error
+
+
+def _values(
+    source: TensorSource, stages: list[StageModule], mesh: Mesh, device: torch.device, *, broadcast: bool
+) -> Callable[[str], torch.Tensor]:
+    """Returns the function that gives the values of this rank's stages, by name."""
+    # If a rank has several stages, each changes its own copy of a buffer.
+    copied = {name for name, _ in source.module.named_buffers()} if len(stages) > 1 else set()
+    if not broadcast:
+        return lambda name: source.tensor(name).to(device, copy=name in copied)
+    own = {name for stage in stages for name, _ in stage.module.named_parameters()}
+    own |= {name for stage in stages for name, _ in stage.module.named_buffers()}
+    held: dict[str, torch.Tensor] = {}
+    # Every stage gets the first rank's values. The broadcast of each value takes all ranks, whatever stage it is for.
+    model = source.module
+    for name in [*dict(model.named_parameters()), *dict(model.named_buffers())]:
+        value = from_first_rank(source.tensor(name).to(device), mesh)
+        if name in own:
+            held[name] = value.cpu()
+    return lambda name: held[name].to(device, copy=name in copied)

@@ -1,0 +1,256 @@
+"""Recomputation (activation checkpointing) of a model's blocks (Chen et al. 2016)."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tensorshard.model.buffer_values import BufferValues, Exchanged
+from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.model.running_statistics import keeps_statistics
+from tensorshard.model.state_before_call import ChangedArgumentError, StateBeforeCall, StateBeforeCalls
+from tensorshard.passes.costly_results import COSTLY, KeepsCostly, KeptResults, TakesKept
+from tensorshard.passes.recompute_check import Comparison, DifferentValuesError, different
+from tensorshard.torch_private.autograd import is_function_transformed
+from tensorshard.torch_private.compilation import is_making_graph
+from tensorshard.torch_private.modules import buffer_names, registrations
+from tensorshard.torch_private.recomputation import compare_saved_tensors, stops_early
+
+logger = logging.getLogger("tensorshard")
+
+_RECOMPUTED = "_tensorshard_recomputed"  # the key in a block's __dict__
+_COMPARED_ROUNDS = 2
+_PLAIN = (torch.Tensor, int, float, str, type(None))
+
+
+def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_recompute(blocks: Iterable[nn.Module], mode: str, names: Mapping[nn.Module, str] | None = None) -> None:
+    """Makes each block compute its activations again in backward.
+
+    The repetition starts from the state from which the first forward started, and leaves the later state as it is.
+
+    Args:
+        blocks: modules whose forward is replaced on the instance; names, parameters and hooks stay as they are.
+        mode: "none", "selective" or "full", as in :class:`tensorshard.Plan`.
+        names: what errors call the blocks.
+    """
+    if mode == "none":
+        return
+    for block in blocks:
+        name = (names or {}).get(block)
+        title = f"{name!r} ({type(block).__name__})" if name else type(block).__name__
+        recomputed = RecomputedBlock(block, title, selective=mode == "selective")
+        _ = recomputed.state, recomputed.contexts, recomputed.check  # not in the first step
+        # A wrapping module would put its name into every parameter's name; checkpoints would then depend on the plan.
+        wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, recomputed))
+        vars(block)[_RECOMPUTED] = recomputed
+
+
+def always_compare(model: nn.Module) -> None:
+    """Makes every recomputed forward of `model`'s blocks compare its values with the first forward's, in each step."""
+    for module in model.modules():
+        if _RECOMPUTED in vars(module):
+            vars(module)[_RECOMPUTED].always_compared = True
+
+
+class RecomputedBlock:
+    """What is known of one block.
+
+    Args:
+        title: its name and class, for errors.
+        selective: whether results of costly operations are kept.
+    """
+
+    def __init__(self, block: nn.Module, title: str, selective: bool) -> None:
+        self._block = block
+        self.title = title
+        self._selective = selective
+        self.always_compared = False
+        self._comparison = Comparison(title)
+        self._rounds = 0
+        self._repeated = False  # since the last first forward
+        self._warned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For a copy of the block, which may not be complete yet: its modules are looked through at its first call."""
+        return RecomputedBlock, (self._block, self.title, self._selective)
+
+    @cached_property
+    def state(self) -> StateBeforeCalls:
+        """Keeps the block's state."""
+        return StateBeforeCalls(self._block.modules())
+
+    @cached_property
+    def contexts(self) -> Callable[..., tuple[Any, Any]]:
+        """Makes the contexts of a forward and of its repetition."""
+        return _make_contexts(self, self._holders, self._selective)
+
+    @cached_property
+    def check(self) -> str:
+        """The name of the check of what the forward saves."""
+        return compare_saved_tensors(self, self._comparison)
+
+    @cached_property
+    def _holders(self) -> list[nn.Module]:
+        return [module for module in self._block.modules() if buffer_names(module)]
+
+    def begin(self) -> bool:
+        """Begins a first forward. Returns whether its values are compared with those of its repetition.
+
+        They are until the block's gradients were computed twice, as for two micro-batches.
+        """
+        if self._repeated:
+            self._repeated = False
+            self._rounds += 1
+        compared = self.always_compared or self._rounds < _COMPARED_ROUNDS
+        self._comparison.least_dim = self._least_dim if compared else None
+        return compared
+
+    def repeats(self) -> None:
+        """The forward is about to be repeated."""
+        self._repeated = True
+
+    @cached_property
+    def _least_dim(self) -> int:
+        """2 if a norm keeps running statistics: torch's kernel writes to these vectors after it has saved them."""
+        return 2 if any(keeps_statistics(module) for module in self._block.modules()) else 0
+
+    def has_other_weights(self) -> bool:
+        """Whether ``torch.func.functional_call`` has put tensors in the places of parameters, which only it knows."""
+        return any(type(tensor) is torch.Tensor for table in self._tables for tensor in table.values())
+
+    @cached_property
+    def _tables(self) -> list[dict[str, Any]]:
+        return [table for table in registrations(self._block.modules())[::2] if table]
+
+    def warn_not_repeatable(self, kind: str) -> None:
+        """Logs once that the block is not recomputed."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "block %s is not recomputed: its state has a %s, which can be read only once. It keeps its "
+                "activations; a list, or an attribute with the next value, would let it be recomputed",
+                self.title,
+                kind,
+            )
+
+
+def _recomputed(block: RecomputedBlock, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled() or is_function_transformed():
+        return forward(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        # What arguments hold is not restored here. If it changed, the comparison says so.
+        contexts = block.contexts
+    else:
+        if block.has_other_weights():
+            return forward(*args, **kwargs)
+        others = [value for value in (*args, *kwargs.values()) if not isinstance(value, _PLAIN)]
+        state = block.state.keep(others, watched=block.begin())
+        if state.once is not None:
+            block.warn_not_repeatable(state.once)
+            return forward(*args, **kwargs)
+        contexts = partial(block.contexts, state)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, determinism_check=block.check, **kwargs)
+
+
+def _make_contexts(block: RecomputedBlock, holders: list[nn.Module], selective: bool) -> Callable[..., tuple[Any, Any]]:
+    """Makes the function that returns two contexts: one for the first forward, one for its repetition in backward.
+
+    It is a plain function, since torch.compile accepts no other.
+    """
+
+    def contexts(state: StateBeforeCall | None = None) -> tuple[Any, Any]:
+        # Inside a compiled graph nothing is changed in place, so a policy is enough. If a compiled block's code is cut
+        # into several graphs, it is recomputed outside of them.
+        if is_making_graph():
+            return create_selective_checkpoint_contexts(_keep_costly if selective else _keep_nothing)
+        first: AbstractContextManager[Any] = nullcontext()
+        again: AbstractContextManager[Any] = nullcontext()
+        if selective:
+            results = KeptResults()
+            first, again = KeepsCostly(results), TakesKept(results)
+        call = _FirstForward(block, holders, first, state)
+        return call, _Repetition(call, again)
+
+    return contexts
+
+
+class _FirstForward:
+    """Surrounds the first forward of a call, and keeps the old values of the buffers and the state that it changes.
+
+    The repetition sees these old values, and leaves the block's own buffers alone. So what a forward changes (running
+    statistics, counters, averages, a codebook), in place or by assigning another tensor, is changed once.
+
+    Args:
+        holders: the block's modules that have buffers.
+        inner: another context to enter around the forward.
+        state: all other state before the call; None to look for it here, without what the arguments hold.
+    """
+
+    def __init__(
+        self,
+        block: RecomputedBlock,
+        holders: list[nn.Module],
+        inner: AbstractContextManager[Any],
+        state: StateBeforeCall | None,
+    ) -> None:
+        self.block = block
+        self._holders = holders
+        self._inner = inner
+        self.state = state
+        self.before: BufferValues | None = None
+
+    def __enter__(self) -> None:
+        if self.state is None:
+            self.state = self.block.state.keep((), watched=self.block.begin())
+        self.before = BufferValues(self._holders)
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        assert self.before is not None and self.state is not None
+        self.before.forget_unchanged()
+        self.state.ended()
+        return self._inner.__exit__(*error)
+
+
+class _Repetition:
+    """Surrounds the forward when it is computed again in backward."""
+
+    def __init__(self, call: _FirstForward, inner: AbstractContextManager[Any]) -> None:
+        self._call = call
+        self._inner = inner
+        self._exchanged: Exchanged | None = None
+        self._undo: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        assert self._call.before is not None and self._call.state is not None
+        self._call.block.repeats()
+        try:
+            self._undo = self._call.state.put_back()
+        except ChangedArgumentError as error:
+            raise DifferentValuesError(different(self._call.block.title, str(error))) from None
+        self._exchanged = self._call.before.exchange()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        assert self._exchanged is not None and self._undo is not None
+        try:
+            handled = self._inner.__exit__(*error)
+        finally:
+            self._exchanged.undo()
+            self._undo()
+        if error[0] is None and stops_early():  # it saved fewer tensors than the first forward did
+            raise DifferentValuesError(different(self._call.block.title))
+        return handled

@@ -1,0 +1,162 @@
+"""The Mesh: where each part of a plan runs. The one place where process groups are made."""
+
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tensorshard.plan.mesh_coordinates import coordinates, group_ranks
+from tensorshard.plan.plan import AXES, Plan
+from tensorshard.plan.schedules import find_schedule
+from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
+from tensorshard.torch_private.process_groups import merged_group, set_group_timeout
+
+_GROUPS_SHOWN = 8
+
+
+class Mesh:
+    """Which process has which place along each axis of a plan, and the process groups. An Engine has one.
+
+    Ranks are numbered with the axes in the order ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, the last one
+    innermost. So the ranks of a ``tp`` group are neighbours on one machine, and pipeline stages are the furthest apart.
+
+    Args:
+        plan: a resolved plan.
+        device_type: of the tensors that are sent, "cpu" or "cuda".
+        group: the processes to use; all of the world if None.
+        timeout: how long ranks wait for each other in the groups that are made here; None for torch's own.
+
+    Raises:
+        ValueError: the plan's degrees do not multiply to the world size.
+
+    Examples:
+        >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+        >>> build = functools.partial(torch.nn.Linear, 16, 4)
+        >>> engine = ts.parallelize(build, ts.Plan(), optimizer=adamw, loss_fn=torch.nn.functional.mse_loss)
+        >>> engine.mesh.rank, engine.mesh.dp_rank, engine.mesh.dp_size
+        (0, 0, 1)
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device_type: str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._timeout = timeout
+        self._members = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank(group)
+        self.world_size = len(self._members)
+        self.world_group: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
+        plan = plan.resolve(self.world_size)
+        self.degrees: dict[str, int] = {axis: getattr(plan, axis) for axis in AXES}
+        self.schedule = plan.pp_schedule
+        self.stages_per_rank = plan.stages_per_rank
+        # Axes of degree 1 need no group, except for dp_shard: ZeRO's tensors always use it.
+        self._axes = tuple(axis for axis in AXES if self.degrees[axis] > 1 or axis == "dp_shard")
+        shape = tuple(self.degrees[axis] for axis in self._axes)
+        with unset_fake_temporarily():
+            if group is not None and shape == (self.world_size,):
+                self.device_mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=self._axes)
+            else:
+                ranks = torch.tensor(self._members, device="cpu").view(shape)
+                self.device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=self._axes)
+        for axis in self._axes:
+            self._apply_timeout(self.device_mesh.get_group(axis))
+
+    def _apply_timeout(self, made: dist.ProcessGroup) -> None:
+        if self._timeout is not None and made is not self.world_group and made is not dist.group.WORLD:
+            set_group_timeout(made, self._timeout)
+
+    def index(self, axis: str) -> int:
+        """This rank's place along `axis`."""
+        return coordinates(self.rank, self.degrees)[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The group of the ranks that differ from this one only along `axis`.
+
+        Raises:
+            ValueError: the axis has degree 1, so there is no other rank.
+        """
+        if axis not in self._axes:
+            raise ValueError(f"the {axis} axis has degree {self.degrees[axis]} and therefore no group")
+        return self.device_mesh.get_group(axis)
+
+    def along(self, *axes: str) -> DeviceMesh:
+        """The part of the device mesh that has only `axes`."""
+        with unset_fake_temporarily():
+            return self.device_mesh[axes]
+
+    @property
+    def stages(self) -> list[int]:
+        """The pipeline stages that this rank has, in order. Without a pipeline there is one stage."""
+        return find_schedule(self.schedule).stages_of(self.index("pp"), self.degrees["pp"], self.stages_per_rank)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data ranks: processes that see different samples."""
+        return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's place among the data ranks."""
+        return self.index("dp_replicate") * self.degrees["dp_shard"] + self.index("dp_shard")
+
+    @cached_property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The group over which losses are averaged: dp_replicate x dp_shard."""
+        if self.dp_size == self.world_size:
+            return self.world_group
+        if self.degrees["dp_replicate"] == 1:
+            return self.group("dp_shard")
+        with unset_fake_temporarily():
+            made = merged_group(self.along("dp_replicate", "dp_shard"), "dp")
+        self._apply_timeout(made)
+        return made
+
+    def describe(self) -> str:
+        """One line for each axis: its degree, this rank's index, its group's ranks. Then every rank's groups."""
+        lines = [f"rank {self._members[self.rank]} of {dist.get_world_size()}"]
+        for axis in AXES:
+            members = self._numbers(group_ranks(self.rank, axis, self.degrees))
+            lines.append(f"{axis:<13} degree {self.degrees[axis]:<4} index {self.index(axis):<4} ranks {members}")
+        if self.degrees["pp"] > 1:
+            lines += self._describe_stages()
+        for axis in AXES:
+            if self.degrees[axis] > 1:
+                lines.append(f"all groups along {axis}: {self._all_groups(axis)}")
+        return "\n".join(lines)
+
+    def _describe_stages(self) -> list[str]:
+        schedule, ranks = find_schedule(self.schedule), self.degrees["pp"]
+        shown = [
+            f"{index}: {', '.join(map(str, schedule.stages_of(index, ranks, self.stages_per_rank)))}"
+            for index in range(min(ranks, _GROUPS_SHOWN))
+        ]
+        if ranks > _GROUPS_SHOWN:
+            shown.append("...")
+        mine = ", ".join(map(str, self.stages))
+        count = ranks * self.stages_per_rank
+        return [f"stages of this rank: {mine} of {count} ({self.schedule})", f"stages by pp index: {' | '.join(shown)}"]
+
+    def _all_groups(self, axis: str) -> str:
+        groups = {tuple(group_ranks(rank, axis, self.degrees)): None for rank in range(self.world_size)}
+        shown = [self._numbers(list(group)) for group in groups]
+        if len(shown) > _GROUPS_SHOWN:
+            shown = [*shown[: _GROUPS_SHOWN - 1], f"... {len(shown)} in all"]
+        return " | ".join(shown)
+
+    def _numbers(self, ranks: list[int]) -> str:
+        return _ranges([self._members[rank] for rank in ranks])
+
+
+def _ranges(ranks: list[int]) -> str:
+    """A short text for evenly spaced ranks: all of them if few, else the ends and the step."""
+    if len(ranks) <= 8:
+        return " ".join(map(str, ranks))
+    step = ranks[1] - ranks[0]
+    return f"{ranks[0]} {ranks[1]} ... {ranks[-1]} (every {step})" if step > 1 else f"{ranks[0]}-{ranks[-1]}"

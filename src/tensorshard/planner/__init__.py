@@ -1,6 +1,0 @@
-"""The search for plans: finds the best plans for a model and some hardware by their estimates, and says why."""
-
-from tensorshard.planner.find_plans import find_plans
-from tensorshard.planner.plan_search import FoundPlan, PlanSearch
-
-__all__ = ["FoundPlan", "PlanSearch", "find_plans"]

@@ -1,0 +1,127 @@
+"""Changes that would make a plan fit, each estimated, the cheapest first."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tensorshard.plan.plan import AXES, Plan
+from tensorshard.predict.estimate import REFUSALS
+from tensorshard.predict.sizes import size_text
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change with which a plan fits.
+
+    Args:
+        words: the change, as overrides of ``train.plan`` without that prefix.
+        cost: what it costs, in words.
+        needed: bytes on the device with the change.
+    """
+
+    words: str
+    cost: str
+    needed: int
+
+    def describe(self) -> str:
+        """One line, or two where it would be longer than 80 columns."""
+        line = f"  {self.words:<24}{size_text(self.needed):>10}  {self.cost}"
+        if len(line) <= 80:
+            return line
+        return f"  {self.words}\n  {'':<24}{size_text(self.needed):>10}  {self.cost}"
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    kind: str
+    fields: dict[str, Any]
+    cost: str
+
+
+def find_changes(
+    plan: Plan, memory: int, needed: Callable[[Plan], int], *, batch: int | None = None, most: int = 3
+) -> list[Change]:
+    """The `most` cheapest changes that make `plan` fit; if no single one does, several together.
+
+    Args:
+        plan: a resolved plan that does not fit.
+        memory: bytes of a device.
+        needed: returns the bytes that a plan takes on the device; raises one of `REFUSALS` if the plan does not suit
+            the model or the batch.
+        batch: samples of one data rank, a multiple of the number of micro-batches; None if it is not known.
+    """
+    found: list[Change] = []
+    kinds: set[str] = set()
+    best: dict[str, tuple[int, _Candidate]] = {}
+    for candidate in _candidates(plan, batch):
+        if candidate.kind in kinds:  # a milder change of this kind is enough
+            continue
+        bytes_needed = _needed(plan, candidate.fields, needed)
+        if bytes_needed is None:
+            continue
+        if bytes_needed <= memory:
+            found.append(Change(_words(candidate.fields), candidate.cost, bytes_needed))
+            kinds.add(candidate.kind)
+            if len(found) == most:
+                return found
+        elif candidate.kind not in best or bytes_needed < best[candidate.kind][0]:
+            best[candidate.kind] = (bytes_needed, candidate)
+    return found or _together(plan, memory, needed, [candidate for _, candidate in best.values()])
+
+
+def _together(plan: Plan, memory: int, needed: Callable[[Plan], int], candidates: list[_Candidate]) -> list[Change]:
+    """Changes that make the plan fit together, each of which helps; none if all of them together are not enough."""
+    fields: dict[str, Any] = {}
+    least = needed(plan)
+    for candidate in candidates:
+        if set(candidate.fields) & set(fields) & set(AXES):
+            continue  # an earlier change has set these axes already
+        tried = fields | candidate.fields
+        bytes_needed = _needed(plan, tried, needed)
+        if bytes_needed is None or bytes_needed >= least:
+            continue
+        fields, least = tried, bytes_needed
+        if least <= memory:
+            return [Change(_words(fields), "all of these together", least)]
+    return []
+
+
+def _needed(plan: Plan, fields: dict[str, Any], needed: Callable[[Plan], int]) -> int | None:
+    try:
+        return needed(replace(plan, **fields))
+    except REFUSALS:
+        return None  # this model or batch does not take such a plan
+
+
+def _candidates(plan: Plan, batch: int | None) -> Iterator[_Candidate]:
+    """Changes to try, the cheapest first; those of one kind from mild to strong."""
+    zero = int(plan.zero)
+    if plan.dp_shard > 1:
+        for level in range(zero + 1, 3):
+            yield _Candidate("zero", {"zero": level}, "no more traffic")
+    factor = 2
+    while batch is not None and plan.micro_batches * factor <= batch and factor <= 8:
+        if batch % (plan.micro_batches * factor) == 0:
+            count = plan.micro_batches * factor
+            yield _Candidate("micro_batches", {"micro_batches": count}, "smaller matrix products")
+        factor *= 2
+    if plan.dp_shard > 1 and zero < 3:
+        yield _Candidate("zero", {"zero": 3}, "half as much traffic again")
+    if plan.recompute != "full":
+        yield _Candidate("recompute", {"recompute": "full"}, "each block's forward runs twice")
+    if plan.precision == "fp32":
+        yield _Candidate("precision", {"precision": "bf16"}, "matrix products are rounded to 8 bits")
+    for axis, cost in (("tp", "collectives inside of every layer"), ("pp", "a bubble in every step")):
+        degree = 2
+        while plan.dp_shard % degree == 0 and degree <= 8:
+            fields = {axis: getattr(plan, axis) * degree, "dp_shard": plan.dp_shard // degree}
+            if axis == "pp":
+                fields["micro_batches"] = max(plan.micro_batches, 2 * fields["pp"])
+            yield _Candidate(axis, fields, cost)
+            degree *= 2
+    if plan.offload is None:
+        yield _Candidate("offload", {"offload": "cpu"}, "the host makes the update, which waits for the link to it")
+
+
+def _words(fields: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())

@@ -1,0 +1,369 @@
+"""`estimate`: a plan's memory on every distinct rank, found by running the Engine itself on fake tensors."""
+
+import gc
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.comm.forked import run_at_once
+from tensorshard.engine.engine import Engine
+from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.host.cores import cores_here
+from tensorshard.model.batches import batch_size
+from tensorshard.model.fake_copies import make_fake_copy
+from tensorshard.model.packed_sequences import NotPacked
+from tensorshard.model.tensors import map_tensors_once
+from tensorshard.parallelize.build import lay_out_engine
+from tensorshard.parallelize.decisions import Decisions
+from tensorshard.plan.field_checks import check_choice, size_in_bytes
+from tensorshard.plan.plan import AXES, Plan
+from tensorshard.plan.schedules import find_schedule
+from tensorshard.predict.chart import picture
+from tensorshard.predict.describe import offload_lines, rank_lines, stage_lines, tensor_lines, time_lines, verdict
+from tensorshard.predict.hardware import Hardware, find_hardware
+from tensorshard.predict.micro_batches import enough_micro_batches, first_samples, scaled
+from tensorshard.predict.operation_ledger import OperationLedger
+from tensorshard.predict.page import Side, page
+from tensorshard.predict.rank_estimate import RankEstimate, summarize
+from tensorshard.predict.step_time import StepTime, step_time
+from tensorshard.predict.watched_steps import watch_steps
+from tensorshard.torch_private.fake_results import QuickFakeTensorMode
+from tensorshard.torch_private.fake_tensors import (
+    grouped_products_of_any_dtype,
+    without_fake_kernel_reports,
+)
+from tensorshard.torch_private.fsdp import one_chunk_at_a_time
+from tensorshard.torch_private.process_groups import fake_world
+
+logger = logging.getLogger("tensorshard")
+
+REFUSALS = (ValueError, NotImplementedError, RuntimeError)
+"""The errors of a plan that does not suit the model: a refusal, or what the model's own forward raises under it."""
+
+_RANKS_HERE = "LOCAL_WORLD_SIZE"
+_BACKENDS = {"cuda": "fake", "cpu": "gloo"}  # an NCCL collective is one call, like one of a fake group
+
+_NOTES = (
+    "bytes of live tensors in two steps of the Engine on fake tensors, one rank of each stage; what kernels take for "
+    "themselves is not in it",
+    "reserved bytes are those of a model of torch's caching allocator for CUDA, and are not validated; of CPU ranks, "
+    "those of live tensors and a margin; on the device, the context is added, which is assumed",
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory that a plan takes.
+
+    Args:
+        plan: with every axis set.
+        ranks: one for each pipeline rank: the one with the largest shards.
+        hardware: the hardware of the estimate; None without.
+        global_batch: samples of a step.
+        complete: whether every distinct rank was run. If not, one of `ranks` takes more than the limit that was given.
+    """
+
+    plan: Plan
+    world_size: int
+    ranks: list[RankEstimate]
+    hardware: Hardware | None = None
+    global_batch: int | None = None
+    complete: bool = True
+
+    @cached_property
+    def step_time(self) -> StepTime | None:
+        """Seconds of a step on the hardware, with a low and a high bound; None without hardware whose speed is known,
+        or if not every rank was run.
+
+        Times on the hardware of a profile are not validated. Those on "this-machine" follow from measured rates.
+        """
+        if self.hardware is None or self.hardware.rates is None or not self.complete:
+            return None
+        rates = self.hardware.rates.shared_by(self.world_size, cores_here())
+        return step_time(self.ranks, self.plan, self.world_size, rates)
+
+    @property
+    def time_by_category(self) -> dict[str, float] | None:
+        """Seconds of a step, by what they are spent on; None as for :attr:`step_time`.
+
+        These are "compute", "exposed communication", "bubble", "optimizer" and "offload".
+        """
+        return None if self.step_time is None else self.step_time.by_category
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples of all data ranks in a second; None as for :attr:`step_time`."""
+        if self.step_time is None or self.global_batch is None:
+            return None
+        return self.global_batch / self.step_time.seconds
+
+    @property
+    def largest(self) -> RankEstimate:
+        """The rank that takes the most memory."""
+        return max(self.ranks, key=lambda rank: rank.peak_device)
+
+    @property
+    def peaks(self) -> list[int]:
+        """Bytes of live tensors at the peak, for each rank of the world: the peak of its stage."""
+        each = self.world_size // len(self.ranks)
+        return [rank.peak_allocated for rank in self.ranks for _ in range(each)]
+
+    def fits(self, memory: int | str | None = None) -> bool:
+        """Whether every rank fits.
+
+        Args:
+            memory: bytes of a device, or text such as "24GiB"; by default that of the hardware.
+
+        Raises:
+            ValueError: no memory was given, and the hardware is not known.
+        """
+        return self.largest.peak_device <= self._memory(memory)
+
+    def verdict(self, memory: int | str | None = None) -> str:
+        """One line: whether it fits, and by how much. Arguments and errors as for :meth:`fits`."""
+        device = self.hardware.name if self.hardware is not None and memory is None else ""
+        return verdict(self.largest.peak_device, self._memory(memory), device)
+
+    def describe(self, memory: int | str | None = None) -> str:
+        """Whether it fits and by how much, what each distinct rank holds at its peak, and the largest tensors there.
+
+        Lines have at most 80 columns, apart from those of the plan.
+        """
+        largest = self.largest
+        lines = []
+        if memory is not None or self.hardware is not None:
+            lines += [self.verdict(memory), ""]
+        lines += [self.plan.describe(), ""]
+        if len(self.ranks) > 1:
+            lines += [*stage_lines(self.ranks), ""]
+        lines += [*rank_lines(largest), "", "largest tensors then:", *tensor_lines(largest.largest)]
+        lines += offload_lines(largest)
+        if self.step_time is not None and self.hardware is not None:
+            lines += ["", *time_lines(self.step_time, self.samples_per_second, measured=self.hardware.is_measured)]
+        return "\n".join(lines)
+
+    def side(self) -> Side:
+        """The estimate as a column of a page."""
+        return Side("estimated", self.ranks, _NOTES)
+
+    def to_html(self, path: str | Path, memory: int | str | None = None) -> None:
+        """Writes a page that needs nothing else: memory over the steps by category, the mesh, the schedule.
+
+        Args:
+            memory: as for :meth:`fits`; if neither is known, the page does not say whether the plan fits.
+        """
+        said = ""
+        if memory is not None or self.hardware is not None:
+            said = self.verdict(memory)
+        Path(path).write_text(page(self.plan, self.world_size, [self.side()], said), encoding="utf-8")
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows: the memory of the fullest rank over two steps."""
+        return picture("estimated", self.largest)
+
+    def _memory(self, memory: int | str | None) -> int:
+        if memory is not None:
+            return size_in_bytes("memory", memory)
+        if self.hardware is None:
+            raise ValueError("no memory was given: pass memory='24GiB', or estimate(hardware='a100-80')")
+        return self.hardware.memory
+
+
+def estimate(
+    model: nn.Module | Callable[[], nn.Module],
+    plan: Plan,
+    *,
+    world_size: int,
+    inputs: Any,
+    targets: Any,
+    optimizer: OptimizerFactory,
+    loss_fn: Callable[[Any, Any], Any],
+    hardware: str | Hardware | None = None,
+    device: str | None = None,
+    decisions: Decisions | None = None,
+    stop_above: int | None = None,
+) -> Estimate:
+    """How much memory a plan takes on each rank, and how long a step takes, without the hardware.
+
+    The Engine itself takes two steps on fake tensors, which have shapes and no memory, as each distinct rank in turn.
+    Nothing is computed, and no weights are allocated. Operations are those of CPU ranks. Memory that a kernel
+    allocates inside itself is not counted.
+
+    Args:
+        model: as for :func:`tensorshard.parallelize`; a module is copied, and left as it is.
+        world_size: the number of ranks.
+        inputs, targets: one data rank's batch, as for :meth:`Engine.step`; only shapes and types matter.
+        optimizer, loss_fn: as for :func:`tensorshard.parallelize`.
+        hardware: a name such as "a100-80", or a :class:`Hardware`; without it there is no time, and no limit to fit.
+        device: what the ranks compute on: "cuda" or "cpu". Collectives of CPU ranks also hold what they receive. None:
+            "cpu" if the hardware is a machine without GPUs, else "cuda".
+        decisions: those of an earlier estimate of this model, to save time. Those of this one are added to them.
+        stop_above: bytes of a device. The estimate ends at the first rank that takes more, and is not complete then.
+            The ranks of a pipeline that are likely to take the most are run first. None to run all.
+
+    Raises:
+        ValueError: the plan does not suit the model or the number of ranks; or the hardware is unknown (the error
+            lists the names).
+        RuntimeError: this process is in a process group already.
+
+    Examples:
+        >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+        >>> build = functools.partial(torch.nn.Linear, 1024, 1024)
+        >>> batch = torch.zeros(8, 1024)  # only shapes and types matter
+        >>> found = ts.estimate(build, ts.Plan(zero=3), world_size=4, inputs=batch, targets=batch,
+        ...                     optimizer=adamw, loss_fn=torch.nn.functional.mse_loss, hardware="a100-80")
+        >>> found.fits("1GiB"), found.largest.peak_allocated < 2**25
+        (True, True)
+    """
+    found = find_hardware(hardware)
+    if device is None:
+        device = "cpu" if found is not None and found.is_cpu else "cuda"
+    check_choice("device", device, tuple(_BACKENDS))
+    resolved = plan.resolve(world_size)
+    if dist.is_initialized():
+        raise RuntimeError(
+            "estimate was called in a process that is in a process group already; call it before parallelize, or in "
+            "a separate process"
+        )
+    ranks_here = world_size
+    if found is not None and found.rates is not None:
+        ranks_here = min(world_size, found.rates.devices_per_node)
+    device_bytes = found.context if found is not None else 0
+    tried = replace(resolved, micro_batches=enough_micro_batches(resolved, inputs, targets))
+    size = batch_size(inputs)
+    samples = size * tried.micro_batches // resolved.micro_batches
+    decisions = Decisions() if decisions is None else decisions
+    first_ranks = list(_first_ranks(resolved))
+    if resolved.pp > 1:  # importing torch's schedules makes a tensor, which must not be a fake one
+        find_schedule(resolved.pp_schedule).torch_class()
+
+    def estimated(stage: int) -> RankEstimate:
+        rank = first_ranks[stage]
+        with (
+            _quiet(),
+            without_fake_kernel_reports(),
+            _young_garbage(),
+            _ranks_of_a_node(ranks_here),
+            fake_world(rank, world_size, _BACKENDS[device]),
+            grouped_products_of_any_dtype(),
+            one_chunk_at_a_time(),
+            NotPacked(inputs) as rows,
+            QuickFakeTensorMode() as fake,
+        ):
+
+            def build() -> Engine:
+                ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
+                return lay_out_engine(
+                    rows.building(ours),
+                    tried,
+                    optimizer=optimizer,
+                    loss_fn=loss_fn,
+                    sample_inputs=inputs,
+                    decisions=decisions,
+                    off_device=device != "cpu",
+                )
+
+            def batch() -> tuple[Any, Any]:
+                made = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), [inputs, targets])
+                return first_samples(made[0], size, samples), first_samples(made[1], size, samples)
+
+            counter = OperationLedger()
+            try:
+                ledger, known, engine = watch_steps(build, batch, counter, compose=True)
+            except (LookupError, AttributeError, AssertionError, RuntimeError) as error:
+                logger.debug("an estimate runs all blocks, as one could not be told from another: %r", error)
+                counter = OperationLedger()
+                ledger, known, engine = watch_steps(build, batch, counter)
+            operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
+            # A CPU rank's device memory is the host's, which also holds what is offloaded to it.
+            offloaded = engine.slots.held("host memory") if engine.slots is not None and device == "cpu" else 0
+            return summarize(
+                ledger,
+                known,
+                rank=rank,
+                stage=stage,
+                device_bytes=device_bytes + offloaded,
+                operations=operations,
+                slots=engine.slots,
+                on_host=device == "cpu",
+            )
+
+    calls = [partial(estimated, stage) for stage in _fullest_first(len(first_ranks))]
+    # A table is searched for on real blocks, and the model's constructor run, by the first rank for all.
+    is_built = isinstance(model, nn.Module) or decisions.recorded is not None
+    alone = 0 if is_built and (resolved.tp == 1 or decisions.table is not None) else 1
+    ranks: list[RankEstimate] = []
+    # The two ends take the most memory. If one takes too much, the others need not be run.
+    ends = len(calls) if stop_above is None else alone + 2
+    for rank in chain.from_iterable(run_at_once(some) for some in (calls[:alone], calls[alone:ends], calls[ends:])):
+        ranks.append(rank)
+        if stop_above is not None and rank.peak_device > stop_above:
+            break
+    complete = len(ranks) == len(first_ranks)
+    ranks.sort(key=lambda one: one.stage)
+    return Estimate(resolved, world_size, ranks, found, size * resolved.dp_size, complete)
+
+
+def _first_ranks(plan: Plan) -> Iterator[int]:
+    """The first rank of each pipeline stage, which has the largest shards."""
+    within = 1
+    for axis in AXES[1:]:
+        within *= getattr(plan, axis)
+    yield from range(0, plan.pp * within, within)
+
+
+def _fullest_first(stages: int) -> list[int]:
+    """The first and the last stage, then the others. The first keeps the most micro-batches, the last has the model's
+    output."""
+    return sorted(range(stages), key=lambda stage: (stage not in (0, stages - 1), stage))
+
+
+@contextmanager
+def _young_garbage() -> Iterator[None]:
+    """Inside, garbage collection looks only at new objects: going through all others takes longer than a step."""
+    if gc.get_freeze_count():  # others have frozen objects, which `unfreeze` would thaw
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, what the Engine logs about itself is not shown, nor what FSDP warns of in each of its runs."""
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def _ranks_of_a_node(count: int) -> Iterator[None]:
+    """Inside, `count` ranks share a host, and each may use its part of the host's memory."""
+    before = os.environ.get(_RANKS_HERE)
+    os.environ[_RANKS_HERE] = str(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_RANKS_HERE]
+        else:
+            os.environ[_RANKS_HERE] = before

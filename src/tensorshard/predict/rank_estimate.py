@@ -1,0 +1,216 @@
+"""What one rank's step takes: the peak of its ledger, what that is made of, and how it changes over the step."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tensorshard.offload.slots import Slots
+from tensorshard.predict.caching_allocator import CachingAllocator
+from tensorshard.predict.history import Moment, moments
+from tensorshard.predict.operations import Operations, Traffic
+from tensorshard.predict.storage_ledger import Allocation, Event, StorageLedger
+
+PARAMETERS = "parameters"
+GATHERED = "gathered parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer states"
+ACTIVATIONS = "activations"
+INPUTS = "inputs"
+TEMPORARIES = "temporaries"
+CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, INPUTS, TEMPORARIES)
+_BY_PHASE = {"initialization": PARAMETERS, "forward": ACTIVATIONS, "backward": TEMPORARIES, "update": TEMPORARIES}
+_LARGEST = 8
+
+# What the process of a CPU rank takes beside live tensors: Python's objects, small tensors in the heap, messages under
+# way, page tables. Small GPTs took up to 28 MiB, and up to 5% of their live tensors.
+_BESIDE = 32 << 20
+_BESIDE_SHARE = 1 / 32
+
+
+@dataclass(frozen=True)
+class LargeTensor:
+    """A tensor that is held at the peak, or several that are alike.
+
+    Args:
+        nbytes: bytes of each.
+        line: the line of the user's code that made it, such as "gpt.py:71"; "" if other code made it.
+        count: how many such tensors there are.
+    """
+
+    nbytes: int
+    category: str
+    shape: tuple[int, ...]
+    dtype: str
+    phase: str
+    operation: str
+    line: str = ""
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """One rank's memory.
+
+    Args:
+        rank: its number. stage: its pipeline stage; 0 without a pipeline.
+        peak_allocated: the largest number of bytes in live tensors at once, over the steps that were run.
+        peak_reserved: bytes that torch's caching allocator on a CUDA device would reserve for them. Not validated. On
+            CPU ranks: these bytes, and a margin for what the process takes beside its tensors.
+        peak_device: `peak_reserved`, and the bytes that a process takes on the device in addition.
+        by_category: bytes at the peak, by what they are for: "parameters", "gathered parameters", "gradients",
+            "optimizer states", "activations", "inputs" and "temporaries"; they add up to `peak_allocated`.
+        phase: what was going on at the peak: "initialization", "forward", "backward" or "update".
+        largest: the largest tensors at the peak.
+        timeline: the phase and the bytes in live tensors after each allocation and each free of the steps.
+        history: the same by category, at a few hundred moments.
+        operations: the kernels and transfers of a step.
+        host_bytes, disk_bytes: what the plan's offload keeps in the host's memory, buffers included, and on disk.
+        host_traffic, disk_traffic: bytes that a step reads from there and writes to there.
+        on_host: whether it is a CPU rank, whose device is the host.
+    """
+
+    rank: int
+    stage: int
+    peak_allocated: int
+    peak_reserved: int
+    peak_device: int
+    by_category: dict[str, int]
+    phase: str
+    largest: list[LargeTensor]
+    timeline: list[tuple[str, int]] = field(repr=False)
+    history: list[Moment] = field(repr=False, default_factory=list)
+    operations: Operations = field(default_factory=Operations, repr=False)
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    host_traffic: int = 0
+    disk_traffic: int = 0
+    on_host: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a step: matrix products, convolutions and attention, recomputation included."""
+        return self.operations.flops
+
+    @property
+    def memory_traffic(self) -> int:
+        """Bytes that the kernels of a step read and write."""
+        return self.operations.memory_traffic
+
+    @property
+    def traffic(self) -> dict[str, dict[str, Traffic]]:
+        """What each collective moves along each axis of the mesh in a step."""
+        return self.operations.traffic()
+
+
+def summarize(
+    ledger: StorageLedger,
+    known: Mapping[int, str],
+    *,
+    rank: int,
+    stage: int,
+    device_bytes: int,
+    operations: Operations | None = None,
+    slots: Slots | None = None,
+    on_host: bool = False,
+) -> RankEstimate:
+    """The memory of a rank, from what `ledger` has noted.
+
+    Args:
+        known: the categories of storages whose use is known, by their numbers.
+        device_bytes: bytes that the device holds in addition to tensors.
+        operations: the operations of a step; None if they were not counted.
+        slots: what is offloaded, and what the last step has moved; None without offload.
+        on_host: whether it is a CPU rank, which has no caching allocator.
+    """
+    categories = [known.get(a.number) or _category(a) for a in ledger.allocations]
+    peak, at = _peak(ledger.events, ledger.start)
+    held = _held(ledger.events[: at + 1])
+    by_category = dict.fromkeys(CATEGORIES, 0)
+    for number, nbytes in held.items():
+        by_category[categories[number]] += nbytes
+    steady = [*_at_once(_held(ledger.events[: ledger.start])), *ledger.events[ledger.start :]]
+    reserved = resident(peak) if on_host else _reserved(steady)
+    return RankEstimate(
+        rank,
+        stage,
+        peak,
+        reserved,
+        reserved + device_bytes,
+        by_category,
+        ledger.events[at].phase if ledger.events else "initialization",
+        _largest(ledger, held, categories),
+        _timeline(steady),
+        moments(steady, categories, CATEGORIES),
+        operations or Operations(),
+        *(0, 0) if slots is None else (slots.held("host memory"), slots.held("disk")),
+        *(0, 0) if slots is None else (slots.moved("host memory"), slots.moved("disk")),
+        on_host=on_host,
+    )
+
+
+def resident(live: int) -> int:
+    """Bytes that the process of a CPU rank takes for `live` bytes of tensors and beside them."""
+    return live + int(live * _BESIDE_SHARE) + _BESIDE
+
+
+def _category(allocation: Allocation) -> str:
+    return GATHERED if allocation.resized else _BY_PHASE[allocation.phase]
+
+
+def _largest(ledger: StorageLedger, held: Mapping[int, int], categories: Sequence[str]) -> list[LargeTensor]:
+    """The tensors that take the most at the peak. Equal tensors, such as those of a model's blocks, are one entry."""
+    counts = Counter(_described(ledger.allocations[number], held[number], categories[number]) for number in held)
+    alike = [replace(tensor, count=count) for tensor, count in counts.items()]
+    return sorted(alike, key=lambda tensor: tensor.nbytes * tensor.count, reverse=True)[:_LARGEST]
+
+
+def _described(allocation: Allocation, nbytes: int, category: str) -> LargeTensor:
+    dtype = str(allocation.dtype).removeprefix("torch.")
+    return LargeTensor(
+        nbytes, category, allocation.shape, dtype, allocation.phase, allocation.operation, allocation.line
+    )
+
+
+def _peak(events: Sequence[Event], start: int) -> tuple[int, int]:
+    """The most bytes that were live at once from event `start` on, and after which event."""
+    live = sum(event.nbytes for event in events[:start])
+    most, at = live, start - 1
+    for index, event in enumerate(events[start:], start=start):
+        live += event.nbytes
+        if live > most:
+            most, at = live, index
+    return most, at
+
+
+def _at_once(held: Mapping[int, int]) -> list[Event]:
+    """Storages that are there before the first step, as if allocated at once. What was freed before is left out, since
+    the search for a table of tensor parallelism runs on the host."""
+    return [Event(number, nbytes, "initialization") for number, nbytes in held.items()]
+
+
+def _held(events: Sequence[Event]) -> dict[int, int]:
+    held: dict[int, int] = {}
+    for event in events:
+        held[event.number] = held.get(event.number, 0) + event.nbytes
+    return {number: nbytes for number, nbytes in held.items() if nbytes}
+
+
+def _reserved(events: Sequence[Event]) -> int:
+    allocator = CachingAllocator()
+    blocks: dict[int, Any] = {}
+    for event in events:
+        block = blocks.pop(event.number, None)
+        if block is not None:  # a storage that grows gets a new block, too
+            allocator.free(block)
+        if event.nbytes > 0:
+            blocks[event.number] = allocator.allocate(event.nbytes)
+    return allocator.reserved
+
+
+def _timeline(events: Sequence[Event]) -> list[tuple[str, int]]:
+    live, line = 0, []
+    for event in events:
+        live += event.nbytes
+        line.append((event.phase, live))
+    return line

@@ -1,0 +1,168 @@
+"""Every plan that a world allows, by arithmetic alone; and the plans that it does not allow, with the reason."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensorshard.plan.plan import RECOMPUTE_MODES, Plan
+from tensorshard.predict.search.question import Question
+
+# Schedules that are tried, with the stages of each rank. Others take as long as one of these, or differ only in memory.
+_SCHEDULES: tuple[tuple[str, int | None], ...] = (("1f1b", None), ("interleaved_1f1b", 2), ("zbv", 2))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Plans that are not allowed, and why.
+
+    Args:
+        region: what they have in common, such as "tp=3".
+        reason: why, with a number.
+    """
+
+    region: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.region} {self.reason}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that the world and the batch allow.
+
+    Args:
+        plan: with every axis set.
+        micro_batch: samples that a rank computes at once.
+        order: among equally good plans, those with a lower number, which are simpler, come first.
+    """
+
+    plan: Plan
+    micro_batch: int
+    order: int
+
+
+def candidates(question: Question) -> tuple[list[Candidate], list[Refusal]]:
+    """The plans to choose from, simpler ones first, and the regions without any plan."""
+    refused: dict[str, str] = {}
+    found: list[Candidate] = []
+    for tp, pp, dp in _splits(question, refused):
+        for shape in _shapes(question, tp, pp, dp):
+            for plan in _plans(question, shape, question.global_batch // dp, refused):
+                size = question.global_batch // dp // plan.micro_batches
+                found.append(Candidate(plan, size, len(found)))
+    there = {_region(candidate.plan) for candidate in found}
+    return found, [Refusal(region, reason) for region, reason in refused.items() if region not in there]
+
+
+def _splits(question: Question, refused: dict[str, str]) -> Iterator[tuple[int, int, int]]:
+    """Degrees of tp, pp and of both data axes together."""
+    world, batch = question.world_size, question.global_batch
+    node = question.rates.devices_per_node
+    for axis in ("tp", "pp"):
+        degree = question.fixed.get(axis, 1)
+        if world % degree:
+            refused[f"{axis}={degree}"] = f"does not divide the {world} ranks"
+    for tp in _options(question, "tp", _divisors(world)):
+        if world % tp:
+            continue
+        if tp > node and "tp" not in question.fixed:
+            refused[f"tp={tp}"] = f"crosses nodes, which have {node} devices each"
+            continue
+        for pp in _options(question, "pp", _divisors(world // tp)):
+            if world // tp % pp:
+                continue
+            dp = world // tp // pp
+            if batch % dp:
+                refused[f"dp={dp}"] = f"does not divide the batch of {batch} samples"
+                continue
+            yield tp, pp, dp
+
+
+def _shapes(question: Question, tp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
+    """Fields of a Plan with these degrees: the axes, sequence parallelism and the pipeline's schedule."""
+    sequences = _options(question, "sequence_parallel", (False, True) if tp > 1 else (False,))
+    names = _options(question, "pp_schedule", [name for name, _ in _SCHEDULES] if pp > 1 else ["1f1b"])
+    for sequence in sequences:
+        for name in names:
+            default = dict(_SCHEDULES).get(name) if pp > 1 else None
+            for stages in _options(question, "pp_stages_per_rank", (default,)):
+                for shard in _shard_degrees(question, tp, dp):
+                    yield {
+                        "tp": tp,
+                        "pp": pp,
+                        "dp_shard": shard,
+                        "dp_replicate": dp // shard,
+                        "sequence_parallel": sequence,
+                        "pp_schedule": name,
+                        "pp_stages_per_rank": stages,
+                    }
+
+
+def _shard_degrees(question: Question, tp: int, dp: int) -> list[int]:
+    """The values of dp_shard to try: all data ranks, or those of a node (hybrid sharding)."""
+    degrees = [dp]
+    within = max((d for d in _divisors(dp) if d * tp <= question.rates.devices_per_node), default=1)
+    if 1 < within < dp:
+        degrees.append(within)
+    fixed = question.fixed.get("dp_shard"), question.fixed.get("dp_replicate")
+    if fixed[0] is not None:
+        degrees = [fixed[0]] if dp % fixed[0] == 0 else []
+    elif fixed[1] is not None:
+        degrees = [dp // fixed[1]] if dp % fixed[1] == 0 else []
+    return [d for d in degrees if fixed[1] in (None, dp // d)]
+
+
+def _plans(question: Question, shape: dict[str, Any], batch: int, refused: dict[str, str]) -> Iterator[Plan]:
+    """The plans of a shape, with all ZeRO levels, micro-batches, recomputation and offload.
+
+    Args:
+        batch: samples of one data rank.
+    """
+    several = shape["dp_shard"] > 1
+    if shape["dp_replicate"] > 1 and several:
+        levels: Sequence[Any] = (1, 2, 3)  # ZeRO 0 shards nothing: all data ranks are replicas, which is another shape
+    else:
+        levels = (0, 1, 2, 3) if several else (0,)
+    counts = _micro_batches(batch)
+    if "micro_batches" in question.fixed and batch % question.fixed["micro_batches"]:
+        count = question.fixed["micro_batches"]
+        refused[f"dp={question.global_batch // batch}"] = f"leaves {batch} samples, not a multiple of {count}"
+        return
+    # CPU ranks have no device memory apart from the host's. So only offload to disk saves any.
+    places = (None, "disk") if question.on_cpus and question.rates.disk_bandwidth else (None,)
+    for offload in _options(question, "offload", places):
+        for recompute in _options(question, "recompute", RECOMPUTE_MODES):
+            for zero in _options(question, "zero", levels):
+                for count in _options(question, "micro_batches", counts):
+                    chosen = {**shape, "zero": zero, "recompute": recompute, "offload": offload, "micro_batches": count}
+                    whole = recompute != "none" or shape["tp"] > 1 or (zero == 3 and several)
+                    if whole and shape["pp_schedule"] == "zbv" and "pp_schedule" not in question.fixed:
+                        continue  # if backward is not split in two halves, zbv is no better than the others
+                    try:
+                        plan = question.plan(**chosen).resolve(question.world_size)
+                        _ = plan.stages_per_rank
+                    except ValueError as error:
+                        of_region = _region(Plan(tp=shape["tp"], pp=shape["pp"], pp_schedule=shape["pp_schedule"]))
+                        refused.setdefault(of_region, f"is refused: {error}")
+                        continue
+                    yield plan
+
+
+def _region(plan: Plan) -> str:
+    """The region that a refused plan belongs to. It is reported if no plan of the region is left."""
+    return f"pp={plan.pp} pp_schedule={plan.pp_schedule}" if plan.pp > 1 else f"tp={plan.tp}"
+
+
+def _micro_batches(batch: int) -> list[int]:
+    """Numbers of micro-batches: 1, and those that give each of them a power of two of samples."""
+    return [count for count in _divisors(batch) if count == 1 or (batch // count).bit_count() == 1]
+
+
+def _options(question: Question, name: str, otherwise: Sequence[Any]) -> Sequence[Any]:
+    """The values that a field may have: the one that is fixed, or `otherwise`."""
+    return (question.fixed[name],) if name in question.fixed else otherwise
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,5 +1,0 @@
-"""Reads existing weights, each rank its own part, and writes files that other programs read."""
-
-from tensorshard.pretrained.pretrained_model import PretrainedModel, from_pretrained
-
-__all__ = ["PretrainedModel", "from_pretrained"]

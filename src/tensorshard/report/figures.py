@@ -1,0 +1,179 @@
+"""The words and numbers for each run, the same in a terminal and on a page."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from tensorshard.common.quantities import format_count, seconds_words
+from tensorshard.plan.plan import AXES, Plan
+from tensorshard.predict.sizes import size_text
+from tensorshard.report.read_run import Run
+from tensorshard.report.series import Series
+
+Rows = list[tuple[str, list[str]]]
+"""The name of each row, and its cell for each run."""
+
+ABSENT = "-"
+
+_SMALL = 256 << 20  # bytes of live tensors
+_SMALL_WORDS = "of a model this small they hold more than its tensors, which are what is estimated"
+
+_SPEEDS = ("tokens_per_second", "samples_per_second")
+_NOT_COMPARED = ("train.name", "train.output_dir")
+_OTHER = ("step_seconds", "samples", "peak_memory_bytes")  # curves of these would say nothing more
+
+
+def figures(runs: Sequence[Run]) -> Rows:
+    """The figures of each run, as rows. A row is left out if no run has it."""
+    of_runs = [dict(_figures(run)) for run in runs]
+    names = list(dict.fromkeys(name for own in of_runs for name in own))
+    return [(name, [own.get(name, ABSENT) for own in of_runs]) for name in names]
+
+
+def differences(runs: Sequence[Run]) -> Rows:
+    """The settings that are not the same in all runs, by their keys in the config."""
+    flat = [dict(_flat(run.config)) for run in runs]
+    keys = dict.fromkeys(key for own in flat for key in own if key not in _NOT_COMPARED)
+    rows = [(key, [own.get(key, ABSENT) for own in flat]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """Sentences that a reader of the figures needs to know."""
+    said = []
+    for run in runs:
+        of = f"{run.name}: " if len(runs) > 1 else ""
+        if not run.metrics:
+            said.append(f"{of}no step is logged yet; every {_log_every(run)} steps a line is.")
+        if run.unread:
+            said.append(f"{of}{_count(run.unread, 'line')} of metrics.jsonl could not be read, and were left out.")
+        for name, series in run.curves.items():
+            if series.dropped:
+                said.append(f"{of}{_count(series.dropped, 'value')} of {name} not finite, and not drawn.")
+        if run.session is not None and run.session.device == "cpu" and 0 < max(run.estimated, default=0) < _SMALL:
+            said.append(f"{of}memory beyond the start includes libraries and connections; {_SMALL_WORDS}.")
+        for session in run.sessions[1:]:
+            ranks = _count(session.world_size, "rank")
+            said.append(f"{of}resumed at step {session.first_step}, on {ranks}.")
+    return said
+
+
+def speed_of(runs: Sequence[Run]) -> str | None:
+    """The measure of speed that most of the runs have: "tokens_per_second" before "samples_per_second"."""
+    there = [name for name in _SPEEDS if any(name in run.metrics for run in runs)]
+    return max(there, key=lambda name: sum(name in run.metrics for run in runs), default=None)
+
+
+def scores(runs: Sequence[Run]) -> list[str]:
+    """The names of what was measured on validation data, the loss first."""
+    names = dict.fromkeys(name for run in runs for name in run.curves if name.startswith("val_"))
+    return sorted(names, key=lambda name: name != "val_loss")
+
+
+def others(runs: Sequence[Run]) -> list[str]:
+    """The names of what was logged beyond what every run logs."""
+    known = {"loss", "lr", "grad_norm", *_SPEEDS, *_OTHER, *scores(runs)}
+    return list(dict.fromkeys(name for run in runs for name in run.curves if name not in known))
+
+
+def by_rank(sizes: Sequence[int]) -> str:
+    """Bytes of each rank, in short: the smallest and the largest."""
+    low, high = size_text(min(sizes)), size_text(max(sizes))
+    return low if low == high else f"{low} to {high} (rank {sizes.index(max(sizes))})"
+
+
+def ratio(run: Run) -> str:
+    """The fullest rank's measured memory divided by the estimate; "" if one of them is missing."""
+    measured, estimated = max(run.beyond_start, default=0), max(run.estimated, default=0)
+    return f"{measured / estimated:.2f}" if measured and estimated else ""
+
+
+def _figures(run: Run) -> Iterator[tuple[str, str]]:
+    yield "steps", _steps(run)
+    session, metrics = run.session, run.metrics
+    if session is not None:
+        yield "ranks", f"{session.world_size} x {session.device}"
+    if run.plan is not None:
+        yield "plan", _plan_words(run.plan)
+    if "loss" in metrics:
+        yield "loss", _from_to(metrics["loss"])
+    for name in scores([run]):
+        yield name, _score(name, metrics[name])
+    if "lr" in metrics:
+        yield "learning rate", f"{metrics['lr'].last:.3g}"
+    if "grad_norm" in metrics:
+        step, value = metrics["grad_norm"].highest()
+        yield "gradient norm", f"{metrics['grad_norm'].median:.3g}, at most {value:.3g} (step {step:,})"
+    speed = speed_of([run])
+    if speed is not None:
+        yield "speed", f"{format_count(metrics[speed].median)} {speed.removesuffix('_per_second')}/s"
+    if "step_seconds" in metrics:
+        yield "time of a step", seconds_words(metrics["step_seconds"].median)
+    if session is not None and session.estimated_step_seconds is not None:
+        yield "as estimated", seconds_words(session.estimated_step_seconds)
+    if run.peaks:
+        yield "peak memory", by_rank(run.peaks)
+    if run.beyond_start and run.beyond_start != run.peaks:
+        yield "beyond start", by_rank(run.beyond_start)
+    if run.estimated:
+        yield "estimated memory", by_rank(run.estimated)
+    if ratio(run):
+        yield "measured / estimated", ratio(run)
+
+
+def _plan_words(plan: Plan) -> str:
+    """The fields of a resolved plan that are not at their defaults, as overrides."""
+    usual = Plan()
+    chosen = [field.name for field in fields(Plan) if getattr(plan, field.name) != getattr(usual, field.name)]
+    of_axes = [axis for axis in AXES if getattr(plan, axis) > 1]
+    names = dict.fromkeys([*of_axes, "zero", *(name for name in chosen if name not in AXES)])
+    return " ".join(f"{name}={_plan_value(getattr(plan, name))}" for name in names)
+
+
+def _plan_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({len(value)} entries)"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _steps(run: Run) -> str:
+    done, steps = run.last_step, run.steps
+    text = f"{done:,}" if steps is None else f"{done:,} of {steps:,}"
+    is_open = steps is None or done < steps
+    return f"{text}, last written {_ago(run.idle_seconds)}" if is_open and run.idle_seconds is not None else text
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86_400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}s ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _from_to(series: Series) -> str:
+    return f"{series.last:.4f}" if len(series) == 1 else f"{series.first:.4f} to {series.last:.4f}"
+
+
+def _score(name: str, series: Series) -> str:
+    text = f"{series.last:.4f}"
+    step, value = series.lowest()
+    if name != "val_loss" or value == series.last:  # for other scores the highest value may be the best
+        return text
+    return f"{text}, lowest {value:.4f} (step {step:,})"
+
+
+def _log_every(run: Run) -> Any:
+    train = run.config.get("train")
+    return train.get("log_every", "few") if isinstance(train, dict) else "few"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)

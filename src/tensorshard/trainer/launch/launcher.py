@@ -1,0 +1,292 @@
+"""Starts the workers of a run on this machine through torchrun's elastic agent, and ends when they end."""
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from tensorshard.host.allocator import environment_for_training
+from tensorshard.host.cores import cores_here
+from tensorshard.trainer.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
+from tensorshard.trainer.launch.local_world import local_environment, register
+from tensorshard.trainer.launch.worker import INTERRUPTED, write_call
+
+# Seconds that workers may take to save and leave after a signal, unless the environment sets another time.
+_SHUTDOWN_SECONDS = "600"
+
+_SCRATCH, _KEPT = "tensorshard-run-", "tensorshard-logs-"
+"""Prefixes of folder names: of temporary files, and of logs that are kept because a worker failed."""
+
+
+@dataclass(frozen=True)
+class World:
+    """How many processes to start, and how they find each other. The constructor checks it.
+
+    Args:
+        nproc: the number of processes on this machine; with GPUs, each process uses one.
+        nnodes: the number of machines. Each of them makes the same call.
+        node_rank: this machine's position among them, 0 to nnodes - 1; None lets the machines agree on it.
+        rdzv_endpoint: ``HOST:PORT`` of one of the machines, the same in every call; one machine needs none.
+
+    Raises:
+        LaunchError: the numbers do not fit together, or there are more processes than visible GPUs.
+    """
+
+    nproc: int
+    nnodes: int = 1
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1:
+            raise LaunchError(f"nproc is {self.nproc}; at least 1 process is needed")
+        if self.nnodes < 1:
+            raise LaunchError(f"nnodes is {self.nnodes}; at least 1 machine is needed")
+        gpus = visible_gpus()
+        if gpus and self.nproc > gpus:
+            raise LaunchError(
+                f"nproc is {self.nproc}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible and each "
+                f"process takes one; ask for at most {gpus}, or set CUDA_VISIBLE_DEVICES= to run on CPUs"
+            )
+        self._check_rendezvous()
+
+    def _check_rendezvous(self) -> None:
+        if self.nnodes > 1 and self.rdzv_endpoint is None:
+            raise LaunchError(
+                f"nnodes is {self.nnodes}, so the machines need a place to meet: give rdzv_endpoint the "
+                f"HOST:PORT of one of them, the same on each"
+            )
+        if self.rdzv_endpoint is not None:
+            host, _, port = self.rdzv_endpoint.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise LaunchError(
+                    f"rdzv_endpoint is {self.rdzv_endpoint!r}; it must be HOST:PORT, for instance node0:29500"
+                )
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            raise LaunchError(
+                f"node_rank is {self.node_rank}; with {self.nnodes} machine{'s' * (self.nnodes > 1)} it must "
+                f"be between 0 and {self.nnodes - 1}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of processes on all machines."""
+        return self.nproc * self.nnodes
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only machine."""
+        return self.rdzv_endpoint is None
+
+
+def visible_gpus() -> int:
+    """Number of GPUs that workers on this machine can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def launch(
+    entrypoint: Callable[..., Any],
+    args: Sequence[Any],
+    world: World,
+    *,
+    log_dir: str | Path | None = None,
+    worker_env: Mapping[str, str] | None = None,
+) -> None:
+    """Runs ``entrypoint(*args)`` in ``world.nproc`` processes on this machine; returns when all have ended.
+
+    Rank 0 writes to this process's terminal. What other ranks write goes to ``rank1.stdout.log`` and so on.
+    It must be called from the main thread, since signals arrive there. The first Ctrl-C is passed on to the workers,
+    which may still save a checkpoint; the second ends them at once.
+
+    Args:
+        entrypoint: a function at the top level of a module. Each worker finds ``RANK``, ``LOCAL_RANK``,
+            ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, as under torchrun.
+        args: its arguments; they are pickled.
+        world: how many processes, on how many machines.
+        log_dir: where the output of the other ranks goes; None for a temporary directory, which is kept if a worker
+            fails and anything was written.
+        worker_env: further environment variables of the workers, set before they start (settings of the memory
+            allocator need that). ``OMP_NUM_THREADS`` is the number of cores divided by `nproc`, unless it is set here
+            or in this process's environment.
+
+    Raises:
+        ValueError: `entrypoint` cannot be imported by name.
+        LaunchError: the machines did not find each other.
+        LaunchInterrupted: a signal ended the run.
+        WorkerFailedError: a worker failed. The error has the traceback of the rank that failed first.
+    """
+    _check_meeting_place(world)
+    _remove_leftovers()
+    scratch = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-"))
+    logs = Path(log_dir) if log_dir is not None else scratch
+    keep_scratch = False
+    try:
+        call = scratch / "call.pickle"
+        write_call(call, entrypoint, args)
+        logs.mkdir(parents=True, exist_ok=True)
+        environment = worker_environment(world.nproc)
+        if world.is_alone:
+            environment |= local_environment(scratch)
+        streams = _Streams(logs, {**environment, **(worker_env or {})})
+        with _signal_handling(scratch), _quiet_agent():
+            start = elastic_launch(_launch_config(world, streams), sys.executable)
+            start("-u", "-m", "tensorshard.trainer.launch.worker", str(call))
+    except SignalException as error:
+        raise LaunchInterrupted(error.sigval) from None
+    except RendezvousError as error:
+        raise LaunchError(f"the {world.nnodes} machines did not meet at {world.rdzv_endpoint}: {error}") from error
+    except ChildFailedError as error:
+        written = any(file.stat().st_size for file in logs.glob("rank*.log"))
+        if written and logs == scratch:
+            keep_scratch = True
+            (scratch / "store").unlink(missing_ok=True)
+            scratch.rename(logs := scratch.with_name(scratch.name.replace(_SCRATCH, _KEPT, 1)))
+        raise WorkerFailedError(error.failures, world.size, logs if written else None) from None
+    finally:
+        call.unlink(missing_ok=True)
+        if not keep_scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remove_leftovers() -> None:
+    """Removes the temporary files of launchers that were killed and whose processes are all gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*-*"):
+        pid = folder.name.removeprefix(_SCRATCH).partition("-")[0]
+        try:
+            if pid.isdecimal() and folder.stat().st_uid == os.getuid():
+                os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue  # another user's, or removed in the meantime
+
+
+def _check_meeting_place(world: World) -> None:
+    """Checks that the host where the machines meet has an address. Without one the agent would try for minutes."""
+    if world.rdzv_endpoint is None:
+        return
+    host, _, port = world.rdzv_endpoint.rpartition(":")
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise LaunchError(
+            f"rdzv_endpoint is {world.rdzv_endpoint}, but the host {host!r} is not known on this machine ({error})"
+        ) from error
+
+
+class _Streams(LogsSpecs):
+    """Where each worker's output goes, and its environment variables in addition to the agent's."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        super().__init__(str(folder))
+        self._folder = folder
+        self._environment = environment
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """The files of each local rank (`envs`: their environments); an empty name means the terminal."""
+        streams = LogsDest()
+        for local_rank, env in envs.items():
+            rank = int(env["RANK"])
+            streams.stdouts[local_rank] = "" if rank == 0 else str(self._folder / f"rank{rank}.stdout.log")
+            streams.stderrs[local_rank] = "" if rank == 0 else str(self._folder / f"rank{rank}.stderr.log")
+            error_file = self._folder / f"rank{rank}.error.json"
+            error_file.unlink(missing_ok=True)
+            streams.error_files[local_rank] = str(error_file)
+            env.update(self._environment)
+            env["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+        return streams
+
+
+def worker_environment(nproc: int) -> dict[str, str]:
+    """Environment variables for each of `nproc` workers of this machine, without those that the user has set.
+
+    Each worker gets as many threads as its share of the cores. On machines without GPUs, glibc's allocator is set to
+    keep freed memory for the next step (:mod:`tensorshard.host.allocator`).
+    """
+    cores = cores_here()
+    settings = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    if not torch.cuda.is_available():
+        settings |= environment_for_training()
+    return {name: value for name, value in settings.items() if name not in os.environ}
+
+
+def _launch_config(world: World, streams: LogsSpecs) -> LaunchConfig:
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)  # read by LaunchConfig
+    alone = world.is_alone
+    meeting = "static" if world.node_rank is not None else "c10d"
+    return LaunchConfig(
+        min_nodes=world.nnodes,
+        max_nodes=world.nnodes,
+        nproc_per_node=world.nproc,
+        logs_specs=streams,
+        run_id=uuid.uuid4().hex if alone else "tensorshard",
+        role="tensorshard",
+        rdzv_endpoint="localhost:0" if alone else str(world.rdzv_endpoint),
+        rdzv_backend=register() if alone else meeting,
+        rdzv_configs={} if alone or world.node_rank is None else {"rank": world.node_rank},
+        local_addr="localhost" if alone else None,
+        max_restarts=0,
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+    )
+
+
+@contextmanager
+def _signal_handling(scratch: Path) -> Iterator[None]:
+    """Inside, the agent passes the first Ctrl-C on, and the second one ends everything at once. The former signal
+    handlers are restored afterwards.
+
+    Args:
+        scratch: the folder of temporary files, which is removed before the process ends.
+    """
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, end_at_once)
+        raise SignalException("interrupted", signal.SIGINT)
+
+    def end_at_once(number: int, frame: FrameType | None) -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(INTERRUPTED)  # the kernel kills the workers with us, see tensorshard.trainer.launch.worker
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    previous = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, pass_on)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Inside, the agent does not print its own report of a failure, unless ``LOGLEVEL`` asks for it."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    silence = logging.NullHandler()
+    propagate = logger.propagate
+    logger.addHandler(silence)
+    logger.propagate = "LOGLEVEL" in os.environ
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(silence)

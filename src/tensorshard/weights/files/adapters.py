@@ -1,0 +1,224 @@
+"""The folders of a peft model: its adapters alone, as peft's own ``save_pretrained`` writes them.
+
+peft is imported only for a model that is made of it. It chooses and names the tensors, on a copy of the model without
+values; the values are gathered one at a time.
+
+A base model of transformers that was loaded from nowhere is written beside its adapters: the folder then opens by
+transformers' ``from_pretrained`` alone.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.model.running_statistics import STATISTICS, keeps_statistics
+from tensorshard.torch_private.modules import without_values
+from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export, check_arguments, own_class
+from tensorshard.weights.files.stored_weights import is_of_transformers
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of the names of the base model's tensors
+_WRAPPERS = (".base_layer.", ".original_module.")  # around what the base model has, in names
+_INSTEAD = (
+    "for all weights of the model there is engine.full_state_dict(): load it on one process into the same model, and "
+    "call its save_pretrained there"
+)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether only the adapters of `model` are to be written: it is a model of peft.
+
+    Raises:
+        ValueError: it has adapters, but neither peft nor transformers would open what could be written.
+    """
+    if _is_peft_model(model):
+        return True
+    kind = next((base.__name__ for base in type(model).__mro__ if base.__module__.startswith("peft.")), None)
+    inner = next((name for name, m in model.named_modules() if _is_layer_of_peft(m)), None)
+    if kind is not None:
+        raise ValueError(f"engine.save_pretrained was called for a {kind}, which peft itself cannot save; {_INSTEAD}")
+    if inner is not None and is_of_transformers(model):
+        raise ValueError(
+            f"engine.save_pretrained was called for a {type(model).__name__} into which peft injected the layer "
+            f"{inner!r} without a PeftModel around it, so that its weights have names that transformers does not open: "
+            f"make it by peft.get_peft_model(model, config); {_INSTEAD}"
+        )
+    return False
+
+
+class AdapterExport:
+    """A directory of adapters that is being written. It gets its own name when it is complete.
+
+    Args:
+        directory: the path, which has been checked to be new.
+        structure: the model of peft.
+        layouts: for each name, tied ones once, a tensor of its shape and dtype on the meta device.
+        aliases: for every name of a parameter, the one in `layouts`.
+        is_trained: whether the parameter of a name was trained.
+        dtype: of floating-point tensors in the files; None to keep their own.
+        max_shard_size: largest size of a file, in bytes or as text such as "5GB".
+
+    Raises:
+        ValueError: something that is trained would not be in the files, or peft would compute what it writes.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        structure: nn.Module,
+        layouts: Mapping[str, torch.Tensor],
+        aliases: Mapping[str, str],
+        is_trained: Callable[[str], bool],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+    ) -> None:
+        max_bytes = check_arguments(directory, dtype, max_shard_size)
+        self._directory = directory
+        self._temporary = directory.with_name(f".{directory.name}.saving")
+        self._dtype = dtype
+        self._model: Any = without_values(structure, own_class)
+        self._names = {
+            n: aliases.get(n, n) for n in structure.state_dict(keep_vars=True) if aliases.get(n, n) in layouts
+        }
+        self._stored = self._chosen({name: layouts[first] for name, first in self._names.items()})
+        self._needed = {first for names in self._stored.values() for first in names.values()}
+        self._values: dict[str, torch.Tensor] = {}
+        self._check_complete(structure, layouts, is_trained)
+        for adapter, names in self._stored.items():
+            size = sum(layouts[first].numel() * (dtype or layouts[first].dtype).itemsize for first in names.values())
+            if size > max_bytes:
+                raise ValueError(
+                    f"max_shard_size is {max_bytes} bytes, but peft reads an adapter from one file, and that of "
+                    f"{adapter!r} has {size} bytes; give at least that size"
+                )
+        shutil.rmtree(self._temporary, ignore_errors=True)  # left by a crash
+        self._temporary.mkdir(parents=True)
+        self._base_names = self._names_of_base(layouts)
+        base_layouts = {base: layouts[first] for first, base in self._base_names.items()}
+        self._base = (
+            Export(
+                self._temporary / "base", self._plain_base(), base_layouts, dtype=dtype, max_shard_size=max_shard_size
+            )
+            if base_layouts
+            else None
+        )
+
+    def _plain_base(self) -> nn.Module:
+        base = self._model.base_model.model
+        with torch.device("meta"):
+            return type(base)(deepcopy(base.config))
+
+    def _names_of_base(self, layouts: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """The names of the base model's tensors, by those in `layouts`, if it has to be written; else nothing."""
+        base = self._model.base_model.model
+        named = any(config.base_model_name_or_path for config in self._model.peft_config.values())
+        if named or getattr(base, "name_or_path", None) or not is_of_transformers(base):
+            return {}
+        names: dict[str, str] = {}
+        for name, first in self._names.items():
+            plain = name.removeprefix(_PREFIX)
+            for wrapper in _WRAPPERS:
+                plain = plain.replace(wrapper, ".")
+            names.setdefault(plain, first)
+        expected = {name: tensor.shape for name, tensor in self._plain_base().state_dict().items()}
+        if any(name not in names or layouts[names[name]].shape != shape for name, shape in expected.items()):
+            return {}  # a base model that its config does not describe
+        return {names[name]: name for name in reversed(expected)}
+
+    def _chosen(self, state: dict[str, torch.Tensor]) -> dict[str, dict[str, str]]:
+        """For each adapter, which tensors peft stores: by their names in its file, the model's."""
+        from peft import get_peft_model_state_dict
+
+        by_id = {id(tensor): self._names[name] for name, tensor in state.items()}
+        stored: dict[str, dict[str, str]] = {}
+        for adapter, config in self._model.peft_config.items():
+            if getattr(config, "is_prompt_learning", False):
+                self._refuse_computed(adapter, config)
+            chosen = get_peft_model_state_dict(self._model, state_dict=state, adapter_name=adapter)
+            if any(id(tensor) not in by_id for tensor in chosen.values()) or not chosen:
+                self._refuse_computed(adapter, config)
+            stored[adapter] = {name: by_id[id(tensor)] for name, tensor in chosen.items()}
+        return stored
+
+    def _refuse_computed(self, adapter: str, config: Any) -> None:
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise ValueError(
+            f"engine.save_pretrained cannot write the adapter {adapter!r} of peft's type {kind}, whose file is "
+            f"computed from the weights; {_INSTEAD}"
+        )
+
+    def _check_complete(
+        self, structure: nn.Module, layouts: Mapping[str, torch.Tensor], is_trained: Callable[[str], bool]
+    ) -> None:
+        parameters = {self._names.get(name, name) for name, _ in structure.named_parameters()}
+        lost = [name for name in layouts if name in parameters and is_trained(name) and name not in self._needed]
+        if lost:
+            raise ValueError(
+                f"engine.save_pretrained writes a peft model's adapters, but {len(lost)} parameters are trained beside "
+                f"them, such as {lost[0]!r}, and would be lost: name their modules in the peft config's "
+                f"modules_to_save; {_INSTEAD}"
+            )
+        for path, module in structure.named_modules():
+            statistics = [f"{path}.{name}" for name in STATISTICS]
+            changes = module.training and keeps_statistics(module) and statistics[0] in layouts
+            if changes and not self._needed.issuperset(statistics):
+                raise ValueError(
+                    f"engine.save_pretrained writes a peft model's adapters, but the statistics of {path!r} "
+                    f"({type(module).__name__}) change in training, and would be lost: name it in the peft config's "
+                    f"modules_to_save, or train with that module in evaluation mode; {_INSTEAD}"
+                )
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Keeps one tensor, by the model's name, if an adapter needs it."""
+        if self._base is not None and name in self._base_names:
+            self._base.add(self._base_names[name], tensor)
+        if name in self._needed:
+            kept = tensor.detach().to("cpu", copy=True)
+            self._values[name] = kept.to(self._dtype) if self._dtype and kept.is_floating_point() else kept
+
+    def finish(self) -> None:
+        """Writes the files, and gives the directory its name."""
+        state = {name: self._values[first] for name, first in self._names.items() if first in self._values}
+        self._model.save_pretrained(str(self._temporary), state_dict=state)
+        if self._base is not None:
+            self._base.finish()
+            for file in (self._temporary / "base").iterdir():
+                file.rename(self._temporary / file.name)
+            (self._temporary / "base").rmdir()
+        self._check_written()
+        if self._directory.exists():
+            self._directory.rmdir()
+        self._temporary.rename(self._directory)
+
+    def _check_written(self) -> None:
+        """Raises RuntimeError if a file has not the names that were chosen: it would open in part."""
+        from safetensors import safe_open
+
+        for adapter, names in self._stored.items():
+            folder = self._temporary / adapter if adapter != "default" else self._temporary
+            json.loads((folder / _CONFIG).read_text())
+            with safe_open(folder / _WEIGHTS, "pt") as file:
+                written = set(file.keys())
+            if written != set(names):
+                raise RuntimeError(f"peft wrote other tensors of the adapter {adapter!r} than it had chosen before")
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _is_peft_model(model: nn.Module) -> bool:
+    return any(base.__name__ == "PeftModel" and base.__module__.startswith("peft.") for base in type(model).__mro__)
+
+
+def _is_layer_of_peft(module: nn.Module) -> bool:
+    return any(
+        base.__name__ == "BaseTunerLayer" and base.__module__.startswith("peft.") for base in type(module).__mro__
+    )

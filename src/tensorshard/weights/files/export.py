@@ -1,0 +1,147 @@
+"""Exports weights to a directory as Hugging Face's ``save_pretrained`` makes it, one tensor at a time."""
+
+import shutil
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from tensorshard.plan.field_checks import size_in_bytes
+from tensorshard.weights.files.safetensors_writer import SafetensorsWriter
+from tensorshard.weights.files.stored_names import StoredNames
+from tensorshard.weights.files.stored_weights import is_of_transformers
+
+MAX_SHARD_SIZE = "5GB"
+"""The default for the largest file of weights; Hugging Face uses the same."""
+
+
+class Export:
+    """A directory of weights that is being written. It gets its own name when it is complete.
+
+    Args:
+        directory: the path. It must not exist, or be empty.
+        structure: the model, for its names and config; None to keep names as they are.
+        layouts: for each name, tied ones once, a tensor of its shape and dtype on the meta device.
+        dtype: of floating-point tensors in the files; None to keep their own.
+        max_shard_size: largest size of a file, in bytes or as text such as "5GB".
+
+    Raises:
+        FileExistsError: the directory is not empty, or is a file.
+        ValueError: a size or a dtype is not valid.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        structure: nn.Module | None,
+        layouts: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+    ) -> None:
+        size = check_arguments(directory, dtype, max_shard_size)
+        self._directory = directory
+        self._temporary = directory.with_name(f".{directory.name}.saving")
+        plain = None if structure is None else _plain(structure)
+        self._names = StoredNames(plain, layouts)
+        stored = {name: _cast(layout, dtype) for name, layout in self._names.layouts.items()}
+        shutil.rmtree(self._temporary, ignore_errors=True)  # left by a crash
+        self._temporary.mkdir(parents=True)
+        self._writer = SafetensorsWriter(self._temporary, stored, size)
+        if structure is not None:
+            write_configs(structure, self._temporary, dtype)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Writes one tensor, by the model's name."""
+        for stored, value in self._names.add(name, tensor):
+            self._writer.write(stored, value)
+
+    def finish(self) -> None:
+        """Gives the directory its name."""
+        self._writer.finish()
+        self._temporary.rename(self._directory)
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def check_arguments(directory: Path, dtype: torch.dtype | None, max_shard_size: int | str) -> int:
+    """`max_shard_size` in bytes, if the other arguments are valid, too."""
+    size = size_in_bytes("max_shard_size", max_shard_size)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={dtype!r} was given; it must be a floating-point torch.dtype, or None")
+    check_is_new(directory)
+    return size
+
+
+def export_all(tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
+    """Writes all of `tensors`, or nothing; the other arguments are those of :class:`Export`."""
+    export = Export(*args, **kwargs)
+    try:
+        for name, tensor in tensors:
+            export.add(name, tensor)
+            del tensor  # before the next is read
+        export.finish()
+    except BaseException:
+        export.discard()
+        raise
+
+
+def check_is_new(directory: Path) -> None:
+    """Checks that `directory` can be written without overwriting anything.
+
+    Raises:
+        FileExistsError: it exists, and is not an empty directory.
+    """
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise FileExistsError(
+            f"{directory} is there already and is not overwritten; save under another name, or move it away"
+        )
+
+
+def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
+    """Writes ``config.json`` and ``generation_config.json`` for a model of transformers; nothing for others."""
+    if not is_of_transformers(model):
+        return
+    config: Any = deepcopy(model.config)
+    config.architectures = [own_class(model).__name__]
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(directory)
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None and model.can_generate():  # type: ignore[operator]
+        generation.save_pretrained(directory)
+
+
+def model_from_configs(directory: Path) -> nn.Module | None:
+    """The model that :func:`write_configs` described, on the meta device; None where there is no ``config.json``."""
+    if not (directory / "config.json").is_file():
+        return None
+    from tensorshard.weights.files.transformers_weights import model_of
+
+    with torch.device("meta"):
+        return model_of(directory)()
+
+
+def _cast(layout: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return layout if dtype is None or not layout.is_floating_point() else layout.to(dtype)
+
+
+def own_class(model: nn.Module) -> type[nn.Module]:
+    """The class of `model` before ``fully_shard`` derived another from it."""
+    kinds = (kind for kind in type(model).__mro__ if issubclass(kind, nn.Module))
+    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """`model` as its class builds it, without values: transformers finds its rules by the names of classes."""
+    kind = own_class(model)
+    if kind is type(model) or not is_of_transformers(model):
+        return model
+    with torch.device("meta"):
+        return kind(deepcopy(model.config))

@@ -1,0 +1,190 @@
+"""What is done to tiles, compiled as GPUs run it and written by hand, against the plain form, on the CPU."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tensorshard.loss.heads.loss import two_passes as passes
+from tensorshard.loss.heads.tiles import kernels, tiles
+from tensorshard.loss.heads.tiles.precision import Precision
+from tensorshard.loss.heads.update import update_rule as update
+from tensorshard.nn import ArcFace, ParallelLinearCrossEntropy
+from tensorshard.nn.functional import parallel_linear_cross_entropy
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None,
+    reason="Triton is not installed (torch's builds for GPUs bring it; or pip install triton)",
+)
+
+
+def _train(options: dict[str, Any], steps: int = 3) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    head = ParallelLinearCrossEntropy(64, 37, **{"keep_logits": False, **options})
+    outcome = []
+    for _ in range(steps):
+        x, targets = torch.randn(6, 64, requires_grad=True), torch.randint(37, (6,))
+        loss = head(x, targets)
+        loss.backward()
+        outcome += [loss.detach(), x.grad]
+        if head.optimizer is not None:
+            head.optimizer.step()
+    return [*outcome, head.weight.detach().float() if head.optimizer is not None else head.weight.grad]
+
+
+def _sgd(**options: Any) -> dict[str, Any]:
+    return {"update": dict(lr=0.1, momentum=0.9, weight_decay=0.01, **options)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing": 0.1, "z_loss": 1e-3},
+        {"class_weight": torch.linspace(0.5, 2, 37), "label_smoothing": 0.1, "bias": True, **_sgd()},
+        {"margin": ArcFace(), "scale": 8.0, **_sgd(momentum_dtype="bf16"), "dtype": torch.bfloat16},
+        {**_sgd(momentum_dtype="int8"), "dtype": torch.bfloat16, "sample_rate": 0.5},
+    ],
+)
+def test_compiled_is_the_same(options, monkeypatch):
+    """Traced and decomposed as on a GPU, though not turned into Triton's kernels."""
+    monkeypatch.setattr(tiles, "tile_width", lambda *_: 16)
+    expected = _train(options)
+    used = kernels.compiled_kernels("aot_eager_decomp_partition")
+    for module in (passes, update):
+        monkeypatch.setattr(module, "choose_kernels", lambda _: used)
+    torch._dynamo.reset()
+    counters.clear()
+    found = _train(options)
+    assert counters["frames"]["ok"] == counters["frames"]["total"] > 1 and not counters["graph_break"]
+    low = options.get("dtype") is not None  # a last bit may turn which way a number is rounded
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2 if low else 1e-5, atol=2e-2 if low else 1e-6)
+
+
+def test_which_are_chosen(monkeypatch):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    assert kernels.choose_kernels(torch.zeros(2)) is kernels.REFERENCE
+    with FakeTensorMode():  # a CUDA tensor, which nothing is computed of
+        fake = torch.empty(2, device="cuda")
+        assert kernels.choose_kernels(fake) is kernels.REFERENCE
+
+    class OnGPU:
+        device = torch.device("cuda")
+
+    monkeypatch.setattr(kernels, "type", lambda _: torch.Tensor, raising=False)
+    monkeypatch.setattr(kernels, "compiled_kernels", lambda: "compiled")
+    assert kernels.choose_kernels(OnGPU()) == "compiled"
+    monkeypatch.setattr(kernels, "triton_kernels", lambda: "by hand")
+    for named, chosen in (("triton", "by hand"), ("reference", kernels.REFERENCE), ("compiled", "compiled")):
+        monkeypatch.setenv(kernels.KERNELS_VARIABLE, named)
+        assert kernels.choose_kernels(OnGPU()) == chosen
+        assert kernels.choose_kernels(torch.zeros(2)) is kernels.REFERENCE
+    monkeypatch.setenv(kernels.KERNELS_VARIABLE, "fast")
+    with pytest.raises(ValueError, match="HEAD_KERNELS=fast was given: use compiled, triton or reference"):
+        kernels.choose_kernels(OnGPU())
+    monkeypatch.delenv(kernels.KERNELS_VARIABLE)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    assert kernels.choose_kernels(OnGPU()) is kernels.REFERENCE
+
+
+def test_asking_for_triton_where_it_is_not(monkeypatch):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"=triton was given, but Triton is not installed: pip install triton"):
+        kernels.triton_kernels.__wrapped__()
+
+
+@needs_triton
+def test_written_by_hand_in_the_interpreter():
+    """In a process of its own, since Triton asks for TRITON_INTERPRET when it is imported."""
+    file = Path(__file__).parents[1] / "helpers" / "heads_triton_interpreted.py"
+    outcome = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-2000:]
+    assert " passed" in outcome.stdout and "skipped" not in outcome.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("wide", ["fp32", "fp64"])
+def test_written_by_hand_compiles_for_a_gpu(wide, tmp_path, monkeypatch):
+    """Down to the machine code of an H100, which needs no GPU."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tensorshard.loss.heads.tiles import triton_kernels as written
+
+    tile, row = {"logits": f"*{wide}", "reference": f"*{wide}"}, {"width": "i32"}
+    extras = {"smoothing": f"*{wide}", "class_weight": f"*{wide}"}
+    blocks = {"blocks": "i32", "size": "i32"}
+    cases = [
+        (written._online_softmax, {**tile, "total": "*fp64", "after": f"*{wide}", **row}, {"PARTS": 3, "BLOCK": 4096}),
+        (written._softmax_slope, {**tile, "of_softmax": f"*{wide}", **extras, **row}, {"BLOCK": 4096}),
+        (
+            written._softmax_slope,
+            {**tile, "of_softmax": f"*{wide}", **row},
+            {"smoothing": None, "class_weight": None, "BLOCK": 4096},
+        ),
+    ]
+    if wide == "fp32":
+        cases += [
+            (written._round_to_bfloat16, {"numbers": "*i32", "bits": "*i32", "numel": "i32"}, {"BLOCK": 1024}),
+            (
+                written._quantize,
+                {"tensor": "*fp32", "bits": "*i32", "codes": "*i8", "scales": "*fp32", **blocks},
+                {"BLOCKS": 16, "SIZE": 128},
+            ),
+            (
+                written._dequantize,
+                {"codes": "*i8", "scales": "*fp32", "out": "*fp32", **blocks},
+                {"BLOCKS": 16, "SIZE": 128},
+            ),
+        ]
+    for kernel, signature, constants in cases:
+        source = ASTSource(
+            kernel,
+            {**signature, **dict.fromkeys(constants, "constexpr")},
+            {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        )
+        assert compile_kernel(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+def test_narrow_products_as_on_a_gpu(monkeypatch):
+    """A GPU multiplies in bf16 and sums in fp32; here the products are fp32's, of what was rounded to bf16."""
+    monkeypatch.setattr(tiles, "tile_width", lambda *_: 16)
+    mm = torch.mm
+
+    def wide_mm(left: torch.Tensor, right: torch.Tensor, out_dtype: Any = None, *, out: Any = None) -> torch.Tensor:
+        return mm(left.to(out_dtype), right.to(out_dtype), out=out) if out_dtype else mm(left, right, out=out)
+
+    exact = _train({"label_smoothing": 0.1})
+    updated = _train(_sgd())
+    monkeypatch.setattr(torch, "mm", wide_mm)
+    monkeypatch.setattr(Precision, "choose", lambda *_: Precision(torch.bfloat16, torch.float32))
+    for options, expected in (({"label_smoothing": 0.1}, exact), (_sgd(), updated)):
+        for got, want in zip(_train(options), expected, strict=True):
+            assert got.dtype == torch.float32 and not torch.equal(got, want)
+            assert (got - want).norm() < 2.0**-6 * want.norm()
+
+
+def test_shapes_and_types_on_another_device():
+    """On the meta device, where nothing is computed, every operation still checks what it is given."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for options in ({}, {"keep_logits": True}, {"label_smoothing": 0.1}, {"normalize": True, "margin": ArcFace()}):
+            x, w = (torch.randn(n, 32, device="meta", dtype=dtype, requires_grad=True) for n in (64, 1000))
+            loss = parallel_linear_cross_entropy(x, w, torch.randint(1000, (64,), device="meta"), **options)
+            loss.backward()
+            assert loss.dtype == torch.float32 and w.grad.dtype == x.grad.dtype == dtype and w.grad.shape == (1000, 32)

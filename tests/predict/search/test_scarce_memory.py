@@ -1,0 +1,93 @@
+"""Searches where most plans do not fit: bounds of memory, what estimates teach, and that a plan that fits is found."""
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from tests.planner.test_find_plans import Layer, asked, find
+from torch import nn
+
+import tensorshard as ts
+from tensorshard.pipeline.run.draw_schedule import timeline
+from tensorshard.predict.search.corrections import Corrections
+from tensorshard.predict.search.predictions import _kept
+from tensorshard.predict.search.progress import Progress
+from tensorshard.predict.search.question import ask
+from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Search
+
+
+class Model(nn.Module):
+    """Large activations, and a last layer that has nearly all of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(64) for _ in range(4))
+        self.last = nn.Linear(64, 40000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x[:, 0])
+
+
+ARGUMENTS: dict[str, Any] = {
+    "world_size": 4,
+    "inputs": torch.zeros(32, 256, 64),
+    "targets": torch.zeros(32, dtype=torch.long),
+    "global_batch": 32,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(zero=3),
+        dict(zero=3, recompute="full"),
+        dict(zero=1, micro_batches=4),
+        dict(pp=4, zero=0, micro_batches=4),
+        dict(pp=2, zero=3, micro_batches=8),
+        dict(pp=2, zero=2, pp_schedule="interleaved_1f1b", pp_stages_per_rank=2, micro_batches=8, recompute="full"),
+        dict(tp=2, zero=3),
+    ],
+)
+def test_predicted_memory_is_a_bound_that_knows_the_largest_parameter(fields):
+    fixed = ts.Plan(**fields).resolve(4).to_dict()
+    done = Search(ask(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))).run(BY_TIME, 1, Progress())
+    (one,) = done.considered
+    assert one.estimate is not None
+    assert 0.35 < one.first.memory / one.estimate.largest.peak_device <= 1
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2), ("gpipe", 1)])
+def test_the_part_of_activations_that_a_rank_keeps(schedule, stages):
+    for ranks, micro_batches in ((2, 4), (4, 4), (16, 32)):
+        played = timeline(schedule, ranks=ranks, stages_per_rank=stages, micro_batches=micro_batches)
+        most = max(played.kept(rank) for rank in range(ranks)) / (ranks * stages)
+        kept = _kept(schedule, stages, ranks, micro_batches / ranks)
+        assert kept == most if ranks <= 8 else 0.95 * most <= kept <= most
+
+
+def test_estimates_teach_the_memory_of_plans_that_shard_alike():
+    corrections = Corrections()
+    plan = ts.Plan(zero=3, pp=2, micro_batches=4).resolve(8)
+    assert corrections.of_memory(plan) == 1
+    corrections.note_memory(plan, 100, 160)
+    corrections.note_memory(replace(plan, micro_batches=8), 100, 150)
+    assert corrections.of_memory(replace(plan, micro_batches=16)) == pytest.approx(1.4)  # most of the least
+    assert corrections.of_memory(replace(plan, zero=1)) == 1
+
+
+def test_a_plan_that_fits_is_found_where_the_fastest_do_not(monkeypatch):
+    fixed = {"tp": 1, "pp": 1, "offload": None}
+    question = ask(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))
+    least = Search(question).run(BY_MEMORY, 1, Progress()).found[0].memory
+    monkeypatch.setattr(
+        import_module("tensorshard.predict.search.find_plans"), "_TRIES", 2
+    )  # so that those with the least memory are soon tried
+    found = find(Model, **ARGUMENTS, fixed=fixed, memory=least, top=1)
+    assert found.best.memory == least
+    with pytest.raises(ValueError, match="no plan of 4 ranks fits") as error:
+        find(Model, **ARGUMENTS, fixed=fixed, memory=least - 1)
+    assert " -" not in str(error.value)  # as in "by at least -8 MiB"
