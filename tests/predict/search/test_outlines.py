@@ -60,7 +60,7 @@ def test_pipelines_and_modules_are_estimated_at_once():
     assert not outlines.can_outline(question, question.plan().resolve(4), names[:12])
 
 
-def _found(**fields: Any) -> ts.planner.PlanSearch:
+def _found(**fields: Any) -> ts.PlanSearch:
     if dist.is_initialized():
         dist.destroy_process_group()
     fixed = {"precision": "bf16", "pp": 1, "tp": 1, "dp_shard": 4, "zero": 3, **fields}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.planner.test_find_plans import Layer, asked, find
+from tests.predict.search.test_find_plans import Layer, asked, find
 from torch import nn
 
 import tensorshard as ts
