@@ -6,11 +6,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tensorshard.engine.gradients import clip_factor, global_norm, scale_gradients
+from tensorshard.comm.sharding import scale_gradients
+from tensorshard.engine.gradients import clip_factor, global_norm
 from tensorshard.engine.loss_scaler import LossScaler
-from tensorshard.offload.offloaded_gradients import OffloadedGradients
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import Update
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.tensors import count_gradient_hooks
@@ -39,21 +40,29 @@ class FinalGradients:
     Args:
         scaler: the loss scaler of fp16, or None.
         device: where the norm travels.
+        update: the one that the gradients are for.
 
     Attributes:
         norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
-        offloaded: the gradients in host memory or on disk; None if they stay on the device.
         left: the factor of the last gradients: they were multiplied by it, or the update still has to do so. None for
             no factor.
+        moves_gradients: whether they leave the device when they are reduced.
     """
 
     def __init__(
-        self, sharded: ShardedModel, plan: Plan, mesh: Mesh, scaler: LossScaler | None, device: torch.device
+        self,
+        sharded: ShardedModel,
+        plan: Plan,
+        mesh: Mesh,
+        scaler: LossScaler | None,
+        device: torch.device,
+        update: Update,
     ) -> None:
         self.trained = sharded.trained_masters()
         self.norm: torch.Tensor | None = None
         self.left: torch.Tensor | float | None = None
-        self.offloaded: OffloadedGradients | None = None
+        self.moves_gradients = update.moves_gradients
+        self._known_norm = update.gradient_norm
         self._num_shards = sharded.num_shards()
         self._plan = plan
         self._mesh = mesh
@@ -172,7 +181,7 @@ class FinalGradients:
             device=self._device,
             always_sum=self._mesh.degrees["pp"] > 1,
             dtype=dtype,
-            known=None if self.offloaded is None else self.offloaded.norm,
+            known=self._known_norm,
             spoil=spoil,
         )
 

@@ -1,4 +1,4 @@
-"""The norm of a whole model's gradient, however it is laid out, and scaling it."""
+"""The norm of a whole model's gradient, however it is laid out."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -7,13 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_reduce_
-from tensorshard.comm.sharding import to_local
-from tensorshard.torch_private.operators import foreach_mul_, foreach_norm
-
-
-def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of the gradients that this rank holds; parameters without one are left out."""
-    return [to_local(p.grad) for p in parameters if p.grad is not None]
+from tensorshard.comm.sharding import local_gradients
+from tensorshard.torch_private.operators import foreach_norm
 
 
 def global_norm(
@@ -73,25 +68,11 @@ def _local_norms(
     if known is None or dtype is not None:
         return list(foreach_norm(local_gradients(parameters), 2.0, dtype))
     norms = {p: norm for p in parameters if (norm := known(p)) is not None}
-    for p in parameters:
-        if p not in norms:
-            [norms[p]] = foreach_norm(local_gradients([p]), 2.0, dtype)
+    others = [p for p in parameters if p not in norms]
+    norms.update(zip(others, foreach_norm(local_gradients(others), 2.0) if others else (), strict=True))
     return [norms[p] for p in parameters]
 
 
 def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
     """The factor that makes the gradients' norm at most `largest` (Pascanu et al. 2013)."""
     return (largest / (norm + 1e-6)).clamp(max=1.0)
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiplies every gradient by `factor`, in place."""
-    gradients = local_gradients(parameters)
-    if not gradients:
-        return
-    if isinstance(factor, torch.Tensor):
-        for device, dtype in {(g.device, g.dtype) for g in gradients}:
-            foreach_mul_([g for g in gradients if (g.device, g.dtype) == (device, dtype)], factor.to(device, dtype))
-    else:
-        foreach_mul_(gradients, factor)

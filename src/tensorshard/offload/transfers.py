@@ -14,7 +14,7 @@ import torch
 from tensorshard.common.repetitions import repetitions
 from tensorshard.offload.device_copies import CopyToHost, DeviceCopies
 from tensorshard.offload.scratch_file import round_up
-from tensorshard.offload.slots import TILE_ALIGNMENT, Slot
+from tensorshard.offload.tiers import TILE_ALIGNMENT, Slot
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 _MOST_BYTES = 24  # of an element: its gradient, master weight, three states and fp32 copy

@@ -7,13 +7,13 @@ import torch
 from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.data_parallel.shard_units import shard_units
 from tensorshard.model.blocks import find_blocks
-from tensorshard.offload.slots import Slots
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.parallelize.model_tensor_split import choose_tensor_split, split_over_tensor_ranks
 from tensorshard.parallelize.parallel_layers import split_by_hand, tensor_split_of
 from tensorshard.parallelize.passes import Part, from_first_rank, lay_out
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.weights.initial.source import TensorSource
@@ -26,8 +26,8 @@ def apply_plan(
     device: torch.device,
     *,
     broadcast: bool,
+    storage: Storage,
     sample_inputs: Any = None,
-    slots: Slots | None = None,
     decisions: Decisions | None = None,
 ) -> ShardedModel:
     """The source's model, laid out over `mesh` as `plan` says, with its values on `device`.
@@ -35,7 +35,7 @@ def apply_plan(
     Args:
         broadcast: whether all ranks take the values of the mesh's first rank, because their own may differ.
         sample_inputs: inputs on which the model is run to find out how it can be split and cut; None to guess them.
-        slots: where offloaded values go; None if the plan offloads nothing.
+        storage: where values are kept.
         decisions: decisions of another rank of this plan, to use again; None to decide.
     """
     model = source.module
@@ -55,7 +55,7 @@ def apply_plan(
             device,
             broadcast=broadcast,
             sample_inputs=sample_inputs,
-            slots=slots,
+            storage=storage,
         )
 
     def value_of(name: str) -> torch.Tensor:
@@ -74,4 +74,4 @@ def apply_plan(
             return tensor_split_of(by_hand, mesh.group("tp"))
         return split_over_tensor_ranks(model, found, plan, mesh)
 
-    return lay_out(part, value_of, split_tensors, plan, mesh, device, slots)
+    return lay_out(part, value_of, split_tensors, plan, mesh, device, storage)

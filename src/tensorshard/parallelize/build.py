@@ -21,7 +21,6 @@ from tensorshard.comm.world import (
 )
 from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.engine import Engine, LossFunction
-from tensorshard.engine.offload import open_tiers
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains_heads
 from tensorshard.engine.optimizer_probe import check_optimizer
 from tensorshard.engine.other_optimizers import mark_replaced
@@ -41,6 +40,7 @@ from tensorshard.parallelize.apply_passes import apply_plan
 from tensorshard.parallelize.arguments import as_device, check_arguments
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.parallelize.model_checks import check_model
+from tensorshard.parallelize.open_storage import open_storage
 from tensorshard.parallelize.replaced_parameters import refuse_in_forwards
 from tensorshard.parallelize.restore_on_error import UsersModules, is_just_built
 from tensorshard.parallelize.sharded_mark import check_not_laid_out, mark_laid_out
@@ -112,7 +112,7 @@ def lay_out_engine(
             )
             if mesh.world_size > 1:
                 schedule_as_batch()
-        slots = open_tiers(plan, mesh, device, off_device=off_device)
+        storage = open_storage(plan, mesh, device, off_device=off_device)
         broadcast = not agreed and mesh.world_size > 1
         cache = GenerationCache(source.module)
         with cache.off():
@@ -123,7 +123,7 @@ def lay_out_engine(
                 device,
                 broadcast=broadcast,
                 sample_inputs=sample_inputs,
-                slots=slots,
+                storage=storage,
                 decisions=decisions,
             )
         if debug:
@@ -143,7 +143,7 @@ def lay_out_engine(
             cache=cache,
             head_groups=groups,
             debug=debug,
-            slots=slots,
+            storage=storage,
             heap=heap,
         )
         check_optimizer(

@@ -8,20 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.comm.decisions import succeed_together
 from tensorshard.loss.logits.output_layers import OutputLogits
 from tensorshard.model.parameters import assign_buffers
-from tensorshard.offload.offloaded_parameters import OffloadedParameters
-from tensorshard.offload.slots import Slots
 from tensorshard.parallelize.output_logits import find_output_logits
 from tensorshard.passes.batch_norm import synchronize_batch_norm
 from tensorshard.passes.compile import compile_blocks
 from tensorshard.passes.mixed_types import give_one_type
-from tensorshard.passes.offload_activations import offload_activations
 from tensorshard.passes.precision import DTYPES, keep_norms_fp32
 from tensorshard.passes.recompute import apply_recompute
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 
@@ -57,12 +54,12 @@ def lay_out(
     plan: Plan,
     mesh: Mesh,
     device: torch.device,
-    slots: Slots | None = None,
+    storage: Storage,
 ) -> ShardedModel:
     """Applies the transforms to `part`, and fills it.
 
     Args:
-        slots: where offloaded values go.
+        storage: where values are kept.
         value_of: called for one name after the other, in the model's order if other ranks depend on the order.
         split_tensors: splits the part over the tensor-parallel ranks.
     """
@@ -90,8 +87,7 @@ def lay_out(
         for sentence in compile_blocks(part.repeated, plan.recompute):
             if mesh.rank == 0:
                 logger.warning("compile=True: %s", sentence)
-    if slots is not None and slots.activations is not None:
-        offload_activations(part.repeated, slots.activations)
+    storage.move_activations(part.repeated)
     reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
 
     def local_value(name: str) -> torch.Tensor:
@@ -101,7 +97,6 @@ def lay_out(
     if plan.shards_parameters:
         from tensorshard.data_parallel.fully_sharded import FullyShardedModel
 
-        offloads = slots is not None and slots.offload.parameters is not None
         sharded = FullyShardedModel(
             part.module,
             local_value,
@@ -110,12 +105,10 @@ def lay_out(
             split,
             precision=plan.precision,
             reduce_dtype=reduce_dtype,
-            offloaded=OffloadedParameters(slots) if slots is not None and offloads else None,
+            storage=storage,
         )
         sharded.logits = logits
         _show_whole(part.module, split, sharded)
-        if offloads:
-            succeed_together(sharded.check_offloaded, mesh.world_group, "parallelize")
         return sharded
     from tensorshard.data_parallel.replicated import ReplicatedModel
 
@@ -128,7 +121,7 @@ def lay_out(
         level=int(plan.zero),
         precision=plan.precision,
         reduce_dtype=reduce_dtype,
-        slots=None if slots is None or slots.offload.optimizer is None else slots,
+        storage=storage,
     )
     replicated.logits = logits
     _show_whole(part.module, split, replicated)

@@ -13,7 +13,6 @@ from tensorshard.model.fake_copies import copy_with
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.parameters import ParameterPlaces, like
 from tensorshard.model.sample_inputs import example_inputs
-from tensorshard.offload.slots import Slots
 from tensorshard.parallelize.decisions import Decisions, Traced
 from tensorshard.parallelize.passes import Part, from_first_rank, lay_out
 from tensorshard.parallelize.stage_tensor_split import fake_tensor_split, split_stage
@@ -28,6 +27,7 @@ from tensorshard.pipeline.trace.traced_run import UncuttableError
 from tensorshard.pipeline.trace.tracer import Tracer
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
@@ -47,13 +47,13 @@ def apply_pipeline(
     *,
     broadcast: bool,
     sample_inputs: Any,
-    slots: Slots | None = None,
+    storage: Storage,
 ) -> PipelinedModel:
     """This rank's stages of the source's model, laid out over the other axes of `mesh`.
 
     Args:
         decisions: the table of tensor parallelism, and the model's cut if another rank has decided it.
-        broadcast, sample_inputs, slots: as for :func:`tensorshard.parallelize.passes.apply_plan`.
+        broadcast, sample_inputs, storage: as for :func:`tensorshard.parallelize.passes.apply_plan`.
 
     Raises:
         ValueError: the model cannot be cut; the error says where and why.
@@ -64,7 +64,7 @@ def apply_pipeline(
     shapes = decisions.shapes
     stages = [StageModule(model, shapes, index) for index in mesh.stages]
     value_of = _values(source, stages, mesh, device, broadcast=broadcast)
-    parts = [_lay_out_stage(stage, model, value_of, found, plan, mesh, device, slots) for stage in stages]
+    parts = [_lay_out_stage(stage, model, value_of, found, plan, mesh, device, storage) for stage in stages]
     return PipelinedModel(model, stages, parts, mesh)
 
 
@@ -122,7 +122,7 @@ def _lay_out_stage(
     plan: Plan,
     mesh: Mesh,
     device: torch.device,
-    slots: Slots | None,
+    storage: Storage,
 ) -> ShardedModel:
     names = (
         name for name in find_blocks(model) if any(name == unit or name.startswith(f"{unit}.") for unit in stage.units)
@@ -139,7 +139,7 @@ def _lay_out_stage(
     def split() -> TensorSplit:
         return TensorSplit() if found is None else split_stage(stage, model, found, plan, mesh.group("tp"))
 
-    return lay_out(part, value_of, split, plan, mesh, device, slots)
+    return lay_out(part, value_of, split, plan, mesh, device, storage)
 
 
 def _tracer(source: TensorSource, found: VerifiedTable | None, plan: Plan, mesh: Mesh, device: torch.device) -> Tracer:

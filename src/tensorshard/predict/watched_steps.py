@@ -1,7 +1,7 @@
 """Runs steps of an Engine under a ledger, and notes what each storage is for."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +12,6 @@ from tensorshard.common.repetitions import shortened
 from tensorshard.engine.engine import Engine
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.tensors import tensor_leaves
-from tensorshard.offload.slots import Slots
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 from tensorshard.pipeline.split_backward import may_split_backward
 from tensorshard.plan.plan import Plan
@@ -130,13 +129,12 @@ def watch_steps(
                 if index == STEPS - 1:
                     if operations is not None:
                         operations.begin_step(ledger.phase)
-                    if engine.slots is not None:
-                        engine.slots.forget_moved()
+                    engine.storage.forget_moved()
                 engine.step(inputs, targets)
             if operations is not None:
                 operations.end_step()
-        if engine.slots is not None:
-            ledger.leave_out(_elsewhere(ledger, engine.slots))
+        if engine.storage.tensors:
+            ledger.leave_out(_elsewhere(ledger, engine.storage.tensors))
     return ledger, watcher.known, engine
 
 
@@ -163,8 +161,8 @@ def _blocks(engine: Engine) -> list[nn.Module]:
     return list(find_blocks(engine.sharded.model).values())
 
 
-def _elsewhere(ledger: StorageLedger, slots: Slots) -> set[int]:
+def _elsewhere(ledger: StorageLedger, tensors: Sequence[torch.Tensor]) -> set[int]:
     """The numbers of storages that are not in the device's memory: offloaded ones, and those that the update on the
     host makes."""
-    offloaded = {number for tensor in slots.tensors if (number := ledger.number_of(tensor)) is not None}
+    offloaded = {number for tensor in tensors if (number := ledger.number_of(tensor)) is not None}
     return offloaded | {allocation.number for allocation in ledger.allocations if allocation.phase == "update"}
