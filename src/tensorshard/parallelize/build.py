@@ -19,12 +19,12 @@ from tensorshard.comm.world import (
     ranks_here,
     world_size,
 )
-from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.engine import Engine, LossFunction
+from tensorshard.engine.guards.collective_errors import explained
+from tensorshard.engine.guards.foreign_optimizers import mark_replaced
+from tensorshard.engine.guards.optimizer_probe import check_optimizer
 from tensorshard.engine.offload import open_tiers
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains_heads
-from tensorshard.engine.optimizer_probe import check_optimizer
-from tensorshard.engine.other_optimizers import mark_replaced
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
 from tensorshard.host.heap import HostHeap
 from tensorshard.host.scheduler import schedule_as_batch

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import decide_once
+from tensorshard.engine.last_batch import MicroBatch
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
-from tensorshard.engine.stand_ins import MicroBatch
-from tensorshard.engine.step_runner import StepAgain, StepLoss, StepRunner
+from tensorshard.engine.step import StepAgain, StepLoss, StepRunner
 from tensorshard.model.batches import batch_size, split_unevenly, to_device
 from tensorshard.model.tensors import map_tensors
 from tensorshard.model.values import Structure, take_apart
