@@ -9,7 +9,7 @@ from torch import nn
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
-from tensorshard.comm.world import ranks_here
+from tensorshard.comm.world import ranks_here, world
 from tensorshard.offload.activations import OffloadedActivations
 from tensorshard.offload.device_copies import DeviceCopies
 from tensorshard.offload.folders import scratch_folder
@@ -22,7 +22,7 @@ from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.offload import Offload
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import ParameterUnits, Place, Storage, StoredModel, TemporaryCopy, Update
-from tensorshard.torch_private.fake_tensors import active_fake_mode, detect_fake_mode, unset_fake_temporarily
+from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
 logger = logging.getLogger("tensorshard")
 
@@ -157,7 +157,7 @@ class TieredStorage(Storage):
             model.watch_gradients(update.gradients.take, update.gradients.finish)
         if self._offload.overlap:
             model.watch_updates(update.background)
-        shown = self._is_first and active_fake_mode() is None
+        shown = self._is_first and not world().is_simulated
         if shown and self._offload.host_memory is not None:  # else the plan says it
             print(f"offloaded by rank 0:\n{self.describe()}", flush=True)
         return update
@@ -189,7 +189,7 @@ class TieredStorage(Storage):
             device = None if self._tiers.copies is None else self._tiers.copies.device
             failures = torch.tensor([float(failure is not None)], device=device)
             all_reduce_(failures, self._group, what="whether the scratch files could be read and written")
-            if detect_fake_mode(failures) is not None or not failures.item():
+            if not any(world().known(failures, [0.0])):
                 return
         elif failure is None:
             return
