@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tensorshard.loss.heads.loss import two_passes
-from tensorshard.loss.heads.tiles import kernels, tiles
-from tensorshard.loss.heads.tiles.rounding import Noise, block_size
-from tensorshard.loss.heads.update import update_rule
+from tensorshard.loss import kernels, tiles, two_passes
+from tensorshard.loss.heads import update_rule
+from tensorshard.loss.kernels import Noise, block_size
 from tensorshard.nn import ArcFace, ParallelLinearCrossEntropy
 
 pytestmark = [

@@ -7,10 +7,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tensorshard.loss.heads.loss import two_passes as passes
-from tensorshard.loss.heads.tiles import kernels, tiles
-from tensorshard.loss.heads.tiles.precision import Precision
-from tensorshard.loss.heads.update import update_rule as update
+from tensorshard.loss import kernels, tiles, two_passes
+from tensorshard.loss.heads import update_rule
+from tensorshard.loss.tiles import Precision
 from tensorshard.nn import ArcFace, ParallelLinearCrossEntropy
 from tensorshard.nn.functional import parallel_linear_cross_entropy
 
@@ -47,7 +46,7 @@ def test_compiled_is_the_same(options, monkeypatch):
     monkeypatch.setattr(tiles, "tile_width", lambda *_: 16)
     expected = _train(options)
     used = kernels.compiled_kernels("aot_eager_decomp_partition")
-    for module in (passes, update):
+    for module in (two_passes, update_rule):
         monkeypatch.setattr(module, "choose_kernels", lambda _: used)
     torch._dynamo.reset()
     counters.clear()
