@@ -12,7 +12,7 @@ from tensorshard.common.terminal import fit, terminal_width
 from tensorshard.host.memory import cores_here
 
 _PACKAGES = (
-    "torch", "numpy", "omegaconf", "hydra-core", "safetensors", "torchmetrics",
+    "torch", "numpy", "omegaconf", "safetensors", "torchmetrics",
     "transformers", "tokenizers", "tensorboard", "triton",
 )  # fmt: skip
 _VARIABLES = (

@@ -30,10 +30,10 @@ from tensorshard.engine.step import StepAgain, StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.engine.trained_parameters import TrainedParameters
 from tensorshard.host.process_settings import HostHeap
-from tensorshard.loss.heads.under_plan.optimizer_groups import HeadGroup
 from tensorshard.model.buffer_values import BufferValues, Place
 from tensorshard.model.generation_cache import GenerationCache
 from tensorshard.model.surrounded import surround_forwards
+from tensorshard.model.trains_itself import OwnRule
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.slots import Slots
 from tensorshard.passes.compile_log import CompileLog
@@ -88,7 +88,7 @@ class Engine(LoopMethods):
         seed: int,
         random: RandomStreams,
         cache: GenerationCache,
-        head_groups: Sequence[HeadGroup] = (),
+        own_rules: Sequence[OwnRule] = (),
         debug: bool = False,
         slots: Slots | None = None,
         heap: HostHeap | None = None,
@@ -127,10 +127,10 @@ class Engine(LoopMethods):
                 lambda *_: None if torch.is_grad_enabled() else check_transfers(slots, mesh.world_group)
             )
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
-        self._optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
+        self._optimizer = build_optimizer(optimizer, self._gradients.trained, own_rules)
         if slots is not None and slots.offload.optimizer is not None:
             trained = self._gradients.trained
-            self._offloaded = offload_states(self._optimizer, optimizer, head_groups, sharded, trained, mesh, slots)
+            self._offloaded = offload_states(self._optimizer, optimizer, own_rules, sharded, trained, mesh, slots)
             self._gradients.offloaded = self._offloaded.gradients
         batch_buffers = BatchBuffers(sharded, mesh, device, steps_taken=lambda: self.step_count)
         self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
@@ -141,7 +141,7 @@ class Engine(LoopMethods):
         )
         self._changes = ModuleChanges(sharded.model, shards_parameters=plan.shards_parameters)
         self._trained = TrainedParameters(
-            self._optimizer, optimizer, head_groups, sharded, is_offloaded=self._offloaded is not None
+            self._optimizer, optimizer, own_rules, sharded, is_offloaded=self._offloaded is not None
         )
         self._manual_loop = ManualLoop(
             sharded,

@@ -12,7 +12,7 @@ from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
 from tensorshard.comm.world import ranks_here
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
-from tensorshard.loss.heads.under_plan.optimizer_groups import HeadGroup
+from tensorshard.model.trains_itself import OwnRule
 from tensorshard.offload.activations import OffloadedActivations
 from tensorshard.offload.device_copies import DeviceCopies
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
@@ -94,7 +94,7 @@ def _off_device(plan: Plan, offload: Offload, *, say: bool) -> Offload:
 def offload_states(
     optimizer: torch.optim.Optimizer,
     factory: OptimizerFactory,
-    heads: Sequence[HeadGroup],
+    rules: Sequence[OwnRule],
     sharded: ShardedModel,
     trained: Mapping[str, nn.Parameter],
     mesh: Mesh,
@@ -104,7 +104,7 @@ def offload_states(
 
     Args:
         factory: what made `optimizer`.
-        heads: the parameters that are trained by their own rule.
+        rules: of parameters that are trained in groups of their own.
         trained: the master weights that it updates.
 
     Raises:
@@ -115,7 +115,7 @@ def offload_states(
         states: Mapping[str, Mapping[str, torch.dtype]] = {}
         if tile_update(optimizer) is None:
             with unset_fake_temporarily():
-                states = probe_states(partial(build_optimizer, factory, heads=heads), trained)
+                states = probe_states(partial(build_optimizer, factory, rules=rules), trained)
         masters = {name: m for name, m in sharded.offloaded_masters().items() if name in trained}
         return OffloadedOptimizer(
             optimizer,
