@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.sharding import to_local
+from tensorshard.comm.world import world
 from tensorshard.offload.offloaded_gradients import OffloadedGradients
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.sharded.sharded_model import ShardedModel
-from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.operators import foreach_mul_, foreach_norm
 from tensorshard.torch_private.tensors import count_gradient_hooks
 
@@ -271,7 +271,7 @@ def _check_finite(value: torch.Tensor, what: str, steps_taken: int) -> None:
 
 def _read(values: list[torch.Tensor], flag: torch.Tensor | None) -> tuple[bool, bool]:
     """Whether all `values` are finite, and whether `flag` is above 0. One read from the device."""
-    if detect_fake_mode(values) is not None:
+    if world().is_simulated:
         return True, False
     everything = values if flag is None else [*values, flag]
     if not everything:
@@ -282,7 +282,7 @@ def _read(values: list[torch.Tensor], flag: torch.Tensor | None) -> tuple[bool, 
 
 def _are_finite(*values: torch.Tensor) -> bool:
     """Whether all `values` are finite. They are read together, since each read from a GPU has to wait for it."""
-    if detect_fake_mode(values) is not None:
+    if world().is_simulated:
         return True
     return all(map(math.isfinite, torch.stack([value.detach().double() for value in values]).tolist()))
 
@@ -290,7 +290,7 @@ def _are_finite(*values: torch.Tensor) -> bool:
 def _is_one(factor: torch.Tensor | float) -> bool:
     """Whether `factor` is known to be 1. One on a GPU is not read, since that costs more than multiplying."""
     if isinstance(factor, torch.Tensor):
-        return factor.device.type == "cpu" and detect_fake_mode(factor) is None and factor.item() == 1.0
+        return factor.device.type == "cpu" and world().known(factor, 0.0) == 1.0
     return factor == 1.0
 
 

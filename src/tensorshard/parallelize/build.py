@@ -17,6 +17,7 @@ from tensorshard.comm.world import (
     default_device,
     join_world,
     ranks_here,
+    world,
     world_size,
 )
 from tensorshard.engine.engine import Engine, LossFunction
@@ -26,8 +27,7 @@ from tensorshard.engine.guards.optimizer_probe import check_optimizer
 from tensorshard.engine.offload import open_tiers
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
-from tensorshard.host.heap import HostHeap
-from tensorshard.host.scheduler import schedule_as_batch
+from tensorshard.host.process_settings import HostHeap, schedule_as_batch
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.generation_cache import GenerationCache
 from tensorshard.model.trains_itself import OwnRule, own_rules, take_own_rules
@@ -42,7 +42,6 @@ from tensorshard.passes.precision import check_supported
 from tensorshard.passes.recompute import always_compare
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 from tensorshard.weights.initial import Recording, TensorSource, from_meta, from_module, record
 
@@ -97,7 +96,7 @@ def lay_out_engine(
             _check_rules(source.module, rules, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
         heap = None
-        if device.type == "cpu" and active_fake_mode() is None:
+        if device.type == "cpu" and not world().is_simulated:
             heap = HostHeap(
                 ranks_here(),
                 spares_memory=plan.spares_memory,
