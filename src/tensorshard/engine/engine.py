@@ -28,7 +28,7 @@ from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.engine.step import StepAgain, StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.engine.trained_parameters import TrainedParameters
-from tensorshard.host.heap import HostHeap
+from tensorshard.host.process_settings import HostHeap
 from tensorshard.model.buffer_values import BufferValues, Place
 from tensorshard.model.generation_cache import GenerationCache
 from tensorshard.model.surrounded import surround_forwards

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.decisions import succeed_together
-from tensorshard.host.allocator import give_back_free_memory, map_tensors_from
+from tensorshard.host.process_settings import give_back_free_memory, map_tensors_from
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.tiers import TILE_ALIGNMENT, OffloadedMaster, Slot, SlotSpec, Tiers
 from tensorshard.plan.storage import ParameterUnits, Place, UpdateProgress

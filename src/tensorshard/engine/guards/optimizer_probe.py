@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.decisions import succeed_together
 from tensorshard.comm.sharding import distribute
+from tensorshard.comm.world import world
 from tensorshard.sharded.sharded_model import ParameterSplit
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
