@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm import differentiable as collectives
-from tensorshard.loss.split_logits import split_logits
+from tensorshard.loss.logits.split_logits import split_logits
 
 
 class SplitOutputs:
