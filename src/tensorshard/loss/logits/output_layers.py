@@ -169,11 +169,11 @@ class OutputLogits:
         if self._mode == "whole":
             return None
         fewest = f"{FEWEST_CLASSES:,} outputs or more" if self._mode == "auto" else "outputs"
-        told = [self._told(layer) for layer in self._layers]
-        told = told or [f"whole: no linear layer outside of the model's blocks has {fewest}"]
-        return "\n".join(f"logits         {sentence}" for sentence in told)
+        sentences = [self._sentence(layer) for layer in self._layers]
+        sentences = sentences or [f"whole: no linear layer outside of the model's blocks has {fewest}"]
+        return "\n".join(f"logits         {sentence}" for sentence in sentences)
 
-    def _told(self, layer: OutputLayer) -> str:
+    def _sentence(self, layer: OutputLayer) -> str:
         if layer.refused is not None:
             return f"{layer.name}: whole: {layer.refused}"
         tokens, size = layer.size

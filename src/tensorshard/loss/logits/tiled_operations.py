@@ -71,8 +71,8 @@ def _takes_classes(logits: DeferredLogits, target: Any) -> bool:
     second = linear.class_dim == min(1, len(linear.shape) - 1)
     if not second or not isinstance(target, torch.Tensor) or isinstance(target, DeferredLogits):
         return False
-    whole = not target.is_floating_point() and target.dtype != torch.bool
-    return whole and target.shape == linear.token_shape and target.device == logits.device and target.numel() > 0
+    is_integer = not target.is_floating_point() and target.dtype != torch.bool
+    return is_integer and target.shape == linear.token_shape and target.device == logits.device and target.numel() > 0
 
 
 def _log_softmax(
