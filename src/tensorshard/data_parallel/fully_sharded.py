@@ -19,9 +19,9 @@ from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.loss.heads.under_plan.method_calls import call_before_heads, gather_for_heads
+from tensorshard.model.forward_contexts import surround_forwards
 from tensorshard.model.other_places import follow, has_other_places
 from tensorshard.model.parameters import ParameterPlaces, like
-from tensorshard.model.surrounded import surround_forwards
 from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.slots import OffloadedMaster, Slot
 from tensorshard.offload.update_behind import UpdateBehind

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
-from tensorshard.model.running_statistics import keeps_statistics
+from tensorshard.model.buffers import keeps_statistics
 from tensorshard.plan.mesh import Mesh
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.fake_tensors import detect_fake_mode

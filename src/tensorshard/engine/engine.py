@@ -33,9 +33,9 @@ from tensorshard.engine.summary import Summary, summarize
 from tensorshard.engine.trained_parameters import TrainedParameters
 from tensorshard.host.heap import HostHeap
 from tensorshard.loss.heads.under_plan.optimizer_groups import HeadGroup
-from tensorshard.model.buffer_values import BufferValues, Place
-from tensorshard.model.generation_cache import GenerationCache
-from tensorshard.model.surrounded import surround_forwards
+from tensorshard.model.buffers import BufferValues, Place
+from tensorshard.model.forward_contexts import surround_forwards
+from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.slots import Slots
 from tensorshard.passes.compile_log import CompileLog

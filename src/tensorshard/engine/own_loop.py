@@ -28,7 +28,7 @@ from tensorshard.engine.module_changes import ModuleChanges
 from tensorshard.engine.same_batch import SameBatch
 from tensorshard.engine.trained_parameters import TrainedParameters, methods_beside_step
 from tensorshard.engine.wrong_batch import note_inputs
-from tensorshard.model.surrounded import as_hook, surround_forwards, surround_parts
+from tensorshard.model.forward_contexts import as_hook, surround_forwards, surround_parts
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan

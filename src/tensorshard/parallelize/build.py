@@ -36,7 +36,7 @@ from tensorshard.loss.heads.under_plan.head_updates import (
     log_updates,
     take_updates,
 )
-from tensorshard.model.generation_cache import GenerationCache
+from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.parallelize.apply_passes import apply_plan
 from tensorshard.parallelize.arguments import as_device, check_arguments
 from tensorshard.parallelize.decisions import Decisions

@@ -11,7 +11,7 @@ from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.loss.heads.under_plan.head_checks import check_heads
 from tensorshard.loss.heads.update.updated_parameter import UpdatedParameter
 from tensorshard.model.blocks import select_modules
-from tensorshard.model.shared_memory import check_own_memory
+from tensorshard.model.parameters import check_own_memory
 from tensorshard.parallelize.parallel_layers import check_split_by_hand, split_by_hand
 from tensorshard.parallelize.sharded_mark import check_not_laid_out
 from tensorshard.passes.batch_norm_checks import check_batch_norms

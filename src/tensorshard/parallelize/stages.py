@@ -19,8 +19,8 @@ from tensorshard.parallelize.passes import Part, from_first_rank, lay_out
 from tensorshard.parallelize.stage_tensor_split import fake_tensor_split, split_stage
 from tensorshard.passes.mixed_types import give_one_type
 from tensorshard.passes.precision import autocast, compute_dtype, keep_norms_fp32, master_dtype
-from tensorshard.pipeline.cut.cut import Cut, cut_model
-from tensorshard.pipeline.run.crossings import Shapes, input_signature
+from tensorshard.pipeline.cut import Cut, cut_model
+from tensorshard.pipeline.run.cut_cache import CutCache, input_signature
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.trace.call_graph import CallGraph
@@ -75,7 +75,7 @@ def _cut(
     mesh: Mesh,
     device: torch.device,
     sample_inputs: Any,
-) -> Shapes:
+) -> CutCache:
     """Where the model is cut into stages, and what crosses the cuts."""
     tracer, graph, graphs, _ = _traced(source, decisions, plan, mesh, device, sample_inputs)
     if plan.micro_batches > 1 and graph.trained_writes:
@@ -88,7 +88,7 @@ def _cut(
     count = mesh.degrees["pp"] * mesh.stages_per_rank
     # Ranks may have parts of different sizes. They must all use the same cut.
     positions = decide_once(lambda: cut_model(graph, count, split=plan.pp_split).positions, mesh.world_group)
-    return Shapes(tracer, Cut(graph, positions), graphs if decisions.traced is not None else None)
+    return CutCache(tracer, Cut(graph, positions), graphs if decisions.traced is not None else None)
 
 
 def _traced(

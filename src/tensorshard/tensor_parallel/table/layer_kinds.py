@@ -8,7 +8,7 @@ from torch import nn
 
 from tensorshard.loss.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.model.forwards import own_forward, runs_forward_of
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
 from tensorshard.torch_private.modules import (
     CONVOLUTIONS,
     TRANSPOSED_CONVOLUTIONS,

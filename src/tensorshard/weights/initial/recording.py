@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tensorshard.model.copies import copy_module
-from tensorshard.model.host_random import host_random_kept
+from tensorshard.model.state_places import host_random_restored
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from tensorshard.torch_private.modules import TABLES
@@ -248,7 +248,7 @@ def seeded(seed: int) -> Iterator[None]:
     """Seeds torch's, numpy's and Python's global generators, and restores them afterwards."""
     # An accelerator that nobody has used yet has no state to keep; asking for it would take memory there.
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices), host_random_kept():
+    with torch.random.fork_rng(devices=devices), host_random_restored():
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorshard.model.memoized import nothing_remembered
+from tensorshard.model.global_state import restored_globals
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 
 
@@ -72,6 +72,6 @@ def test_what_was_remembered_before_stays_if_nothing_new_was(known):
     model = Model()
     places.cache_clear()
     places(3)
-    with nothing_remembered(model):
+    with restored_globals(model):
         places(3 if known else 4)
     assert places.cache_info().currsize == int(known)

@@ -1,4 +1,4 @@
-"""Which tensors cross the cuts for given inputs, found once for each shape of the inputs."""
+"""Which tensors cross the cuts for given inputs, traced once for each shape of the inputs."""
 
 import logging
 from collections import Counter, OrderedDict
@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.model.values import Layout
-from tensorshard.pipeline.cut.cut import Cut
-from tensorshard.pipeline.cut.placement import place_calls, unit_stages
+from tensorshard.model.tensors import TensorSpec
+from tensorshard.pipeline.cut import Cut, place_calls, unit_stages
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.tracer import Tracer
 from tensorshard.torch_private.modules import every_module
@@ -22,7 +21,7 @@ _MOST_KNOWN = 64
 _MANY_NUMBERS = 8
 
 
-class Shapes:
+class CutCache:
     """Runs the model on fake tensors for inputs of new shapes, and keeps the results of the latest ones.
 
     Every stage has the same inputs, so all find the same result without communication. A Python number among the inputs
@@ -122,12 +121,12 @@ class Shapes:
         return placed
 
 
-def received_layouts(cut: Cut, stage: int) -> tuple[Layout, ...]:
+def received_layouts(cut: Cut, stage: int) -> tuple[TensorSpec, ...]:
     """What `stage` receives, in order."""
     return tuple(cut.graph.sent_layout(leaf) for leaf in cut.received(stage))
 
 
-def sent_layouts(cut: Cut, stage: int) -> tuple[Layout, ...]:
+def sent_layouts(cut: Cut, stage: int) -> tuple[TensorSpec, ...]:
     """What `stage` sends on, in order; nothing if it is the last."""
     return received_layouts(cut, stage + 1) if stage + 1 < cut.stages else ()
 

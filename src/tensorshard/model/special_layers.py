@@ -1,11 +1,11 @@
-"""Mixtures of experts with weights stacked into parameters [experts, ...]: finding them, and faking their runs."""
+"""Recognizes layers of unusual form: transposed linear layers, and experts stacked into parameters [experts, ...]."""
 
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.model.forwards import Forward, Role, has_users_forward, wrap_forward
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.torch_private.modules import own_parameters
 
@@ -40,3 +40,10 @@ def _placeholder_output(module: nn.Module, forward: Forward, /, *args: Any, **kw
     return sum(
         (t.sum().to(first.dtype) for t in (*others, *own_parameters(module).values()) if t is not None), start=first
     )
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether `module` computes as the ``Conv1D`` of transformers: a linear layer whose weight is [inputs, outputs]."""
+    forward = type(module).forward
+    home, name = getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")
+    return name == "Conv1D.forward" and home.startswith("transformers.") and not has_users_forward(module)

@@ -1,17 +1,27 @@
-"""The values of a module's buffers at one time, to restore if a computation is undone or repeated."""
+"""A module's buffers: which of them a training forward changes, and their values at one time, to restore them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
-from tensorshard.model.running_statistics import STATISTICS, keeps_statistics
-from tensorshard.torch_private.modules import buffer_at, buffer_names, set_buffer
+from tensorshard.torch_private.modules import (
+    NormBase,
+    SpectralNormVectors,
+    buffer_at,
+    buffer_names,
+    forward_pre_hooks,
+    own_buffers,
+    set_buffer,
+)
 from tensorshard.torch_private.tensors import tensor_version
 
 Place = tuple[nn.Module, str]
 """A module, and the name of a buffer in it."""
+
+STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass
@@ -111,3 +121,33 @@ class Exchanged:
         """Puts the buffers back."""
         for module, name, buffer in self._current:
             set_buffer(module, name, buffer)
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether `module` is one of torch's batch or instance normalizations or a subclass, or has the same buffers."""
+    return isinstance(module, NormBase) or all(name in own_buffers(module) for name in STATISTICS)
+
+
+def running_statistics(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers that a training forward of `model`'s normalizations changes."""
+    return buffers_of(modules_with_statistics(model))
+
+
+def modules_with_statistics(model: nn.Module) -> list[nn.Module]:
+    """The modules in `model` that have such buffers: batch and instance normalizations, and spectral norms."""
+    return [module for module in model.modules() if keeps_statistics(module) or _iterates(module)]
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """The buffers that `modules` hold themselves at this moment."""
+    return [buffer for module in modules for buffer in own_buffers(module).values()]
+
+
+def spectral_norm_hooks(module: nn.Module) -> list[SpectralNorm]:
+    """The hooks of :func:`torch.nn.utils.spectral_norm`, which compute a weight before each forward of `module`."""
+    return [hook for hook in forward_pre_hooks(module) if isinstance(hook, SpectralNorm)]
+
+
+def _iterates(module: nn.Module) -> bool:
+    """Whether each training forward takes one more step of a power iteration."""
+    return isinstance(module, SpectralNormVectors) or bool(spectral_norm_hooks(module))

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 import tensorshard as ts
 from pipeline_models import EXAMPLES, Mixer
 from tensorshard.models import GPT
-from tensorshard.pipeline.cut.balance import balanced_positions
-from tensorshard.pipeline.cut.cut import Cut, cut_model
+from tensorshard.pipeline.cut import Cut, balanced_positions, cut_model
 from tensorshard.pipeline.run.split_backward import backward_of_inputs
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.tracer import Tracer
@@ -135,10 +134,10 @@ def test_cuts_that_cannot_be(bert, stages, split, message):
 
 def test_a_cut_sends_few_tensors(monkeypatch):
     graph = graph_of(*EXAMPLES["unet"].make())
-    monkeypatch.setattr("tensorshard.pipeline.cut.obstacles._MOST_CROSSING", 2)
+    monkeypatch.setattr("tensorshard.pipeline.cut._MOST_CROSSING", 2)
     with pytest.raises(ValueError, match=r"before 'up\.0' would send 3 tensors.*at most 2.*before 'down\.1'"):
         cut_model(graph, 2, split=["up.0"])
-    monkeypatch.setattr("tensorshard.pipeline.cut.obstacles._MOST_CROSSING", 1)
+    monkeypatch.setattr("tensorshard.pipeline.cut._MOST_CROSSING", 1)
     assert cut_model(graph, 2).positions in ((1,), (5,))
 
 

@@ -7,9 +7,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tensorshard.pipeline.cut.cut import cut_model
-from tensorshard.pipeline.run import crossings
-from tensorshard.pipeline.run.crossings import Shapes
+from tensorshard.pipeline.cut import cut_model
+from tensorshard.pipeline.run import cut_cache
+from tensorshard.pipeline.run.cut_cache import CutCache
 from tensorshard.pipeline.trace.tracer import Tracer
 
 
@@ -24,9 +24,9 @@ class Scaled(nn.Module):
         return x
 
 
-def _shapes(model: nn.Module) -> Shapes:
+def _shapes(model: nn.Module) -> CutCache:
     tracer = Tracer(model)
-    return Shapes(tracer, cut_model(tracer.trace({"x": torch.zeros(2, 4), "scale": 0.5}), 2))
+    return CutCache(tracer, cut_model(tracer.trace({"x": torch.zeros(2, 4), "scale": 0.5}), 2))
 
 
 def test_the_same_shapes_are_examined_once():
@@ -40,7 +40,7 @@ def test_the_same_shapes_are_examined_once():
 def test_numbers_that_change_are_noticed_once_and_do_not_fill_memory(caplog):
     model = Scaled()
     shapes = _shapes(model)
-    with caplog.at_level(logging.WARNING, "tensorshard"), mock.patch.object(crossings, "_MOST_KNOWN", 10):
+    with caplog.at_level(logging.WARNING, "tensorshard"), mock.patch.object(cut_cache, "_MOST_KNOWN", 10):
         for step in range(30):
             shapes.of({"x": torch.zeros(2, 4), "scale": step / 30}, model)
     assert len(shapes._known) == 10

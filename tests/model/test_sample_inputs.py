@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tensorshard.model.smaller_inputs import smaller_inputs
+from tensorshard.model.sample_inputs import smaller_inputs
 from tensorshard.model.tensors import tensor_leaves
 
 TOKENS = torch.arange(16 * 2048).view(16, 2048)

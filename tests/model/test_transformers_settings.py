@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tensorshard.model.packed_sequences import NotPacked
+from tensorshard.model.transformers_settings import NotPacked
 
 NAME = "transformers.masking_utils"
 

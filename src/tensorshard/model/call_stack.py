@@ -1,11 +1,17 @@
-"""Whether code of the user's asks for a tensor, or code that computes with the part that this rank holds.
+"""Reads the call stack: whether a user's code asks for a tensor, and which line of it is running.
 
-Found from the call stack. That takes some microseconds, so that it is asked only where a tensor would be gathered.
+Walking the stack takes some microseconds, so it is done only where a tensor would be gathered, or a run is examined.
 """
 
+import os
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 from tensorshard.torch_private.modules import MODULE_CALLS, MODULE_LOADS
@@ -13,7 +19,15 @@ from tensorshard.torch_private.modules import MODULE_CALLS, MODULE_LOADS
 _MARK = "_tensorshard_computes_on_parts"  # the key in a module's __dict__, which its deep copies have, too
 _OWN = "tensorshard"
 _USERS = "tensorshard.models"  # models as users write them
-_PASSED_ON = ("torch", "tensorshard.model.watched_parameters", "tensorshard.model.written_through")
+_PASSED_ON = ("torch", "tensorshard.model.watched_parameters")
+
+_MODULE_CODE = frozenset((*MODULE_CALLS, *MODULE_LOADS))
+_PACKAGE = Path(__file__).resolve().parent.parent
+_LIBRARIES = tuple(
+    f"{Path(path).resolve()}{os.sep}" for path in (Path(torch.__file__).parent, sysconfig.get_path("stdlib"))
+)
+_INSTALLED = tuple(f"{Path(sysconfig.get_path(name)).resolve()}{os.sep}" for name in ("purelib", "platlib"))
+_STEPS = str(_PACKAGE / "predict" / "watched_steps.py")  # calls the Engine: frames outside of it are no model's
 
 
 def mark_modules(model: nn.Module) -> None:
@@ -55,4 +69,29 @@ def _is_within(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-_MODULE_CODE = frozenset((*MODULE_CALLS, *MODULE_LOADS))
+def users_line() -> str:
+    """The line as "gpt.py:71"; "" if there is none, as in the backward of torch's own functions."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _STEPS:
+            return ""
+        name = _short_name(file)
+        if name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+@cache
+def _short_name(file: str) -> str:
+    """The file's name, with its folder's name before it if it is installed; "" for a file of a library."""
+    if file.startswith("<"):
+        return ""
+    path = str(Path(file).resolve())
+    if path.startswith(f"{_PACKAGE}{os.sep}"):
+        return Path(file).name if path.startswith(str(_PACKAGE / "models")) else ""
+    installed = path.startswith(_INSTALLED)
+    if path.startswith(_LIBRARIES[0]) or (path.startswith(_LIBRARIES[1]) and not installed):
+        return ""
+    return "/".join(Path(path).parts[-2:]) if installed else Path(path).name

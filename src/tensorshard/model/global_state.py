@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.model.forward_code import is_foreign
+from tensorshard.model.reachable_state import is_foreign
 from tensorshard.model.state_places import Entries, Items, Members, Place, contents_of
 
 _CONTAINERS: dict[type, type[Place]] = {
@@ -27,7 +27,7 @@ _NOTHING = object()
 
 
 @contextmanager
-def nothing_remembered(model: nn.Module) -> Iterator[None]:
+def restored_globals(model: nn.Module) -> Iterator[None]:
     """At its end, makes the model's code forget what it began to keep inside.
 
     It finds functions and variables in the Python modules that define the classes of `model`, and in these classes, and
