@@ -13,8 +13,7 @@ from torch import nn
 
 from tensorshard.common.paths import as_path
 from tensorshard.model.parameters import parameter_aliases
-from tensorshard.weights.files.match_weights import find_stored_weights
-from tensorshard.weights.files.stored_weights import StoredWeights
+from tensorshard.weights.files.stored_weights import StoredWeights, find_stored_weights
 from tensorshard.weights.files.weight_files import open_weight_files
 from tensorshard.weights.initial.source import TensorSource
 
