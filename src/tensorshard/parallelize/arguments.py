@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.loss.heads.under_plan.head_checks import check_loss_function
 from tensorshard.plan.plan import Plan
 
 
@@ -32,7 +31,7 @@ def check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: A
             f"loss_fn is the class {loss_fn.__name__} itself; it must be an object of it: pass {loss_fn.__name__}()"
         )
     _check_takes_two(loss_fn)
-    check_loss_function(loss_fn)
+    _check_has_no_parameters(loss_fn)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise (ValueError if isinstance(seed, int) else TypeError)(
             f"seed is {seed!r}; it must be an integer of at least 0, the same on every rank"
@@ -86,6 +85,16 @@ def _check_takes_two(loss_fn: Any) -> None:
         raise TypeError(
             f"loss_fn takes {inspect.signature(called)}, and is called as loss_fn(output, targets) ({refused}); if "
             f"the model computes its own loss, pass lambda output, targets: output"
+        )
+
+
+def _check_has_no_parameters(loss_fn: Any) -> None:
+    names = [name for name, _ in loss_fn.named_parameters()] if isinstance(loss_fn, nn.Module) else []
+    if names:
+        raise ValueError(
+            f"loss_fn is a {type(loss_fn).__name__} with parameters ({', '.join(names[:3])}), which the Engine would "
+            f"not train, split or save: make it the model's last layer, called with the targets in the model's "
+            f"forward, pass (inputs, targets) as inputs, and loss_fn=lambda output, targets: output"
         )
 
 

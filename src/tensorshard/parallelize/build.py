@@ -17,25 +17,20 @@ from tensorshard.comm.world import (
     default_device,
     join_world,
     ranks_here,
+    world,
     world_size,
 )
-from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.engine import Engine, LossFunction
+from tensorshard.engine.guards.collective_errors import explained
+from tensorshard.engine.guards.foreign_optimizers import mark_replaced
+from tensorshard.engine.guards.optimizer_probe import check_optimizer
 from tensorshard.engine.offload import open_tiers
-from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains_heads
-from tensorshard.engine.optimizer_probe import check_optimizer
-from tensorshard.engine.other_optimizers import mark_replaced
+from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
 from tensorshard.host.heap import HostHeap
 from tensorshard.host.scheduler import schedule_as_batch
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.loss.heads.under_plan.head_updates import (
-    HeadUpdate,
-    check_updates,
-    find_updates,
-    log_updates,
-    take_updates,
-)
+from tensorshard.model.trains_itself import OwnRule, own_rules, take_own_rules
 from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.parallelize.apply_passes import apply_plan
 from tensorshard.parallelize.arguments import as_device, check_arguments
@@ -48,7 +43,6 @@ from tensorshard.passes.precision import check_supported
 from tensorshard.passes.recompute import always_compare
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 from tensorshard.weights.initial import Recording, TensorSource, from_meta, from_module, record
 
@@ -91,19 +85,19 @@ def lay_out_engine(
         if isinstance(model, nn.Module):
             users.keep(model)
             check_model(model, plan, split=split)
-            _check_updates(model, find_updates(model), optimizer)
+            _check_rules(model, own_rules(model), optimizer)
         join_world(device, timeout=patience)
-        source, agreed, updates = _weights_of(model, seed, users, decisions)
+        source, agreed, rules = _weights_of(model, seed, users, decisions)
         with explained("parallelize"):
             check_same(_described(plan, seed, source.module), world_group(), "parallelize")
         if isinstance(model, PretrainedModel):
             source = model.source(source, world_group())
         check_model(source.module, plan, split=split)
         if not isinstance(model, nn.Module):
-            _check_updates(source.module, updates, optimizer)
+            _check_rules(source.module, rules, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
         heap = None
-        if device.type == "cpu" and active_fake_mode() is None:
+        if device.type == "cpu" and not world().is_simulated:
             heap = HostHeap(
                 ranks_here(),
                 spares_memory=plan.spares_memory,
@@ -130,7 +124,6 @@ def lay_out_engine(
             always_compare(sharded.model)
         # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
         random = RandomStreams(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank, device)
-        groups = [update.group() for update in updates]
         engine = Engine(
             sharded,
             plan,
@@ -141,14 +134,14 @@ def lay_out_engine(
             seed=seed,
             random=random,
             cache=cache,
-            head_groups=groups,
+            own_rules=rules,
             debug=debug,
             slots=slots,
             heap=heap,
         )
         check_optimizer(
             engine.optimizer,
-            partial(build_optimizer, optimizer, heads=groups),
+            partial(build_optimizer, optimizer, rules=rules),
             sharded.masters(),
             sharded.split,
             int(plan.zero),
@@ -157,7 +150,8 @@ def lay_out_engine(
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
     _protect(engine, source, users_parameters)
     if mesh.rank == 0:
-        log_updates(updates)
+        for rule in rules:
+            rule.log()
         if cache.is_on():
             logger.warning(
                 "config.use_cache is off within step and evaluate: training needs no cache of keys and values"
@@ -182,15 +176,15 @@ def _weights_of(
     seed: int,
     users: UsersModules,
     decisions: Decisions | None,
-) -> tuple[TensorSource, bool, list[HeadUpdate]]:
-    """Where the initial weights come from; whether they are the same on every rank by construction; and the updates of
-    the model's heads, which are switched off."""
+) -> tuple[TensorSource, bool, list[OwnRule]]:
+    """Where the initial weights come from; whether they are the same on every rank by construction; and the rules of
+    modules that train themselves, whose own updates are switched off."""
     if not isinstance(model, nn.Module):
         if decisions is not None and decisions.recorded is not None:
             again = decisions.recorded[0].again()
             if again is not None:
                 return again, True, list(decisions.recorded[1])
-        updates: list[HeadUpdate] = []
+        rules: list[OwnRule] = []
         users_own = False
 
         def build() -> nn.Module:
@@ -201,24 +195,25 @@ def _weights_of(
                     users_own = True
                     users.keep(built)
                     check_not_laid_out(built)
-                updates[:] = take_updates(built)
+                rules[:] = take_own_rules(built)
             return built
 
         source = record(build, seed=seed)
         if decisions is not None and isinstance(source, Recording) and not users_own:
             again = source.again()
             if again is not None:
-                decisions.recorded = again, list(updates)
-        return source, True, updates
-    updates = take_updates(model)
+                decisions.recorded = again, list(rules)
+        return source, True, rules
+    rules = take_own_rules(model)
     if any(parameter.is_meta for parameter in model.parameters()):
-        return from_meta(model, seed=seed), True, updates
-    return from_module(model), False, updates
+        return from_meta(model, seed=seed), True, rules
+    return from_module(model), False, rules
 
 
-def _check_updates(model: nn.Module, updates: list[HeadUpdate], optimizer: OptimizerFactory) -> None:
-    check_updates(model, updates)
-    check_trains_heads(optimizer, model, [update.group() for update in updates])
+def _check_rules(model: nn.Module, rules: list[OwnRule], optimizer: OptimizerFactory) -> None:
+    for rule in rules:
+        rule.check(model)
+    check_trains(optimizer, model, rules)
 
 
 def _described(plan: Plan, seed: int, model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -8,10 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.loss.heads.under_plan.head_checks import check_heads
-from tensorshard.loss.heads.update.updated_parameter import UpdatedParameter
 from tensorshard.model.blocks import select_modules
 from tensorshard.model.parameters import check_own_memory
+from tensorshard.model.trains_itself import own_rules, self_training
 from tensorshard.parallelize.parallel_layers import check_split_by_hand, split_by_hand
 from tensorshard.parallelize.sharded_mark import check_not_laid_out
 from tensorshard.passes.batch_norm_checks import check_batch_norms
@@ -39,7 +38,8 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
     """
     check_not_laid_out(model)
     _check_not_wrapped(model)
-    check_heads(model)
+    for name, module in self_training(model).items():
+        module.check_under_plan(name)
     if split == "tp" and plan.tp > 1:
         check_split_by_hand(model, plan)
     else:
@@ -48,8 +48,9 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
         _check_parameter(name, parameter)
         _check_parameter_hooks(name, parameter)
     check_own_memory(model)
-    # Parameters of a head with update= do not require a gradient yet.
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad or isinstance(p, UpdatedParameter)}
+    # Parameters that a module updates by its own rule do not require a gradient yet.
+    by_rule = {model.get_parameter(name) for rule in own_rules(model) for name in rule.parameters}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad or p in by_rule}
     if not trained:
         raise ValueError(
             "no parameter of the model requires a gradient, so there is nothing to train; call requires_grad_() on "

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tensorshard.host.allocator import environment_for_training
-from tensorshard.host.cores import cores_here
+from tensorshard.host.memory import cores_here
 from tensorshard.trainer.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
 from tensorshard.trainer.launch.local_world import local_environment, register
 from tensorshard.trainer.launch.worker import INTERRUPTED, write_call

@@ -82,15 +82,14 @@ class _Rules:
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
         self._prefix = model.base_model_prefix
-        self._rename = rename_source_key
+        self._rename: Callable[..., tuple[str, str | None]] = rename_source_key
         rules = get_model_conversion_mapping(model) or []
         self._converters: list[Any] = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
 
     def rename(self, name: str, wanted: Mapping[str, torch.Tensor]) -> tuple[str, str | None]:
         """The model's name for the file's `name`, and the pattern of the converter that takes it, if any."""
-        renamed: tuple[str, str | None] = self._rename(name, self._renamings, self._converters, self._prefix, wanted)
-        return renamed
+        return self._rename(name, self._renamings, self._converters, self._prefix, wanted)
 
     def converter(self, pattern: str) -> Any:
         return next(rule for rule in self._converters if pattern in rule.source_patterns)
