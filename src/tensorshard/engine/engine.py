@@ -29,7 +29,7 @@ from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.engine.step import StepAgain, StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.engine.trained_parameters import TrainedParameters
-from tensorshard.host.heap import HostHeap
+from tensorshard.host.process_settings import HostHeap
 from tensorshard.model.buffers import BufferValues, Place
 from tensorshard.model.forward_contexts import surround_forwards
 from tensorshard.model.trains_itself import OwnRule

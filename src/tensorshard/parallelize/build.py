@@ -27,8 +27,7 @@ from tensorshard.engine.guards.optimizer_probe import check_optimizer
 from tensorshard.engine.offload import open_tiers
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
-from tensorshard.host.heap import HostHeap
-from tensorshard.host.scheduler import schedule_as_batch
+from tensorshard.host.process_settings import HostHeap, schedule_as_batch
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.trains_itself import OwnRule, own_rules, take_own_rules
 from tensorshard.model.transformers_settings import GenerationCache
