@@ -21,7 +21,7 @@ from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world, world_size
 from tensorshard.engine.offload import offload_states, open_tiers
-from tensorshard.loss.heads.under_plan.head_checks import refuse_updates
+from tensorshard.model.trains_itself import self_training
 from tensorshard.parallelize.build import shard_model
 from tensorshard.parallelize.checks import check_model
 from tensorshard.parallelize.parallelized_models import check_not_parallelized, mark_parallelized
@@ -107,7 +107,8 @@ def group_sharded_parallel(
     plan = Plan(zero=level, shard_units=segment_size, offload="cpu" if offload else None).resolve(size)
     ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else []
     check_model(model, plan, split="outside", ranks=ranks)
-    refuse_updates(model)
+    for name, module in self_training(model).items():
+        module.check_under_plan(name, takes_rules=False)
     split = _split_parameters(model)
     device = default_device()
     join_world(device)

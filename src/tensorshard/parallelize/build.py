@@ -18,28 +18,22 @@ from tensorshard.comm.world import (
     default_device,
     join_world,
     ranks_here,
+    world,
     world_size,
 )
 from tensorshard.data_parallel.shard_units import shard_units
-from tensorshard.engine.collective_errors import explained
 from tensorshard.engine.engine import Engine, LossFunction
+from tensorshard.engine.guards.collective_errors import explained
+from tensorshard.engine.guards.foreign_optimizers import mark_replaced
+from tensorshard.engine.guards.optimizer_probe import check_optimizer
 from tensorshard.engine.offload import open_tiers
-from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains_heads
-from tensorshard.engine.optimizer_probe import check_optimizer
-from tensorshard.engine.other_optimizers import mark_replaced
+from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
-from tensorshard.host.heap import HostHeap
-from tensorshard.host.scheduler import schedule_as_batch
+from tensorshard.host.process_settings import HostHeap, schedule_as_batch
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.loss.heads.under_plan.head_updates import (
-    HeadUpdate,
-    check_updates,
-    find_updates,
-    log_updates,
-    take_updates,
-)
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.generation_cache import GenerationCache
+from tensorshard.model.trains_itself import OwnRule, own_rules, take_own_rules
 from tensorshard.offload.slots import Slots
 from tensorshard.parallelize.checks import as_device, check_arguments, check_model
 from tensorshard.parallelize.decisions import Decisions
@@ -57,7 +51,6 @@ from tensorshard.passes.recompute import always_compare
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.sharded.sharded_model import ShardedModel
-from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 from tensorshard.weights.initial import Recording, TensorSource, from_meta, from_module, record
 
@@ -96,22 +89,22 @@ def build_engine(
     built = isinstance(model, nn.Module) and not any(parameter.is_meta for parameter in model.parameters())
     users_parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
     with RestoreOnError() as restored, kept_random_state(device):
-        if isinstance(model, nn.Module):  # a callable's is checked when it was built
+        if isinstance(model, nn.Module):
             restored.note(model)
             check_model(model, plan, split="tp" if built else "refused")
-            _check_updates(model, find_updates(model), optimizer)
+            _check_rules(model, own_rules(model), optimizer)
         join_world(device, timeout=patience)
-        source, agreed, updates = _weights_of(model, seed, restored, decisions)
+        source, agreed, rules = _weights_of(model, seed, restored, decisions)
         with explained("parallelize"):
             check_same(_described(plan, seed, source.module), world_group(), "parallelize")
         if isinstance(model, PretrainedModel):
             source = model.source(source, world_group())
         if not isinstance(model, nn.Module):
             check_model(source.module, plan)
-            _check_updates(source.module, updates, optimizer)
+            _check_rules(source.module, rules, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
         heap = None
-        if device.type == "cpu" and active_fake_mode() is None:
+        if device.type == "cpu" and not world().is_simulated:
             heap = HostHeap(
                 ranks_here(),
                 spares_memory=plan.spares_memory,
@@ -138,7 +131,6 @@ def build_engine(
             always_compare(sharded.model)
         # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
         random = RandomStreams(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank, device)
-        groups = [update.group() for update in updates]
         engine = Engine(
             sharded,
             plan,
@@ -149,14 +141,14 @@ def build_engine(
             seed=seed,
             random=random,
             cache=cache,
-            head_groups=groups,
+            own_rules=rules,
             debug=debug,
             slots=slots,
             heap=heap,
         )
         check_optimizer(
             engine.optimizer,
-            partial(build_optimizer, optimizer, heads=groups),
+            partial(build_optimizer, optimizer, rules=rules),
             sharded.masters(),
             sharded.split,
             int(plan.zero),
@@ -165,7 +157,8 @@ def build_engine(
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
     _protect(engine, source, users_parameters)
     if mesh.rank == 0:
-        log_updates(updates)
+        for rule in rules:
+            rule.log()
         if cache.is_on():
             logger.warning(
                 "config.use_cache is off within step and evaluate: training needs no cache of keys and values"
@@ -237,15 +230,15 @@ def _weights_of(
     seed: int,
     restored: RestoreOnError,
     decisions: Decisions | None,
-) -> tuple[TensorSource, bool, list[HeadUpdate]]:
-    """Where the initial weights come from; whether they are the same on every rank by construction; and the updates of
-    the model's heads, which are switched off."""
+) -> tuple[TensorSource, bool, list[OwnRule]]:
+    """Where the initial weights come from; whether they are the same on every rank by construction; and the rules of
+    modules that train themselves, whose own updates are switched off."""
     if not isinstance(model, nn.Module):
         if decisions is not None and decisions.recorded is not None:
             again = decisions.recorded[0].again()
             if again is not None:
                 return again, True, list(decisions.recorded[1])
-        updates: list[HeadUpdate] = []
+        rules: list[OwnRule] = []
         is_the_users = False
 
         def build() -> nn.Module:
@@ -256,24 +249,25 @@ def _weights_of(
                     is_the_users = True
                     restored.note(built)
                     check_not_parallelized(built)
-                updates[:] = take_updates(built)
+                rules[:] = take_own_rules(built)
             return built
 
         source = record(build, seed=seed)
         if decisions is not None and isinstance(source, Recording) and not is_the_users:
             again = source.again()
             if again is not None:
-                decisions.recorded = again, list(updates)
-        return source, True, updates
-    updates = take_updates(model)
+                decisions.recorded = again, list(rules)
+        return source, True, rules
+    rules = take_own_rules(model)
     if any(parameter.is_meta for parameter in model.parameters()):
-        return from_meta(model, seed=seed), True, updates
-    return from_module(model), False, updates
+        return from_meta(model, seed=seed), True, rules
+    return from_module(model), False, rules
 
 
-def _check_updates(model: nn.Module, updates: list[HeadUpdate], optimizer: OptimizerFactory) -> None:
-    check_updates(model, updates)
-    check_trains_heads(optimizer, model, [update.group() for update in updates])
+def _check_rules(model: nn.Module, rules: list[OwnRule], optimizer: OptimizerFactory) -> None:
+    for rule in rules:
+        rule.check(model)
+    check_trains(optimizer, model, rules)
 
 
 def _described(plan: Plan, seed: int, model: nn.Module) -> dict[str, dict[str, Any]]:

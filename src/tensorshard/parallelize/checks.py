@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.loss.heads.under_plan.head_checks import check_heads, check_loss_function
-from tensorshard.loss.heads.update.updated_parameter import UpdatedParameter
 from tensorshard.model.blocks import select_modules
 from tensorshard.model.shared_memory import check_own_memory
+from tensorshard.model.trains_itself import own_rules, self_training
 from tensorshard.parallelize.parallel_layers import check_split_by_hand, split_by_hand
 from tensorshard.parallelize.parallelized_models import check_not_parallelized
 from tensorshard.passes.batch_norm_checks import check_batch_norms
@@ -43,7 +42,7 @@ def check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: A
             f"loss_fn is the class {loss_fn.__name__} itself; it must be an object of it: pass {loss_fn.__name__}()"
         )
     _check_takes_two(loss_fn)
-    check_loss_function(loss_fn)
+    _check_has_no_parameters(loss_fn)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise (ValueError if isinstance(seed, int) else TypeError)(
             f"seed is {seed!r}; it must be an integer of at least 0, the same on every rank"
@@ -100,6 +99,16 @@ def _check_takes_two(loss_fn: Any) -> None:
         )
 
 
+def _check_has_no_parameters(loss_fn: Any) -> None:
+    names = [name for name, _ in loss_fn.named_parameters()] if isinstance(loss_fn, nn.Module) else []
+    if names:
+        raise ValueError(
+            f"loss_fn is a {type(loss_fn).__name__} with parameters ({', '.join(names[:3])}), which the Engine would "
+            f"not train, split or save: make it the model's last layer, called with the targets in the model's "
+            f"forward, pass (inputs, targets) as inputs, and loss_fn=lambda output, targets: output"
+        )
+
+
 def _refused_call(function: Callable[..., Any], *args: Any) -> str | None:
     """Why ``function(*args)`` does not fit its signature; None if it does, or if the signature is not known."""
     try:
@@ -132,7 +141,8 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
     """
     check_not_parallelized(model)
     _check_not_wrapped(model)
-    check_heads(model)
+    for name, module in self_training(model).items():
+        module.check_under_plan(name)
     if split == "tp" and plan.tp > 1:
         check_split_by_hand(model, plan)
     else:
@@ -141,8 +151,9 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
         _check_parameter(name, parameter)
         _check_parameter_hooks(name, parameter)
     check_own_memory(model)
-    # Parameters of a head with update= do not require a gradient yet.
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad or isinstance(p, UpdatedParameter)}
+    # Parameters that a module updates by its own rule do not require a gradient yet.
+    by_rule = {model.get_parameter(name) for rule in own_rules(model) for name in rule.parameters}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad or p in by_rule}
     if not trained:
         raise ValueError(
             "no parameter of the model requires a gradient, so there is nothing to train; call requires_grad_() on "

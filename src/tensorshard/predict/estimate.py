@@ -19,7 +19,7 @@ from torch import nn
 from tensorshard.comm.forked import run_at_once
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
-from tensorshard.host.cores import cores_here
+from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
 from tensorshard.model.fake_copies import make_fake_copy
 from tensorshard.model.packed_sequences import NotPacked

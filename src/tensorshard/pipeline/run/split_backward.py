@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from tensorshard.torch_private.autograd import accumulate_from
-
 
 @dataclass
 class _Group:
@@ -56,7 +54,7 @@ class WeightBackward:
                     handles.append(gate.register_prehook(partial(_replaced, tuple(found))))
             try:
                 if edges:
-                    accumulate_from(edges, values, group.parameters, keep_graph=len(group.gates) > 1)
+                    torch.autograd.backward(edges, values, retain_graph=len(group.gates) > 1, inputs=group.parameters)
             finally:
                 for handle in handles:
                     handle.remove()

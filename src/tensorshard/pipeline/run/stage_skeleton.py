@@ -7,12 +7,12 @@ from functools import partial
 import torch
 from torch import nn
 
+from tensorshard.comm.world import world
 from tensorshard.model.copies import copy_module
 from tensorshard.model.elsewhere import Elsewhere
 from tensorshard.model.fake_copies import keep_padding
 from tensorshard.model.other_places import follow
 from tensorshard.model.parameters import buffer_aliases, parameter_aliases
-from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 
@@ -56,7 +56,7 @@ def put_placeholders(
         sentence: what the error says of a path.
     """
     made: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
-    guarded = computes is not None and sentence is not None and active_fake_mode() is None
+    guarded = computes is not None and sentence is not None and not world().is_simulated
     for each in removed:
         key = (each.shape, each.dtype)
         if key not in made:

@@ -12,7 +12,7 @@ from torch import nn
 
 from tensorshard.comm.forked import run_at_once
 from tensorshard.engine.optimizer import OptimizerFactory
-from tensorshard.host.cores import cores_here
+from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.parallelize.checks import check_arguments

@@ -15,10 +15,10 @@ from torch import nn
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.layers.split_embedding import parallel_embedding
 from tensorshard.layers.split_linear import parallel_linear
-from tensorshard.loss.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, replace_forward, wrap_forward
 from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.tensor_parallel.apply.called_rows import guard_rows
 from tensorshard.tensor_parallel.apply.convolutions import gather_columns, split_channels, split_columns, split_rows
 from tensorshard.tensor_parallel.apply.divide import check_divides, divide
@@ -286,8 +286,8 @@ def _apply(module: nn.Module, style: Style, group: dist.ProcessGroup, outputs: S
         _apply_around_forward(module, layer, style, group, outputs)
         return
     if style.kind == "classes":
-        assert isinstance(module, ParallelLinearCrossEntropy)
-        module.split_classes(group)
+        assert isinstance(module, TrainsItself)
+        module.split_outputs(group)
         return
     if style.kind == "vocab" and layer.own_forward:
         split_own_lookups(module, layer.inputs, group)

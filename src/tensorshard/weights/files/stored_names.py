@@ -45,11 +45,9 @@ def _groups(model: Any, layouts: Mapping[str, torch.Tensor]) -> list[tuple[str, 
     """Names that are stored together, since one of transformers' rules takes them together."""
     if model is None or not is_of_transformers(model):
         return [(name,) for name in layouts]
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, apply_converters
-    except ImportError:  # before version 5, transformers converts nothing
-        return [(name,) for name in layouts]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, apply_converters
+
     rules = [r for r in get_model_conversion_mapping(model, add_legacy=False)[::-1] if isinstance(r, WeightConverter)]
     reverse: list[Any] = [rule.reverse_transform() for rule in rules]
     groups: dict[str, list[str]] = {}
@@ -61,8 +59,6 @@ def _groups(model: Any, layouts: Mapping[str, torch.Tensor]) -> list[tuple[str, 
 def _converter(model: Any) -> Any:
     if model is None or not is_of_transformers(model):
         return dict
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:
-        return dict
+    from transformers.core_model_loading import revert_weight_conversion
+
     return lambda tensors: revert_weight_conversion(model, tensors)

@@ -76,18 +76,13 @@ class _Conversion:
 
 
 class _Rules:
-    """The names and tensors that transformers converts for one model; before version 5, only a prefix."""
+    """The names and tensors that transformers converts for one model."""
 
     def __init__(self, model: Any) -> None:
         self._prefix = model.base_model_prefix
-        self._renamings: list[Any] = []
-        self._converters: list[Any] = []
-        try:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightConverter, rename_source_key
-        except ImportError:
-            self._rename: Callable[..., tuple[str, str | None]] = _rename_by_prefix
-            return
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
         self._rename = rename_source_key
         rules = get_model_conversion_mapping(model) or []
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -99,14 +94,6 @@ class _Rules:
 
     def converter(self, pattern: str) -> Any:
         return next(rule for rule in self._converters if pattern in rule.source_patterns)
-
-
-def _rename_by_prefix(
-    name: str, renamings: Any, converters: Any, prefix: str, wanted: Mapping[str, torch.Tensor]
-) -> tuple[str, None]:
-    shorter = name.removeprefix(f"{prefix}.")
-    longer = f"{prefix}.{name}"
-    return (shorter if shorter in wanted else longer if longer in wanted else name), None
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -15,12 +15,15 @@ from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.loss.heads.loss.class_range import Place
 from tensorshard.loss.heads.loss.head_spec import autocast_dtype
 from tensorshard.loss.heads.module import gathered_batch as gathering
+from tensorshard.loss.heads.module.head_rule import HeadRule
 from tensorshard.loss.heads.module.initial_rows import fill_rows, initial_rows
 from tensorshard.loss.heads.update.head_sgd import HeadSGD
 from tensorshard.loss.heads.update.updated_parameter import as_torch_parameter, refuse_grad_when, without_grad
+from tensorshard.model.trains_itself import TrainsItself
+from tensorshard.torch_private.modules import own_parameters
 
 
-class HeadModule(ParallelModule):
+class HeadModule(ParallelModule, TrainsItself):
     """The parameters of a head, and the ranks that hold them.
 
     The arguments are those of :class:`tensorshard.nn.ParallelLinearCrossEntropy`.
@@ -28,6 +31,8 @@ class HeadModule(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+
+    methods_with_parameters = ("topk", "logits")  # others call these
 
     def __init__(
         self,
@@ -64,7 +69,56 @@ class HeadModule(ParallelModule):
             if parameter is not None:
                 fill_rows(to_local(parameter.detach()), self.num_classes, self._range()[0], self.in_features)
 
-    def split_classes(self, group: dist.ProcessGroup) -> None:
+    def check_under_plan(self, name: str, *, takes_rules: bool = True) -> None:
+        """Refuses ``gather_inputs=``, ``grad_scale=``, and ``update=`` if nothing takes over its rule. The message
+        names the field of the plan that contradicts it."""
+        what = f"module {name!r} is a ParallelLinearCrossEntropy built with"
+        if self.gathers_inputs:
+            raise ValueError(
+                f"{what} gather_inputs=, but under a plan each data rank has a loss of its own, which the Engine "
+                f"averages. Leave gather_inputs= out: tp splits the classes over ranks that see the same batch, and "
+                f"zero=3 splits what is left over dp_shard"
+            )
+        if self.grad_scale != 1.0:
+            raise ValueError(
+                f"{what} grad_scale={self.grad_scale}, which undoes an average over ranks whose batches were gathered; "
+                f"under a plan none are, and the Engine weighs the gradients. Leave grad_scale= out"
+            )
+        if self.optimizer is not None and not takes_rules:
+            raise ValueError(
+                f"{what} update=, which changes its weight during backward, before the ranks' gradients are averaged. "
+                f"Build it without update= and give its parameters to the optimizer; or use tensorshard.parallelize, "
+                f"which makes an SGD train it so"
+            )
+
+    def own_rule(self, name: str, model: nn.Module) -> HeadRule | None:
+        if self.optimizer is None:
+            return None
+        options = {key: value for key, value in self.optimizer.group.items() if key != "params"}
+        own = dict(self.named_parameters(recurse=False))
+        others = {
+            f"{prefix}.{key}" if prefix else key: parameter
+            for prefix, module in model.named_modules()
+            if module is not self
+            for key, parameter in own_parameters(module).items()
+        }
+        tied = tuple(other for other, parameter in others.items() if any(parameter is mine for mine in own.values()))
+        return HeadRule(name, tuple(f"{name}.{key}" if name else key for key in own), options, tied)
+
+    def leave_gradients(self) -> None:
+        if self.optimizer is None:
+            return
+        self.optimizer = None
+        for key, parameter in list(self.named_parameters(recurse=False)):
+            vars(parameter).pop("_optimizer", None)  # it refers back to the parameter, and would keep both alive
+            plain = nn.Parameter(parameter.detach())
+            vars(plain).update(vars(parameter))
+            setattr(self, key, plain)
+
+    def linear_sizes(self) -> tuple[int, int] | None:
+        return self.in_features, self.num_classes
+
+    def split_outputs(self, group: dist.ProcessGroup) -> None:
         """Makes a head that holds all classes compute with a part of them, as under a Plan with tensor parallelism.
 
         The caller puts this rank's rows, cut as ``torch.chunk`` cuts, into the parameters.

@@ -59,6 +59,9 @@ class HeadSGD(torch.optim.Optimizer):
         )
         super().__init__([weight] if bias is None else [weight, bias], defaults)
 
+    row_states = (_SCALES,)
+    """States with a row for each row of a parameter, though not of its shape."""
+
     # The state within one step. A copy of the optimizer begins with these values: it copies only the groups.
     _accumulating = False
     _gradient_went_by = False  # whether backward has run since the last call of `step`

@@ -17,24 +17,22 @@ from torch import nn
 
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.sharding import to_local
-from tensorshard.engine.collective_errors import explained
-from tensorshard.engine.final_gradients import FinalGradients
-from tensorshard.engine.foreign_backward import PartOfGraph, watch_output
+from tensorshard.comm.world import world
 from tensorshard.engine.fused_updates import fused_updates_of_shards
-from tensorshard.engine.gradients import clip_factor, local_gradients
+from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor, local_gradients
+from tensorshard.engine.guards.collective_errors import explained
+from tensorshard.engine.guards.foreign_backward import PartOfGraph, watch_output
+from tensorshard.engine.guards.module_changes import ModuleChanges
+from tensorshard.engine.guards.same_batch import SameBatch
+from tensorshard.engine.guards.wrong_batch import note_inputs
 from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
-from tensorshard.engine.loss_scaler import LossScaler
-from tensorshard.engine.module_changes import ModuleChanges
-from tensorshard.engine.same_batch import SameBatch
 from tensorshard.engine.trained_parameters import TrainedParameters, methods_beside_step
-from tensorshard.engine.wrong_batch import note_inputs
 from tensorshard.model.surrounded import as_hook, surround_forwards, surround_parts
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.autograd import engines_backward, is_in_engines_backward
-from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.operators import foreach_norm
 
 logger = logging.getLogger("tensorshard")
@@ -44,7 +42,7 @@ _ROUNDING = 1e-3
 _NOTHING = 1e-5  # of the norm of all gradients; a smaller norm is rounding alone
 
 
-class OwnLoop:
+class ManualLoop:
     """Backwards, micro-batches and updates that the user's loop asks for.
 
     Args:
@@ -82,7 +80,7 @@ class OwnLoop:
         self._steps_taken = steps_taken
         self._count_step = count_step
         self._same_batch = SameBatch(mesh, device)
-        self._engines_own = False  # within the Engine's own calls
+        self._inside_engine_call = False  # within the Engine's own calls
         self._in_forward = False
         self._other_optimizers: set[str] = set()  # classes of those that user code has built
         self._in_backward = False
@@ -108,14 +106,14 @@ class OwnLoop:
         model.register_forward_hook(as_hook(self._after_failure), always_call=True, with_kwargs=True)
 
     @contextmanager
-    def engines_own(self) -> Iterator[None]:
+    def inside_engine_call(self) -> Iterator[None]:
         """A context in which the Engine itself runs the model and the optimizer."""
-        before, self._engines_own = self._engines_own, True
+        before, self._inside_engine_call = self._inside_engine_call, True
         try:
             with self._sharded.computing_on_parts():
                 yield
         finally:
-            self._engines_own = before
+            self._inside_engine_call = before
 
     @contextmanager
     def _whole_forward(self) -> Iterator[None]:
@@ -127,18 +125,18 @@ class OwnLoop:
             self._in_forward = before
 
     def _forward_context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._engines_own else autocast(self._plan.precision, self._device)
+        return nullcontext() if self._inside_engine_call else autocast(self._plan.precision, self._device)
 
     def _is_called_alone(self) -> bool:
         """Whether user code calls a part of the model, or another method of it, itself."""
-        return not self._engines_own and not self._in_forward
+        return not self._inside_engine_call and not self._in_forward
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._engines_own and torch.is_grad_enabled() and self._mesh.degrees["tp"] > 1:
+        if not self._inside_engine_call and torch.is_grad_enabled() and self._mesh.degrees["tp"] > 1:
             self._same_batch.check("model", (args, kwargs), None)
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if self._engines_own:
+        if self._inside_engine_call:
             return None
         if self._plan.precision != "fp32":
             output = widen_output(output)
@@ -148,7 +146,7 @@ class OwnLoop:
 
     def _after_failure(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         error = sys.exception()
-        if output is None and error is not None and not self._engines_own:
+        if output is None and error is not None and not self._inside_engine_call:
             note_inputs(error, model, (*args, *([kwargs] if kwargs else [])))
 
     def _check_own_backward(self, part: PartOfGraph) -> None:
@@ -197,10 +195,10 @@ class OwnLoop:
             return result
 
         def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return update() if self._engines_own else self._step(update, closure)
+            return update() if self._inside_engine_call else self._step(update, closure)
 
         def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-            if self._engines_own:
+            if self._inside_engine_call:
                 clear(set_to_none)
             else:
                 self._zero_grad(clear, set_to_none)
@@ -216,7 +214,7 @@ class OwnLoop:
 
         def call(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
-            if not self._engines_own:
+            if not self._inside_engine_call:
                 self._sharded.adopt_writes()
             return result
 
@@ -352,7 +350,7 @@ class OwnLoop:
             return result
         self._check_no_foreign_gradient("engine.optimizer.step()")
         self._check_complete("engine.optimizer.step()")
-        with explained("engine.optimizer.step"), self.engines_own():
+        with explained("engine.optimizer.step"), self.inside_engine_call():
             self._changes.check()
             self._trained.check()
             self._complete_gradients()
@@ -390,7 +388,7 @@ class OwnLoop:
             )
         self._other_optimizers.add(name)
         self._check_complete(f"step() of this {name}")
-        with explained(f"step() of this {name}"), self.engines_own():
+        with explained(f"step() of this {name}"), self.inside_engine_call():
             self._changes.check()
             self._complete_gradients()
             self._check_alike()
@@ -460,7 +458,7 @@ class OwnLoop:
         all_gather_into(
             everyone, squares.sqrt(), self._mesh.group("tp"), what="the norms of gradients before an update"
         )
-        if detect_fake_mode(everyone) is not None:
+        if world().is_simulated:
             return
         shared, all_of_them = everyone.view(-1, 2).unbind(1)
         least, most = shared.min().item(), shared.max().item()

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
+from tensorshard.comm.world import world
 from tensorshard.model.running_statistics import keeps_statistics
 from tensorshard.plan.mesh import Mesh
 from tensorshard.sharded.sharded_model import ShardedModel
-from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.tensors import tensor_version
 from tensorshard.weights.files.export import own_class
 
@@ -85,7 +85,7 @@ class BatchBuffers:
 
     def _is_fake(self) -> bool:
         group = self._mesh.dp_group
-        return dist.get_backend(group) == "fake" or detect_fake_mode(list(self._sharded.model.buffers())) is not None
+        return dist.get_backend(group) == "fake" or world().is_simulated
 
     def _changed(self, since: dict[str, tuple[int, int]]) -> list[str]:
         now = self._versions()

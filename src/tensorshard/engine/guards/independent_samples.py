@@ -6,12 +6,12 @@ balance loss of a router, couples samples. It then depends on the number of rank
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tensorshard.engine.step_runner import StepRunner
 from tensorshard.model.batches import batch_size
 from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.pytree import tree_flatten, tree_unflatten
@@ -31,14 +31,20 @@ _COMPARES = (
 
 
 def check_independent_samples(
-    runner: StepRunner, mesh: Mesh, inputs: Any, targets: Any, *, micro_batches: int, tolerance: float
+    evaluate: Callable[[Any, Any], torch.Tensor],
+    mesh: Mesh,
+    inputs: Any,
+    targets: Any,
+    *,
+    micro_batches: int,
+    tolerance: float,
 ) -> None:
     """Compares the loss of the batch with that of the same samples, dealt to ranks and micro-batches in another way.
 
     If they differ, the log of rank 0 says so. A collective of all ranks; the batch is gathered on each data rank.
 
     Args:
-        runner: its modules are in evaluation mode already.
+        evaluate: returns the mean loss of a batch, cut into `micro_batches`, in evaluation mode.
         tolerance: the relative difference that rounding may cause.
     """
     if mesh.dp_size * micro_batches == 1:
@@ -52,8 +58,8 @@ def check_independent_samples(
                 "debug: whether the loss couples samples is not checked: the ranks' batches cannot be joined"
             )
         return
-    found = runner.evaluate(inputs, targets, micro_batches=micro_batches).item()
-    other = runner.evaluate(*dealt, micro_batches=micro_batches).item()
+    found = evaluate(inputs, targets).item()
+    other = evaluate(*dealt).item()
     if mesh.rank == 0 and abs(found - other) > tolerance * max(abs(found), abs(other)):
         logger.warning(
             "debug: the loss of the first batch is %.6g, and %.6g when its samples are dealt to the %d data ranks and "

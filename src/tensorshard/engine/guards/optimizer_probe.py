@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.decisions import succeed_together
 from tensorshard.comm.sharding import distribute
 from tensorshard.sharded.sharded_model import ParameterSplit
-from tensorshard.torch_private.fake_tensors import active_fake_mode, unset_fake_temporarily
+from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
 Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 
@@ -70,7 +70,7 @@ def check_optimizer(
     """
     if type(optimizer) in _ELEMENTWISE:
         return
-    is_fake = active_fake_mode() is not None
+    is_fake = world().is_simulated
     trained = {name: master for name, master in masters.items() if master.requires_grad}
     sharded = [name for name, master in trained.items() if isinstance(master, DTensor)]
 

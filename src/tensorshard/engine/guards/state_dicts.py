@@ -1,8 +1,11 @@
-"""``state_dict`` and ``load_state_dict`` of a laid-out model. They are right or raise an error.
+"""``state_dict`` and ``load_state_dict`` of a sharded model and its optimizer: they are right or raise an error.
 
 If a rank holds only parts of the parameters, its ``state_dict`` would not be a checkpoint of the model. So the model's
 ``state_dict`` raises an error, and so do ``save_pretrained`` and others that call it. Full state dicts can be loaded:
 each rank takes its own parts.
+
+Each rank may keep its optimizer's states in a file of its own. But scripts for one device let the first rank write and
+all ranks read. The first rank's states would often have the right shapes, and belong to other parameters.
 """
 
 from collections.abc import Callable
@@ -13,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.modules import own_buffers, own_parameters
@@ -149,3 +153,32 @@ class GuardedStateDicts:
             del state[key]  # else torch would compare it with this rank's part
             return
         state[key] = self._sharded.shown_value(name, value)
+
+
+_HELD_BY = "tensorshard"
+"""The key that says which rank's states these are. torch ignores keys that it does not know."""
+
+
+def guard_optimizer_state(optimizer: torch.optim.Optimizer, plan: Plan, mesh: Mesh) -> None:
+    """Makes `optimizer`, which holds parts of the model's parameters, refuse the states of other parts."""
+    axes = ("pp", "dp_shard", "tp") if plan.zero else ("pp", "tp")
+    own = {axis: f"{mesh.index(axis)} of {mesh.degrees[axis]}" for axis in axes}
+
+    def note(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        state[_HELD_BY] = dict(own)
+
+    def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        held = state.get(_HELD_BY, own)
+        if held != own:
+            raise RuntimeError(
+                f"engine.optimizer.load_state_dict was given the states of another rank's parameters ({_listed(held)}; "
+                f"here {_listed(own)}), as where one rank's file is read by all. Call engine.save(path) and "
+                f"engine.load(path), whose checkpoints any plan reads, or keep a file for each rank"
+            )
+
+    optimizer.register_state_dict_post_hook(note)
+    optimizer.register_load_state_dict_pre_hook(check)
+
+
+def _listed(places: dict[str, str]) -> str:
+    return ", ".join(f"{axis} {place}" for axis, place in places.items() if not place.endswith(" of 1"))

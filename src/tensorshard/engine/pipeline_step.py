@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import decide_once
+from tensorshard.comm.world import world
+from tensorshard.engine.last_batch import MicroBatch
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
-from tensorshard.engine.stand_ins import MicroBatch
-from tensorshard.engine.step_runner import StepAgain, StepLoss, StepRunner
+from tensorshard.engine.step import StepAgain, StepLoss, StepRunner
 from tensorshard.model.batches import batch_size, split_unevenly, to_device
 from tensorshard.model.tensors import map_tensors
 from tensorshard.model.values import Structure, take_apart
@@ -23,7 +24,6 @@ from tensorshard.pipeline.run.torch_stage import StageHooks
 from tensorshard.pipeline.split_backward import may_split_backward
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.torch_private.fake_tensors import detect_fake_mode
 
 # For forwards alone: schedules with the same stages on each rank, and for any number of micro-batches.
 _FORWARD_SCHEDULES = {
@@ -186,7 +186,7 @@ class PipelineStepRunner(StepRunner):
             message[3] = float(self._failure is not None)
         message[4] = float(torch.is_grad_enabled() and self._sharded.is_stale)
         all_reduce_(message, self._group, what="the loss of the last stage")
-        wide, failed, stale = (False,) * 3 if detect_fake_mode(message) else map(bool, message[2:].tolist())
+        wide, failed, stale = map(bool, world().known(message[2:], [False] * 3))
         if failed:
             last = self._sharded.last_rank
             decide_once(self._raise_failure, self._group, rank=last, device=self._device)

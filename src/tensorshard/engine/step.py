@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from tensorshard.engine.guards.same_batch import SameBatch
+from tensorshard.engine.guards.wrong_batch import explained_forward
+from tensorshard.engine.last_batch import MicroBatch, ShortBatches
 from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
-from tensorshard.engine.same_batch import SameBatch
-from tensorshard.engine.stand_ins import MicroBatch, ShortBatches
-from tensorshard.engine.wrong_batch import explained_forward
 from tensorshard.model.batches import call_model, to_device
 from tensorshard.passes.batch_norm import ignored_in_statistics
 from tensorshard.passes.precision import autocast, widen_output
