@@ -20,9 +20,7 @@ from tensorshard.comm import differentiable as collectives
 from tensorshard.comm import primitives
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.layers.activation_sharding import ActivationSharding, SequenceSharded
-from tensorshard.layers.column_linear import column_linear
-from tensorshard.layers.row_linear import row_linear
-from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.layers.split_linear import column_linear, parallel_linear, row_linear
 from tensorshard.model.forwards import (
     Forward,
     Role,

@@ -3,20 +3,22 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from tensorshard.comm.groups import Group
 from tensorshard.comm.marks import ParallelMark, set_mark
-from tensorshard.comm.sharding import shard_range
-from tensorshard.loss.heads.loss.argument_checks import check_options, check_sampled
-from tensorshard.loss.heads.loss.head_logits import head_tiles, local_logits
-from tensorshard.loss.heads.loss.head_loss import Extras
-from tensorshard.loss.heads.loss.linear_cross_entropy import tiled_loss
-from tensorshard.loss.heads.loss.margins import Margin
-from tensorshard.loss.heads.loss.topk import largest_logits
-from tensorshard.loss.heads.module.class_sampling import sample_classes
-from tensorshard.loss.heads.module.head_module import HeadModule
-from tensorshard.loss.softmax_cross_entropy import CrossEntropySpec
+from tensorshard.comm.sharding import shard_range, to_local
+from tensorshard.layers.arguments import autocast
+from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.loss.formulas import CrossEntropySpec
+from tensorshard.loss.heads.head_module import HeadModule
+from tensorshard.loss.heads.linear_cross_entropy import tiled_loss
+from tensorshard.loss.loss_arguments import check_options
+from tensorshard.loss.margins import Margin
+from tensorshard.loss.tiled_loss import Extras
+from tensorshard.loss.tiles import check_width, head_tiles, largest_logits
 
 _DEFAULT_SCALE = 64.0  # of cosines, as in ArcFace and CosFace
 
@@ -119,10 +121,8 @@ class ParallelLinearCrossEntropy(HeadModule):
             return_lse,
             return_token_accuracy,
         )
-        check_options(loss, keep_logits, margin, scale, normalize, bias)
+        check_options(loss, keep_logits, margin, scale, normalize, bias, sample_rate < 1)
         _check_module(in_features, num_classes, class_weight, sample_rate)
-        if sample_rate < 1:
-            check_sampled(loss)
         super().__init__(
             in_features,
             num_classes,
@@ -189,7 +189,7 @@ class ParallelLinearCrossEntropy(HeadModule):
         if self.training and self.sample_rate < 1:
             start, held = self._range()
             most = shard_range(self.num_classes, self._size_and_rank()[0], 0)[1]
-            sample = sample_classes(targets, start, held, self.sample_rate, most)
+            sample = _sample_classes(targets, start, held, self.sample_rate, most)
         return tiled_loss(
             features,
             self.weight,
@@ -244,7 +244,7 @@ class ParallelLinearCrossEntropy(HeadModule):
             )
         self._check_rows()
         group = self._process_group()
-        output = local_logits(features, self.weight, self.bias, self.normalize, self.scale, self.softcap, group)
+        output = _local_logits(features, self.weight, self.bias, self.normalize, self.scale, self.softcap, group)
         return output if group is None else set_mark(output, ParallelMark(-1, self.num_classes, group))
 
     @torch.no_grad()
@@ -304,3 +304,53 @@ def _check_module(in_features: int, num_classes: int, class_weight: torch.Tensor
         )
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate={sample_rate} was given: use a share of the classes, above 0 and at most 1")
+
+
+def _sample_classes(targets: torch.Tensor, start: int, held: int, rate: float, most: int) -> torch.Tensor:
+    """Some of this rank's classes, ascending: those of targets, and others at random up to `rate` of all.
+
+    It takes at least as many classes as there are targets. So it need not know how many of them are this rank's, which
+    would mean waiting for the GPU. They are drawn from the device's default generator, so that recomputation draws the
+    same.
+
+    Args:
+        targets: class numbers, counted over all ranks.
+        start, held: this rank's first class, and how many it has.
+        rate: in (0, 1].
+        most: the most classes that a rank holds. Every rank draws so many numbers. So equal generators stay equal, and
+            later dropout is the same on all ranks.
+    """
+    count = min(held, max(round(rate * held), targets.numel()))
+    order = torch.rand(most + 1, device=targets.device)
+    local = targets.flatten() - start
+    order[local.where((local >= 0) & (local < held), most)] = 2.0  # targets of other ranks mark the last place
+    return order[:held].topk(count).indices.sort().values
+
+
+def _local_logits(
+    features: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    normalize: bool,
+    scale: float,
+    softcap: float | None,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """This rank's columns of the logits of an input [*, D], differentiable.
+
+    Raises:
+        ValueError: the input has another width.
+    """
+    check_width(features, weight)
+    local, local_bias = to_local(weight), None if bias is None else to_local(bias)
+    features, local, local_bias = autocast(features, local, local_bias)  # type: ignore[assignment]
+    if normalize:
+        features = F.normalize(features, dim=-1)
+    if group is None:
+        logits = F.linear(features, local.to(features.dtype), local_bias)
+    else:
+        logits = parallel_linear(features, local.to(features.dtype), local_bias, 1, group)
+    if normalize:
+        logits = logits / torch.linalg.vector_norm(local, dim=1).clamp(min=1e-12)
+    logits = logits * scale if scale != 1.0 else logits
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap

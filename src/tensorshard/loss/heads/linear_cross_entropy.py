@@ -1,23 +1,26 @@
 """A linear layer and the cross entropy of its outputs, with the classes split over a group and never all at once.
 
 However many classes there are, only a tile of their logits exists at a time: see
-:mod:`tensorshard.loss.heads.loss.two_passes`. Forward exchanges a few numbers per sample and rank, and backward
+:mod:`tensorshard.loss.two_passes`. Forward exchanges a few numbers per sample and rank, and backward
 sums the input's gradient over the ranks. Nothing else travels.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.comm.groups import Group
+from tensorshard.comm.marks import get_layout
 from tensorshard.comm.sharding import to_local
-from tensorshard.loss.heads.loss.argument_checks import check_head
-from tensorshard.loss.heads.loss.class_range import Place, find_place, head_group
-from tensorshard.loss.heads.loss.head_loss import Extras, head_loss
-from tensorshard.loss.heads.loss.head_spec import HeadSpec, autocast_dtype, choose_keep
-from tensorshard.loss.heads.loss.margins import Margin
-from tensorshard.loss.heads.tiles.precision import Precision
-from tensorshard.loss.softmax_cross_entropy import CrossEntropySpec
+from tensorshard.layers.arguments import full_size, parameter_group
+from tensorshard.loss.formulas import CrossEntropySpec
+from tensorshard.loss.loss_arguments import Place, check_options, check_targets, check_tensors, find_place
+from tensorshard.loss.margins import Margin
+from tensorshard.loss.tiled_loss import Extras, head_loss
+from tensorshard.loss.tiles import Precision, autocast_dtype
+from tensorshard.loss.two_passes import HeadSpec, choose_keep
 from tensorshard.passes.compile import never_compiled
 
 
@@ -93,7 +96,7 @@ def parallel_linear_cross_entropy(
         >>> ts.nn.functional.parallel_linear_cross_entropy(torch.randn(8, 16), weight, torch.arange(8))
         tensor(6.9078)
     """
-    place = find_place(weight, num_classes, head_group(weight, group))
+    place = _place_of_rows(weight, num_classes, _group_of(weight, group))
     loss = CrossEntropySpec(
         place.classes,
         ignore_index,
@@ -139,19 +142,11 @@ def tiled_loss(
 ) -> Any:
     """:func:`parallel_linear_cross_entropy`, with the `extras` that only the module uses."""
     local_weight, local_bias = to_local(weight), None if bias is None else to_local(bias)
-    check_head(
-        input,
-        local_weight,
-        target,
-        local_bias,
-        loss=loss,
-        class_weight=class_weight,
-        keep_logits=keep_logits,
-        margin=margin,
-        scale=scale,
-        normalize=normalize,
-        extras=extras,
-    )
+    check_options(loss, keep_logits, margin, scale, normalize, bias is not None, extras.sample is not None)
+    check_tensors(input, local_weight, local_bias, casts=extras.casts)
+    check_targets(target, input.shape[:-1], f"an input {list(input.shape)}", loss, class_weight)
+    if class_weight is not None and class_weight.requires_grad:
+        raise ValueError("class_weight requires a gradient, which a head does not compute: give class_weight.detach()")
     spec = HeadSpec(
         loss,
         place.start,
@@ -164,3 +159,41 @@ def tiled_loss(
     )
     value, lse, accuracy = head_loss(input, local_weight, target.reshape(-1), local_bias, class_weight, spec, extras)
     return loss.result(value, lse, accuracy, target.shape)
+
+
+def _group_of(weight: torch.Tensor, group: Group | None) -> dist.ProcessGroup | None:
+    """The ranks that hold the classes of `weight`; None where one process holds them all.
+
+    Raises:
+        ValueError: the weight is a DTensor that is not split along its classes.
+        RuntimeError: there is a process group, but no model-parallel one, and none was given.
+    """
+    if not isinstance(weight, DTensor):
+        split = get_layout(weight) is not None
+        return parameter_group(weight, group, "weight") if split or dist.is_initialized() or group is not None else None
+    if tuple(weight.placements) != (Shard(0),):
+        raise ValueError(
+            f"a weight {list(weight.shape)} with placements {weight.placements} was given: a head's classes are split "
+            "along dimension 0 of a one-dimensional mesh, (Shard(dim=0),)"
+        )
+    return parameter_group(weight, group, "weight")
+
+
+def _place_of_rows(weight: torch.Tensor, classes: int | None, group: dist.ProcessGroup | None) -> Place:
+    """This rank's part of the classes, given its rows of the weight.
+
+    Raises:
+        ValueError: the weight does not have this rank's number of rows, or all ranks' are not `classes`.
+    """
+    known = full_size(weight, 0)
+    if known is not None and classes not in (None, known):
+        raise ValueError(f"num_classes={classes} was given with a weight of {known} classes: leave it out")
+    rows = to_local(weight).size(0)
+    return find_place(
+        rows,
+        classes if known is None else known,
+        group,
+        weight.device,
+        f"a weight of {rows} rows was",
+        "cut it with tensorshard.slice(weight, ranks, 0)",
+    )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.groups import Group, resolve_mesh
-from tensorshard.loss.softmax_cross_entropy import CrossEntropySpec
+from tensorshard.loss.formulas import CrossEntropySpec
 from tensorshard.loss.split_cross_entropy import parallel_cross_entropy
 
 

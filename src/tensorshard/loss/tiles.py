@@ -1,20 +1,68 @@
-"""The classes of a rank, a tile at a time."""
+"""The classes of a rank, a tile at a time: their logits in one buffer, and the largest of them."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
+from tensorshard.comm import primitives
+from tensorshard.comm.sharding import to_local
 from tensorshard.common.repetitions import repetitions
-from tensorshard.loss.heads.tiles.precision import Precision
-from tensorshard.loss.softmax_cross_entropy import local_columns
+from tensorshard.loss.formulas import cap, local_columns
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The types in which a head computes.
+
+    Args:
+        compute: of the factors of matrix products. On the CPU it is `wide`: products of narrower types are slow there.
+        wide: of logits, sums and gradients during their computation: fp32, or fp64 for fp64 tensors.
+    """
+
+    compute: torch.dtype
+    wide: torch.dtype
+
+    @classmethod
+    def choose(cls, input: torch.Tensor, autocast: torch.dtype | None) -> "Precision":
+        """The types for an input, with the type of autocast if that is on."""
+        if input.dtype == torch.float64:
+            return cls(torch.float64, torch.float64)
+        if input.device.type == "cpu":
+            return cls(torch.float32, torch.float32)
+        return cls(autocast or input.dtype, torch.float32)
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The type of an enclosing ``torch.autocast`` for the device of `tensor`, or None."""
+    if tensor.is_meta:
+        return None
+    device_type = tensor.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context in which operations on the device of `tensor` compute in the types that they are given."""
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
+
 
 # A tile's logits and rows of the weight together take about this many bytes: on the CPU what the caches of two cores
 # hold (widths of 1024 to 2048 were fastest at 256 samples of 512 features), elsewhere enough to fill a GPU.
 _CPU_BYTES = 6 << 20
+
+
 _DEVICE_BYTES = 256 << 20
+
+
 _NARROWEST, _WIDEST = 512, 1 << 16
+
+
 _MULTIPLE = 128
+
 
 _SMALLEST_NORM = 1e-12  # as in F.normalize
 
@@ -174,3 +222,59 @@ class Columns:
         columns = self._columns - tile.begin
         inside = self.here & (columns >= 0) & (columns < tile.width)
         return columns.where(inside, 0)[:, None], inside[:, None]
+
+
+def head_tiles(
+    features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, normalize: bool, scale: float
+) -> Tiles:
+    """The tiles of this rank's classes for an input [*, D]. They have no gradients.
+
+    Raises:
+        ValueError: the input has another width.
+    """
+    check_width(features, weight)
+    precision = Precision.choose(features, autocast_dtype(features))
+    flat = features.detach().reshape(-1, features.size(-1)).to(precision.wide)
+    flat = (F.normalize(flat, dim=1) if normalize else flat) * scale
+    local, local_bias = to_local(weight).detach(), None if bias is None else to_local(bias).detach()
+    norms = flat.new_empty(len(local), dtype=precision.wide) if normalize else None
+    return Tiles(flat.to(precision.compute), local, local_bias, None, norms, precision)
+
+
+def check_width(features: torch.Tensor, weight: torch.Tensor) -> None:
+    if features.ndim < 1 or features.size(-1) != weight.size(1):
+        raise ValueError(
+            f"an input {list(features.shape)} was given to a head of {weight.size(1)} features: expected "
+            f"[*, {weight.size(1)}]"
+        )
+
+
+def largest_logits(
+    tiles: Tiles, k: int, start: int, group: dist.ProcessGroup | None, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, k] logits, capped, largest first; and [N, k] their classes, counted over all ranks.
+
+    Args:
+        k: at most the classes of all ranks.
+        start: this rank's first class.
+    """
+    samples = len(tiles.input)
+    best = tiles.input.new_full((samples, k), -torch.inf, dtype=tiles.precision.wide)
+    classes = torch.zeros((samples, k), dtype=torch.long, device=best.device)
+    for tile in tiles:
+        weight = tiles.weight(tile)
+        tiles.note_norms(tile, weight)
+        logits = tiles.logits(tile, weight)
+        logits = logits if softcap is None else cap(logits, softcap)
+        values, columns = logits.topk(min(k, tile.width), dim=1)
+        best, classes = _merge(torch.cat([best, values], 1), torch.cat([classes, columns + (start + tile.begin)], 1), k)
+    if group is not None and group.size() > 1:
+        best = primitives.gather_flat(best, group).transpose(0, 1).flatten(1)
+        classes = primitives.gather_flat(classes, group).transpose(0, 1).flatten(1)
+        best, classes = _merge(best, classes, k)
+    return best, classes
+
+
+def _merge(values: torch.Tensor, classes: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    best, places = values.topk(k, dim=1)
+    return best, classes.gather(1, places)

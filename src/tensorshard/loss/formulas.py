@@ -8,7 +8,7 @@ For a token of logits z and target t, with C classes over all ranks and class we
 Each rank reduces its own classes to a few numbers a token. One exchange of these gives every rank the numbers of all
 classes (the idea of Megatron-LM's vocabulary-parallel cross entropy, with one exchange in place of three). Loss and
 gradient follow from them without further communication. The formulas are the same where all logits are held
-(:mod:`split_cross_entropy`) and where they are made a tile at a time (:mod:`tensorshard.loss.heads.loss.two_passes`).
+(:mod:`split_cross_entropy`) and where they are made a tile at a time (:mod:`tensorshard.loss.two_passes`).
 """
 
 import math

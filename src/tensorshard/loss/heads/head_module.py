@@ -1,24 +1,24 @@
-"""The parts of a head besides its loss: its rows of the weight, its inputs from other ranks, and its update."""
+"""The parts of a head besides its loss: its rows of the weight, its inputs from other ranks, its update, and a plan."""
 
+import math
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Function
 
 from tensorshard.comm import primitives
+from tensorshard.comm.differentiable import gather, gather_for_sum
 from tensorshard.comm.groups import Group, is_initialized, resolve_group
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.loss.heads.loss.class_range import Place
-from tensorshard.loss.heads.loss.head_spec import autocast_dtype
-from tensorshard.loss.heads.module import gathered_batch as gathering
-from tensorshard.loss.heads.module.head_rule import HeadRule
-from tensorshard.loss.heads.module.initial_rows import fill_rows, initial_rows
-from tensorshard.loss.heads.update.head_sgd import HeadSGD
-from tensorshard.loss.heads.update.updated_parameter import as_torch_parameter, refuse_grad_when, without_grad
+from tensorshard.loss.heads.head_rule import HeadRule
+from tensorshard.loss.heads.head_sgd import HeadSGD
+from tensorshard.loss.loss_arguments import Place
+from tensorshard.loss.tiles import autocast_dtype
 from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.torch_private.modules import own_parameters
 
@@ -159,16 +159,14 @@ class HeadModule(ParallelModule, TrainsItself):
 
     def _gathers_over_classes(self) -> bool:
         group = self._process_group()
-        return self._data_group is not None and group is not None and gathering.same_ranks(self._data_group, group)
+        return self._data_group is not None and group is not None and same_ranks(self._data_group, group)
 
     def _gather(self, features: Any, targets: Any) -> tuple[Any, Any]:
         """The batch of all ranks, if inputs are gathered; else the arguments as they are."""
         if self._data_group is None:
             return features, targets
         if features is not None:
-            features = gathering.gather_features(
-                features, self._data_group, self.grad_scale, self._gathers_over_classes()
-            )
+            features = gather_features(features, self._data_group, self.grad_scale, self._gathers_over_classes())
         if targets is not None:
             sizes = primitives.exchange_sizes(len(targets), self._data_group, targets.device)
             targets = primitives.gather_dim(targets, 0, sizes, self._data_group)
@@ -278,3 +276,118 @@ class HeadModule(ParallelModule, TrainsItself):
         self._renew_parameters()
         self.optimizer.rebind(self.weight, self.bias)
         self._guard()
+
+
+_REFUSAL = (
+    "a head built with update= changes its weight during backward: there is no .grad, so what needs one "
+    "(clip_grad_norm_, a GradScaler, another optimizer, gradient hooks) would leave the head out. Build the head "
+    "without update= to use it; or pass it the other parameters, and call head.optimizer.step() at the end of each "
+    "step"
+)
+
+
+class UpdatedParameter(nn.Parameter):
+    """A parameter whose ``.grad`` raises an error after a backward pass, until the head's optimizer has made its
+    step."""
+
+    _optimizer: HeadSGD | None = None
+
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        if self._optimizer is not None and self._optimizer.gradient_went_by:
+            raise RuntimeError(_REFUSAL)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if value is not None:
+            raise RuntimeError(_REFUSAL)
+
+
+def without_grad(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter that shares the memory of `parameter` and requires no gradient, for a head that updates it."""
+    return UpdatedParameter(parameter.detach(), requires_grad=False)
+
+
+def as_torch_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """The reverse of `without_grad`, except that the result does not require a gradient either."""
+    return nn.Parameter(parameter.detach(), requires_grad=False)
+
+
+def refuse_grad_when(parameter: nn.Parameter, optimizer: HeadSGD) -> None:
+    """Makes reading ``parameter.grad`` an error between a backward pass and the optimizer's step."""
+    parameter._optimizer = optimizer  # type: ignore[attr-defined]
+
+
+class _ScaleGrad(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.scale, None
+
+
+def gather_features(tensor: torch.Tensor, group: dist.ProcessGroup, grad_scale: float, sums: bool) -> torch.Tensor:
+    """The ranks' tensors, concatenated along their first dimension.
+
+    Args:
+        grad_scale: multiplies the gradient of `tensor`.
+        sums: whether each rank's gradient of the result is only a part of the sum. Then backward is a reduce-scatter.
+            Else each rank has the full gradient, and takes that of its own samples.
+    """
+    if grad_scale != 1.0:
+        tensor = _ScaleGrad.apply(tensor, grad_scale)
+    return gather_for_sum(tensor, 0, group) if sums else gather(tensor, 0, group)
+
+
+def same_ranks(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+    """Whether two groups are of the same processes, in the same order."""
+    return dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
+
+
+_CHUNK = 1 << 22  # numbers drawn at a time
+
+
+def initial_rows(
+    features: int,
+    classes: int,
+    start: int,
+    count: int,
+    bias: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows [start, start + count) of what ``nn.Linear(features, classes, bias)`` gets from the same random seed.
+
+    All rows are drawn in order from the default generator of the CPU, for any device, and those of other ranks are
+    dropped. So a head's initial values do not depend on how it is split, nor on its device.
+
+    Returns:
+        The weight [count, features], and the bias [count] or None.
+    """
+    weight = torch.empty((count, features), device=device, dtype=dtype)
+    fill_rows(weight, classes, start, features)
+    if not bias:
+        return weight, None
+    biases = torch.empty(count, device=device, dtype=dtype)
+    fill_rows(biases, classes, start, features)
+    return weight, biases
+
+
+@torch.no_grad()
+def fill_rows(rows: torch.Tensor, classes: int, start: int, features: int) -> None:
+    """Fills `rows`, a weight's or a bias's, with rows [start, ...) of what a layer of all `classes` gets."""
+    if rows.is_meta:
+        return
+    limit = 1 / math.sqrt(features) if features else 0.0
+    width = 1 if rows.ndim == 1 else rows.size(1)
+    flat = rows.view(len(rows), width)
+    step = max(1, _CHUNK // max(1, width))
+    for begin in range(0, classes, step):
+        end = min(classes, begin + step)
+        drawn = torch.empty((end - begin, width), dtype=rows.dtype, device="cpu").uniform_(-limit, limit)
+        first, last = max(begin, start), min(end, start + len(rows))
+        if first < last:
+            flat[first - start : last - start] = drawn[first - begin : last - begin]

@@ -5,15 +5,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from tensorshard.loss.heads.tiles.rounding import Noise, block_size, dequantize, quantize
-from tensorshard.loss.heads.tiles.tiles import Tiles, tile_width
-from tensorshard.loss.heads.update.row_states import MOMENTUM_SCALES, rows_like
-from tensorshard.loss.heads.update.update_rule import Rule, Slot, Update, finish_step
+from tensorshard.comm.marks import get_mark
+from tensorshard.comm.sharded_tensors import own_group, own_shard, refuse_foreign_shard
+from tensorshard.loss.heads.update_rule import Rule, Slot, Update, finish_step
+from tensorshard.loss.kernels import Noise, block_size, dequantize, quantize
+from tensorshard.loss.tiles import Tiles, tile_width
 
 MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
 _OPTIONS = ("lr", "momentum", "weight_decay", "momentum_dtype", "seed")
-_MOMENTUM, _SCALES = "momentum_buffer", MOMENTUM_SCALES
+
+
+_MOMENTUM, _SCALES = "momentum_buffer", "momentum_scales"
 
 
 class HeadSGD(torch.optim.Optimizer):
@@ -237,9 +243,9 @@ class HeadSGD(torch.optim.Optimizer):
             self.group["initial_lr"] = groups[0]["initial_lr"]
 
     def _load(self, parameter: torch.Tensor, momentum: torch.Tensor, scales: torch.Tensor | None) -> None:
-        shard, slot = rows_like(momentum, parameter), self._slot(parameter)
+        shard, slot = _rows_like(momentum, parameter), self._slot(parameter)
         if scales is not None:
-            own_scales = rows_like(scales, parameter)
+            own_scales = _rows_like(scales, parameter)
             if slot.scales is not None:
                 slot.momentum.copy_(shard)
                 slot.scales.copy_(own_scales)
@@ -288,3 +294,27 @@ def _check(weight: torch.Tensor, lr: float, momentum: float, weight_decay: float
         raise ValueError(f"update= was given momentum_dtype={momentum_dtype!r}: use one of {list(MOMENTUM_DTYPES)}")
     if weight.dtype == torch.float64 and momentum_dtype != "fp32":
         raise ValueError(f"momentum_dtype={momentum_dtype!r} was given for a weight in fp64: leave it out there")
+
+
+def _rows_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a parameter's state, which is given in full or as a shard.
+
+    Raises:
+        ValueError: it has another number of rows, or those of another rank.
+    """
+    mark, held = get_mark(parameter), len(parameter)
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if mark is not None:
+        refuse_foreign_shard(value, own_group(parameter), "a momentum")
+        if len(value) != held and len(value) == mark.size:
+            value = own_shard(value, mark)
+    if len(value) != held:
+        shape = list(parameter.shape)
+        if mark is not None and mark.size is not None:
+            shape[0] = mark.size
+        raise ValueError(
+            f"a momentum of {len(value)} rows was given for a parameter of {shape}, of which this rank holds {held} "
+            "rows"
+        )
+    return value.to(parameter.device)
