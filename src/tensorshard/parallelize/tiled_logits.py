@@ -1,4 +1,4 @@
-"""Finds the layers of a model, or of a pipeline's last stage, that may return logits before they are computed."""
+"""Output layers that return logits which are not computed: finds them in a model, or in a pipeline's last stage."""
 
 from collections.abc import Iterable, Mapping
 
@@ -22,30 +22,30 @@ def find_output_logits(
     plan: Plan,
     mesh: Mesh,
     *,
-    repeated: list[nn.Module],
+    blocks: list[nn.Module],
     gathered: list[list[nn.Module]],
     split_outputs: Mapping[nn.Module, int],
 ) -> OutputLogits:
     """Makes the linear layers outside of `model`'s blocks return logits as ``plan.logits`` says.
 
     Args:
-        model: on the meta device, with whole parameters.
-        computed: the modules that this rank computes.
-        repeated: the model's blocks; the model itself if it has none.
+        model: on the meta device, with full parameters.
+        computed: all modules that this rank computes.
+        blocks: the model's; the model itself if it has none.
         gathered: under ZeRO 3, the modules whose parameters are gathered only for their own forward; else empty.
-        split_outputs: layers that are split over the tensor-parallel ranks and return whole outputs, each with its
+        split_outputs: layers that are split over the tensor-parallel ranks and return full outputs, each with its
             number of features on all ranks together.
     """
     if plan.logits == "whole":
         return OutputLogits()
-    within = {inner for block in repeated if block is not model or plan.compile for inner in block.modules()}
-    inside = {inner for module in computed for inner in module.modules()} - within
-    apart = {inner for unit in gathered for module in unit for inner in module.modules()}
+    within = {inner for block in blocks if block is not model or plan.compile for inner in block.modules()}
+    outside = set(computed) - within
+    gathered_separately = {inner for unit in gathered for module in unit for inner in module.modules()}
     layers = []
     for name, module in model.named_modules():
         transposed = is_transposed(module)
         own = own_parameters(module).keys()
-        if module not in inside or not (transposed or runs_forward_of(module, nn.Linear)) or "weight" not in own:
+        if module not in outside or not (transposed or runs_forward_of(module, nn.Linear)) or "weight" not in own:
             continue
         roles = roles_of(module) & _OF_TENSOR_PARALLELISM
         is_split = module in split_outputs and roles == _SPLIT
@@ -55,7 +55,7 @@ def find_output_logits(
             layer.group = mesh.group("tp")
         elif roles:
             layer.refused = "tensor parallelism splits it in another way than along its outputs"
-        if module in apart:
+        if module in gathered_separately:
             layer.refused = "shard_units has its parameters gathered for its own forward alone"
         elif plan.offloaded is not None and plan.offloaded.parameters is not None:
             layer.refused = "its parameters are offloaded, and there for its own forward alone"
