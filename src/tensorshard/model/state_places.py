@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from tensorshard.model.objects import contents_of
+
 _LARGE = 1000  # of a container with more entries only the number of entries is compared
 _OURS = "_tensorshard"
 _PLAIN_DICTS = (dict, OrderedDict, defaultdict)
@@ -251,14 +253,6 @@ class Enclosed(Place):
 def content_of(cell: CellType) -> Any:
     """What the variable holds, or an object that stands for nothing."""
     return next(iter(contents_of(cell)), _MISSING)
-
-
-def contents_of(cell: CellType) -> tuple[Any, ...]:
-    """What the variable holds; nothing if it was not given a value yet."""
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
 
 
 class Copied(Place):
