@@ -32,11 +32,11 @@ def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: An
     if mesh.degrees["tp"] == 1:
         return None
 
-    from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
+    from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table
 
     def choose() -> "VerifiedTable":
         with source.real_buffers(), alone_in_the_world():
-            found = choose_tensor_plan(
+            found = choose_tensor_table(
                 source.module,
                 mesh.degrees["tp"],
                 plan.tp_plan,

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from table_models import build
-from tensorshard.tensor_parallel.search.find_table import NoTensorPlanError, find_tensor_plan
+from tensorshard.tensor_parallel.search.find_table import NoTableError, find_tensor_plan
 from tensorshard.tensor_parallel.search.published_tables import published_plan
 
 
@@ -218,7 +218,7 @@ def test_uneven_features():
 
 def test_nothing_to_split():
     model = nn.Sequential(nn.Linear(8, 1), nn.Softmax(-1), nn.Linear(1, 1))
-    with pytest.raises(NoTensorPlanError, match=r"nothing of this Sequential .* over 2 ranks:(.|\n)*starting from"):
+    with pytest.raises(NoTableError, match=r"nothing of this Sequential .* over 2 ranks:(.|\n)*starting from"):
         find_tensor_plan(model)
 
 

@@ -8,7 +8,7 @@ from table_models import build
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
 from tensorshard.tensor_parallel.table.styles import Style, parse_style
-from tensorshard.tensor_parallel.table.table import TensorPlan, collapse
+from tensorshard.tensor_parallel.table.table import TensorTable, collapse
 
 STYLES = [
     "colwise",
@@ -53,25 +53,25 @@ def test_a_misspelt_style_is_refused(text, message):
 
 def test_a_table_goes_through_yaml(tmp_path):
     table = {"layers.*.q": "packed_colwise(3)", "layers.*": "divide(num_heads)"}
-    TensorPlan.from_dict(table).to_yaml(tmp_path / "table.yaml")
-    assert TensorPlan.from_yaml(tmp_path / "table.yaml").to_dict() == table
+    TensorTable.from_dict(table).to_yaml(tmp_path / "table.yaml")
+    assert TensorTable.from_yaml(tmp_path / "table.yaml").to_dict() == table
 
 
 def test_a_file_without_a_mapping_is_refused(tmp_path):
     (tmp_path / "table.yaml").write_text("- colwise\n")
     with pytest.raises(ValueError, match="holds a list"):
-        TensorPlan.from_yaml(tmp_path / "table.yaml")
+        TensorTable.from_yaml(tmp_path / "table.yaml")
 
 
 def test_errors_of_a_table_name_the_entry():
     with pytest.raises(ValueError, match=r"tp_plan\['a.b'\]: 'colwize'"):
-        TensorPlan.from_dict({"a.b": "colwize"})
+        TensorTable.from_dict({"a.b": "colwize"})
     with pytest.raises(TypeError, match=r"tp_plan\['a.b'\] is 3"):
-        TensorPlan.from_dict({"a.b": 3})
+        TensorTable.from_dict({"a.b": 3})
 
 
 def resolve(table: dict[str, str], kind: str = "gpt") -> dict[str, Style]:
-    return TensorPlan.from_dict(table).resolve(build(kind))
+    return TensorTable.from_dict(table).resolve(build(kind))
 
 
 def test_an_exact_name_goes_before_a_glob():
@@ -131,7 +131,7 @@ def test_packed_parts_are_cut_one_by_one():
 
 def layouts(table: dict[str, str], kind: str = "gpt", size: int = 2) -> dict[str, Layout]:
     model = build(kind)
-    return find_layouts(model, TensorPlan.from_dict(table).resolve(model), size)
+    return find_layouts(model, TensorTable.from_dict(table).resolve(model), size)
 
 
 def test_layouts_of_the_styles():

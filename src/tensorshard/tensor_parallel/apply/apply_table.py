@@ -33,7 +33,7 @@ from tensorshard.tensor_parallel.table.channelwise import channel_layouts
 from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, check_can_split
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, COLWISE_GATHER, DIVIDED, Style
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.table import TensorTable
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 # The kind of layer that each style is for. Styles that are not listed are for linear layers and convolutions.
@@ -47,7 +47,7 @@ _CLASS_NAMES = {
 
 def apply_tensor_parallel(
     model: nn.Module,
-    plan: TensorPlan,
+    plan: TensorTable,
     group: Group,
     *,
     shared_inputs: Iterable[Sequence[str]] = (),
@@ -130,7 +130,7 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
     Changes nothing.
 
     Args:
-        styles: as :meth:`TensorPlan.resolve` gives them.
+        styles: as :meth:`TensorTable.resolve` gives them.
 
     Raises:
         ValueError: as :func:`apply_tensor_parallel`.

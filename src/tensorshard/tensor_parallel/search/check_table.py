@@ -14,7 +14,7 @@ from tensorshard.tensor_parallel.search.sequence_search import SplitBlocks, find
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, SUM_GRADIENTS, Style
-from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
+from tensorshard.tensor_parallel.table.table import TensorTable, collapse, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError
@@ -49,19 +49,19 @@ class CheckedPlan:
         not_random: names of the blocks that make no random numbers in training.
     """
 
-    plan: TensorPlan
+    plan: TensorTable
     shared_inputs: list[tuple[str, ...]]
     sequence: dict[str, SequenceSplit] = field(default_factory=dict)
     not_in_parts: dict[str, str] = field(default_factory=dict)
     not_random: frozenset[str] = frozenset()
 
 
-class WrongTensorPlanError(ValueError):
+class WrongTableError(ValueError):
     """Under this table, a model would not compute what it computes on one device."""
 
 
-def check_tensor_plan(
-    model: nn.Module, plan: TensorPlan, size: int, *, inputs: Any = None, sequence_parallel: bool = False
+def check_tensor_table(
+    model: nn.Module, plan: TensorTable, size: int, *, inputs: Any = None, sequence_parallel: bool = False
 ) -> CheckedPlan:
     """Checks by numbers that `plan` splits `model` over `size` ranks, on random weights and simulated ranks.
 
@@ -70,7 +70,7 @@ def check_tensor_plan(
         sequence_parallel: whether to also find out how its blocks can compute on parts of a sequence.
 
     Raises:
-        WrongTensorPlanError: it does not. The message names the block, its entries, and what was seen.
+        WrongTableError: it does not. The message names the block, its entries, and what was seen.
         ValueError: an entry that matches nothing or cannot be applied; the model does not run on `inputs`.
     """
     find_layouts(model, plan.resolve(model), size)
@@ -80,7 +80,7 @@ def check_tensor_plan(
     return check_around_run(model, plan, run, BlockChecks(units, run, size), sequence_parallel=sequence_parallel)
 
 
-def _check_outer_layers(model: nn.Module, plan: TensorPlan, run: ModelRun, size: int) -> None:
+def _check_outer_layers(model: nn.Module, plan: TensorTable, run: ModelRun, size: int) -> None:
     single = OuterLayersCheck(model, run.inputs, size)
     for name, style in plan.resolve(model).items():
         past = {
@@ -89,23 +89,23 @@ def _check_outer_layers(model: nn.Module, plan: TensorPlan, run: ModelRun, size:
             if style.kind == "gather" and _is_inside(key, name) and not _is_there(reader, gathered_in(key, style))
         }
         if past:
-            raise WrongTensorPlanError(
+            raise WrongTableError(
                 f"the tensor-parallel table is wrong for {', '.join(sorted(past))}, which cannot be {str(style)!r}: it "
                 f"is read outside of the forward in which it is put together; leave it out"
             )
         if style.kind in ("vocab", "colwise_gather") and not any(_is_inside(name, unit) for unit in run.calls):
             refusal = single.refusal(name, style)
             if refusal is not None:
-                raise WrongTensorPlanError(
+                raise WrongTableError(
                     f"the tensor-parallel table is wrong for {name}, which cannot be {str(style)!r}: {refusal}; leave "
                     f"it out"
                 )
 
 
 def check_around_run(
-    model: nn.Module, plan: TensorPlan, run: ModelRun, checks: BlockChecks, *, sequence_parallel: bool = False
+    model: nn.Module, plan: TensorTable, run: ModelRun, checks: BlockChecks, *, sequence_parallel: bool = False
 ) -> CheckedPlan:
-    """Checks a table as :func:`check_tensor_plan` does, for a model that was run already."""
+    """Checks a table as :func:`check_tensor_table` does, for a model that was run already."""
     styles = plan.resolve(model)
     units = find_units(model)
     checker = _Checker(checks, run)
@@ -127,7 +127,7 @@ def check_around_run(
     else:
         agreement = _check_whole(model, complete, sequence, run, checks)
     if agreement is not None and agreement.sharded_outputs:
-        raise WrongTensorPlanError(
+        raise WrongTableError(
             f"the model's output would be split over the ranks with the table\n{plan.describe()}\nand a loss needs it "
             f"whole: use colwise_gather for the last layer"
         )
@@ -154,7 +154,7 @@ class _Checker:
         """The styles of `block`, completed, and its column layers that read the same tensor.
 
         Raises:
-            WrongTensorPlanError: the styles are wrong.
+            WrongTableError: the styles are wrong.
         """
         sliced = {}
         for index, (provider, output) in call.providers.items():
@@ -170,7 +170,7 @@ class _Checker:
             try:
                 agreement = self._checks.of(name).check(completed, sliced, shared)
             except MismatchError as error:
-                raise WrongTensorPlanError(_refusal(name, block, styles, self._checks.size, error)) from error
+                raise WrongTableError(_refusal(name, block, styles, self._checks.size, error)) from error
             self._done[key] = ((completed, shared), agreement)
         completion, self._agreements[name] = self._done[key]
         return completion
@@ -195,12 +195,12 @@ def _is_linear(block: nn.Module, name: str) -> bool:
 
 
 def _check_whole(
-    model: nn.Module, plan: TensorPlan, sequence: Mapping[str, SequenceSplit], run: ModelRun, checks: BlockChecks
+    model: nn.Module, plan: TensorTable, sequence: Mapping[str, SequenceSplit], run: ModelRun, checks: BlockChecks
 ) -> Agreement | None:
     """Checks the model as a whole, if it is small enough without its repeated blocks; None if not.
 
     Raises:
-        WrongTensorPlanError: the table is wrong; or the model is too large to check, and the table has entries outside
+        WrongTableError: the table is wrong; or the model is too large to check, and the table has entries outside
             of the blocks that need the check.
     """
     styles = plan.resolve(model)
@@ -214,7 +214,7 @@ def _check_whole(
     smaller = checks.around.model
     if sum(p.numel() for p in smaller.parameters()) > _LARGEST_MODEL:
         if outside:
-            raise WrongTensorPlanError(
+            raise WrongTableError(
                 f"{_listed(outside)} are outside of the model's blocks, which is too large to be checked as a whole; "
                 f"use {', '.join(_ALWAYS_RIGHT)} there, or turn the check off"
             )
@@ -229,7 +229,7 @@ def _check_whole(
     try:
         return checks.around.check(inside, sequence)
     except MismatchError as error:
-        raise WrongTensorPlanError(
+        raise WrongTableError(
             f"the model as a whole does not compute what it does on one device with the table\n{plan.describe()}\n"
             f"although its blocks do: split over {checks.size} ranks, {error}"
         ) from error

@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.tensor_parallel.search.check_table import check_tensor_plan
+from tensorshard.tensor_parallel.search.check_table import check_tensor_table
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan, split_share
 from tensorshard.tensor_parallel.search.table_cache import KeptTable, TableFile
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.table import TensorTable
 
 logger = logging.getLogger("tensorshard")
 
 
-def choose_tensor_plan(
+def choose_tensor_table(
     model: nn.Module,
     size: int,
     table: Mapping[str, str] | None = None,
@@ -40,7 +40,7 @@ def choose_tensor_plan(
     """
     if table is None:
         return _kept_or_found(model, size, inputs, sequence_parallel)
-    plan = TensorPlan.from_dict(table)
+    plan = TensorTable.from_dict(table)
     share = split_share(model, plan, size)
     if not check:
         if sequence_parallel:
@@ -72,7 +72,7 @@ def _kept_or_found(model: nn.Module, size: int, inputs: Any, sequence_parallel: 
 
 
 def _checked(model: nn.Module, table: KeptTable, size: int, inputs: Any, sequence_parallel: bool) -> VerifiedTable:
-    checked = check_tensor_plan(model, table.plan, size, inputs=inputs, sequence_parallel=sequence_parallel)
+    checked = check_tensor_table(model, table.plan, size, inputs=inputs, sequence_parallel=sequence_parallel)
     return VerifiedTable(
         checked.plan,
         {**table.whole, **checked.not_in_parts},

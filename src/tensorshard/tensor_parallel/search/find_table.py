@@ -10,7 +10,7 @@ from tensorshard.model.generation_cache import GenerationCache
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.search.block_search import BlockSearch, SplitRegion, search_block
-from tensorshard.tensor_parallel.search.check_table import CheckedPlan, WrongTensorPlanError, check_around_run
+from tensorshard.tensor_parallel.search.check_table import CheckedPlan, WrongTableError, check_around_run
 from tensorshard.tensor_parallel.search.kept_parameters import keep_in_slices
 from tensorshard.tensor_parallel.search.largest_part import largest_part
 from tensorshard.tensor_parallel.search.leftover_layers import split_leftovers
@@ -19,7 +19,7 @@ from tensorshard.tensor_parallel.search.published_tables import published_plan
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Style
-from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
+from tensorshard.tensor_parallel.table.table import TensorTable, collapse, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks
 from tensorshard.tensor_parallel.verify.inner_checks import KnownModules
@@ -27,7 +27,7 @@ from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units, r
 from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 
 
-class NoTensorPlanError(ValueError):
+class NoTableError(ValueError):
     """Nothing of a model can be split. The message has a table to start from."""
 
 
@@ -49,7 +49,7 @@ class VerifiedTable:
         not_random: names of the blocks that make no random numbers in training; empty if the table was not checked.
     """
 
-    plan: TensorPlan
+    plan: TensorTable
     whole: dict[str, str]
     split_share: float
     size: int
@@ -93,8 +93,8 @@ def find_tensor_plan(
         sequence_parallel: whether to also find out how its blocks can compute on parts of a sequence.
 
     Raises:
-        NoTensorPlanError: nothing can be split. The message names the reasons.
-        WrongTensorPlanError: blocks that can be split one by one cannot be split together, and none of them alone.
+        NoTableError: nothing can be split. The message names the reasons.
+        WrongTableError: blocks that can be split one by one cannot be split together, and none of them alone.
         ValueError: the model does not run on `inputs`, or none were given and none could be guessed.
     """
     with GenerationCache(model).off():
@@ -134,17 +134,17 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
         listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
         linear = [starred(n) for n, m in model.named_modules() if (s := as_splittable(m)) and s.has_rows]
         start = dict.fromkeys(dict.fromkeys(linear), "colwise or rowwise")
-        raise NoTensorPlanError(
+        raise NoTableError(
             f"nothing of this {type(model).__name__} can be split over {size} ranks:\n{listed}\n"
             f"you can also pass a table of your own, as Plan(tp_plan=...), starting from {start}"
         )
 
-    def check(plan: TensorPlan) -> CheckedPlan:
+    def check(plan: TensorTable) -> CheckedPlan:
         return check_around_run(model, plan, run, checks, sequence_parallel=sequence_parallel)
 
     try:
         found = check(collapse(styles, model))
-    except WrongTensorPlanError as error:
+    except WrongTableError as error:
         together = {name: starred(name) for name in (*leftover, *kept)} | _regions_of_names(searches)
         found, left_out = largest_part(model, styles, together, size, check, error)
         reasons |= {starred(name): reason for name, reason in left_out.items()}
@@ -163,7 +163,7 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
     )
 
 
-def split_share(model: nn.Module, plan: TensorPlan, size: int, kinds: Container[str] | None = None) -> float:
+def split_share(model: nn.Module, plan: TensorTable, size: int, kinds: Container[str] | None = None) -> float:
     """Share of `model`'s parameters, by number of elements, that `plan` splits; only by styles in `kinds` if given."""
     styles = plan.resolve(model)
     layouts = find_layouts(model, styles, size)
@@ -179,7 +179,7 @@ def _said(name: str, styles: Mapping[str, Style]) -> Style:
 
 
 def _search_all(
-    units: Mapping[str, nn.Module], run: ModelRun, checks: BlockChecks, published: TensorPlan
+    units: Mapping[str, nn.Module], run: ModelRun, checks: BlockChecks, published: TensorTable
 ) -> tuple[dict[str, BlockSearch], dict[str, str]]:
     """The search of each block, one for blocks that are alike; and why other blocks could not be searched."""
     known: dict[int, BlockSearch | str] = {}

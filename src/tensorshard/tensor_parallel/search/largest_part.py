@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
-from tensorshard.tensor_parallel.search.check_table import CheckedPlan, WrongTensorPlanError
+from tensorshard.tensor_parallel.search.check_table import CheckedPlan, WrongTableError
 from tensorshard.tensor_parallel.table.styles import Style
-from tensorshard.tensor_parallel.table.table import TensorPlan, collapse
+from tensorshard.tensor_parallel.table.table import TensorTable, collapse
 
 # If a table has more parts than this, those with the fewest weights are left out untried.
 _MOST_TRIES = 12
@@ -22,8 +22,8 @@ def largest_part(
     styles: Mapping[str, Style],
     part_of: Mapping[str, str],
     size: int,
-    check: Callable[[TensorPlan], CheckedPlan],
-    error: WrongTensorPlanError,
+    check: Callable[[TensorTable], CheckedPlan],
+    error: WrongTableError,
 ) -> tuple[CheckedPlan, dict[str, str]]:
     """The largest part of a table that passes a check, and why the rest of its entries stay whole.
 
@@ -35,7 +35,7 @@ def largest_part(
         error: what the check raised for `styles`.
 
     Raises:
-        WrongTensorPlanError: no part passes. This is `error` itself.
+        WrongTableError: no part passes. This is `error` itself.
     """
     parts: dict[str, dict[str, Style]] = {}
     for name, style in styles.items():
@@ -51,7 +51,7 @@ def largest_part(
                 found = check(collapse({**taken, **parts[part]}, model))
                 taken.update(parts[part])
                 continue
-            except WrongTensorPlanError as refused:
+            except WrongTableError as refused:
                 reason = _reason(refused)
         left_out.update(dict.fromkeys(parts[part], f"the model around it does not compute the same: {reason}"))
     if found is None:
@@ -59,7 +59,7 @@ def largest_part(
     return found, left_out
 
 
-def _reason(error: WrongTensorPlanError) -> str:
+def _reason(error: WrongTableError) -> str:
     return (str(error).partition("although its blocks do: ")[2] or str(error)).splitlines()[0]
 
 

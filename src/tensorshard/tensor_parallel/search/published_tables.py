@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tensorshard.tensor_parallel.table.styles import COLWISE, COLWISE_GATHER, ROWWISE, SUM_GRADIENTS, VOCAB, Style
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.table import TensorTable
 
 # The names of styles since transformers 4.56.
 _STYLES: dict[str, Style] = {
@@ -59,7 +59,7 @@ class PublishedPlan:
         unknown: entries whose style tensorshard does not know.
     """
 
-    plan: TensorPlan
+    plan: TensorTable
     unknown: dict[str, str]
 
 
@@ -75,4 +75,4 @@ def published_plan(model: nn.Module) -> PublishedPlan:
         table.update(own)
     entries = {pattern: style for pattern, name in table.items() if (style := _STYLES.get(name)) is not None}
     unknown = {p: name for p, name in table.items() if name not in _STYLES and name not in _NO_EQUIVALENT}
-    return PublishedPlan(TensorPlan(entries), unknown)
+    return PublishedPlan(TensorTable(entries), unknown)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from tensorshard.tensor_parallel.search.model_digest import model_digest
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.table import TensorTable
 
 CACHE_VARIABLE = "TENSORSHARD_CACHE"
 """The environment variable that names the folder, or says ``off``."""
@@ -50,7 +50,7 @@ class KeptTable:
         alone: what is split alone, and why it is in no pair.
     """
 
-    plan: TensorPlan
+    plan: TensorTable
     whole: dict[str, str]
     alone: dict[str, str]
 
@@ -76,7 +76,7 @@ class TableFile:
 
         try:
             held = yaml.safe_load(self.path.read_text())
-            plan = TensorPlan.from_dict(held["tp_plan"])
+            plan = TensorTable.from_dict(held["tp_plan"])
             whole, alone = (
                 {str(name): str(reason) for name, reason in held[key].items()} for key in ("whole", "alone")
             )

@@ -14,7 +14,7 @@ from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, HE
 
 
 @dataclass(frozen=True)
-class TensorPlan:
+class TensorTable:
     """A tensor-parallel table. It reads like ``{"layers.*.q_proj": colwise, "layers.*.o_proj": rowwise, ...}``.
 
     Names are those of modules, or of parameters of a module that is not split itself. ``*`` matches any characters,
@@ -28,7 +28,7 @@ class TensorPlan:
     entries: dict[str, Style]
 
     @classmethod
-    def from_dict(cls, table: Mapping[str, str]) -> "TensorPlan":
+    def from_dict(cls, table: Mapping[str, str]) -> "TensorTable":
         """A table from plain strings, as ``Plan(tp_plan=...)`` takes it.
 
         Raises:
@@ -50,7 +50,7 @@ class TensorPlan:
         return {pattern: str(style) for pattern, style in self.entries.items()}
 
     @classmethod
-    def from_yaml(cls, path: str | Path) -> "TensorPlan":
+    def from_yaml(cls, path: str | Path) -> "TensorTable":
         """Reads what :meth:`to_yaml` wrote.
 
         Raises:
@@ -113,7 +113,7 @@ class TensorPlan:
         return found
 
 
-def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorPlan:
+def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorTable:
     """The shortest table of globs over list indices that gives exactly `styles`."""
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     members: dict[str, list[str]] = {}
@@ -126,7 +126,7 @@ def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorPlan:
         # `*` also matches dots. A glob must not match names at another depth that have another style.
         exact = all(styles.get(other) == style for other in names if fnmatchcase(other, pattern))
         entries[pattern if uniform and exact else name] = style
-    return TensorPlan(entries)
+    return TensorTable(entries)
 
 
 def starred(name: str) -> str:

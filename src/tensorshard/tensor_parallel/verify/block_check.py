@@ -35,7 +35,7 @@ from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_conv
 from tensorshard.tensor_parallel.table.layouts import Layout, local_shard, shard_view
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.table import TensorTable
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
 from tensorshard.tensor_parallel.verify.comparison import (
@@ -365,7 +365,7 @@ class BlockCheck:
     ) -> BlockRun:
         rank, size = group.rank(), group.size()
         split_block = self.make_copy()
-        apply_tensor_parallel(split_block, TensorPlan(dict(split.styles)), group, shared_inputs=split.shared_inputs)
+        apply_tensor_parallel(split_block, TensorTable(dict(split.styles)), group, shared_inputs=split.shared_inputs)
         apply_sequence_parallel(split_block, split.sequence, group, shared_inputs=split.shared_inputs)
         with torch.no_grad():
             for name, parameter in split_block.named_parameters():

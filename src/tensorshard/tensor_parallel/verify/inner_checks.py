@@ -16,7 +16,7 @@ from tensorshard.model.operation_counter import OperationCounter
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.table.styles import Style
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.table import TensorTable
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.comparison import MismatchError, not_running
@@ -177,7 +177,7 @@ def _call_inside(
     """
     copied = block.make_copy()
     if styles:
-        apply_tensor_parallel(copied, TensorPlan(dict(styles)), fake_process_group(0, block.size))
+        apply_tensor_parallel(copied, TensorTable(dict(styles)), fake_process_group(0, block.size))
     calls: list[tuple[BlockCall, int]] = []
 
     def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
