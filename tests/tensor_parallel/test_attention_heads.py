@@ -143,7 +143,7 @@ def test_refusals():
         "mixtral", {experts: "slice(1, 3)"}, 2
     )
     for style, message in [
-        ("colwise_shared", "needs numbers"),
+        ("colwise_shared", "takes the number of key-value heads"),
         ("colwise_shared(2, 3)", "as in colwise_shared\\(2, 64, 16, 16\\)"),
         ("divide(input.alibi)", "as in divide\\(input.alibi.0/num_heads\\)"),
         ("divide(num_heads/1)", "divided by 2 or more"),

@@ -8,8 +8,7 @@ from torch import nn
 from tensorshard.comm.decisions import decide_once
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
-from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
+from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs, TensorSplit
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 from tensorshard.torch_private.process_groups import alone_in_the_world
 from tensorshard.weights.initial.source import TensorSource

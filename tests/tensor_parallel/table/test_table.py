@@ -6,8 +6,9 @@ from torch import nn
 
 from table_models import build
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
+from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
-from tensorshard.tensor_parallel.table.styles import Style, parse_style
+from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, parse_style
 from tensorshard.tensor_parallel.table.table import TensorTable, collapse
 
 STYLES = [
@@ -20,6 +21,13 @@ STYLES = [
     "packed_colwise(3)",
     "packed_colwise(64, 32, 32)",
     "slice(0)",
+    "slice(1, 2)",
+    "gather(0, 1)",
+    "rowwise(sum_grad)",
+    "channels",
+    "channels(2)",
+    "colwise_shared(2)",
+    "colwise_shared(2, 64, 16, 16)",
     "divide(num_heads, config.num_heads)",
 ]
 
@@ -35,11 +43,11 @@ def test_a_style_reads_as_it_is_written(text):
         ("colwize", "did you mean 'colwise'"),
         ("xyz", "the styles are colwise, packed_colwise"),
         ("colwise(3)", "takes no options"),
-        ("packed_colwise", "needs numbers"),
-        ("packed_colwise(0)", "needs numbers"),
+        ("packed_colwise", "takes a number of equal parts"),
+        ("packed_colwise(0)", "takes a number of equal parts"),
         ("slice(0, 1, 2)", "takes one dimension"),
-        ("divide", "needs the names of attributes"),
-        ("divide(a.b)", "needs the names of attributes"),
+        ("divide", "takes the names of attributes"),
+        ("divide(a.b)", "takes the names of attributes"),
         ("replicate(twice)", "takes sum_grad or divided or nothing"),
         ("rowwise(divided)", "takes sum_grad or nothing"),
         ("gather(0, 1, 2)", "takes one dimension"),
@@ -100,10 +108,10 @@ def test_a_tied_head_is_split_with_its_embedding():
 def test_collapsing_gives_back_the_same_styles():
     model = build("hf_bert")  # where `output.dense` ends the names of both kinds of row layer
     names = [name for name, module in model.named_modules() if name.endswith(".output.dense")]
-    plan = collapse(dict.fromkeys(names, Style("rowwise")), model)
+    plan = collapse(dict.fromkeys(names, ROWWISE), model)
     assert list(plan.resolve(model)) == names
     assert len(plan.entries) == 2
-    alone = collapse({names[1]: Style("rowwise")}, model)
+    alone = collapse({names[1]: ROWWISE}, model)
     assert list(alone.entries) == [names[1]]
 
 
@@ -185,4 +193,4 @@ def test_sizes_that_cannot_be_split_are_refused():
 def test_a_layer_that_computes_something_else_is_refused():
     model = nn.Sequential(nn.Bilinear(4, 4, 4))
     with pytest.raises(ValueError, match="0 is a Bilinear, which cannot be 'colwise': that is for an nn"):
-        find_layouts(model, {"0": Style("colwise")}, 2)
+        find_layouts(model, {"0": COLWISE}, 2)

@@ -14,7 +14,8 @@ from tensorshard.tensor_parallel.search.progress import Progress
 from tensorshard.tensor_parallel.search.proposals import Proposal, proposals
 from tensorshard.tensor_parallel.search.shared_head_proposals import shared_proposals
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
-from tensorshard.tensor_parallel.table.styles import SUM_GRADIENTS, Style
+from tensorshard.tensor_parallel.table.layer_styles import ColwiseGather, Style
+from tensorshard.tensor_parallel.table.styles import SUM_GRADIENTS, Divide
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.comparison import MismatchError
@@ -168,7 +169,7 @@ def _all_proposals(region: Region, own: Iterator[Proposal], published: Mapping[s
     given = {name: published[name] for name in layers if name in published}
     proposal = Proposal({**given, **dict.fromkeys(region.between, SUM_GRADIENTS)}, {})
     complete = len(given) == len(layers)
-    gathers = any(style.kind == "colwise_gather" for style in given.values())
+    gathers = any(isinstance(style, ColwiseGather) for style in given.values())
     if complete and not gathers:
         yield proposal
     yield from own
@@ -181,7 +182,9 @@ def merge_styles(tables: list[dict[str, Style]]) -> dict[str, Style]:
     merged: dict[str, Style] = {}
     for table in tables:
         for name, style in table.items():
-            earlier = merged[name].names if name in merged and style.kind == "divide" else ()
-            names = tuple(dict.fromkeys((*earlier, *style.names)))
-            merged[name] = Style(style.kind, style.sizes, names)
+            earlier = merged.get(name)
+            if isinstance(style, Divide) and isinstance(earlier, Divide):
+                merged[name] = Divide(tuple(dict.fromkeys((*earlier.targets, *style.targets))))
+            else:
+                merged[name] = style
     return merged

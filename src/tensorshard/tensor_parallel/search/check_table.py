@@ -7,13 +7,14 @@ from typing import Any
 from torch import nn
 
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.tensor_parallel.apply.apply_table import find_layouts, gathered_in
+from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.search.dataflow import follow
 from tensorshard.tensor_parallel.search.head_counts import undivided_heads
 from tensorshard.tensor_parallel.search.sequence_search import SplitBlocks, find_sequence_splits, link_splits
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
+from tensorshard.tensor_parallel.table.layer_styles import Column, ColwiseGather, Style, Vocab
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, SUM_GRADIENTS, Style
+from tensorshard.tensor_parallel.table.styles import STYLES, SUM_GRADIENTS, Gather, Slice
 from tensorshard.tensor_parallel.table.table import TensorTable, collapse, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
@@ -31,9 +32,6 @@ from tensorshard.tensor_parallel.verify.random_blocks import blocks_without_rand
 # The model around the blocks is checked if it has no more parameters than this. Repeated blocks do not count.
 _LARGEST_MODEL = 1 << 27
 _Completed = tuple[dict[str, Style], list[tuple[str, ...]]]
-
-# Styles that are right wherever the layer is called as a module.
-_ALWAYS_RIGHT = ("vocab", "colwise_gather", "classes", "gather", "replicate")
 
 
 @dataclass(frozen=True)
@@ -86,14 +84,14 @@ def _check_outer_layers(model: nn.Module, plan: TensorTable, run: ModelRun, size
         past = {
             key
             for key, reader in run.capture.readers.items()
-            if style.kind == "gather" and _is_inside(key, name) and not _is_there(reader, gathered_in(key, style))
+            if isinstance(style, Gather) and _is_inside(key, name) and not _is_there(reader, style.reader(key))
         }
         if past:
             raise WrongTableError(
                 f"the tensor-parallel table is wrong for {', '.join(sorted(past))}, which cannot be {str(style)!r}: it "
                 f"is read outside of the forward in which it is put together; leave it out"
             )
-        if style.kind in ("vocab", "colwise_gather") and not any(_is_inside(name, unit) for unit in run.calls):
+        if isinstance(style, Vocab | ColwiseGather) and not any(_is_inside(name, unit) for unit in run.calls):
             refusal = single.refusal(name, style)
             if refusal is not None:
                 raise WrongTableError(
@@ -178,8 +176,8 @@ class _Checker:
 
 def _complete(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _Completed:
     """`styles`, completed: gradients of parameters between split layers are summed, unless the table says otherwise."""
-    columns = {name for name, style in styles.items() if style.kind in COLUMN_KINDS}
-    sliced = {name for name, style in styles.items() if style.kind == "slice" and _is_linear(block, name)}
+    columns = {name for name, style in styles.items() if isinstance(style, Column)}
+    sliced = {name for name, style in styles.items() if isinstance(style, Slice) and _is_linear(block, name)}
     flow = follow(block, call, {name for name, _ in block.named_modules()} - columns - sliced, columns | sliced)
     between = [name for region in flow.regions for name in region.between]
     added = {name: SUM_GRADIENTS for name in between if name not in styles and name.rpartition(".")[0] not in styles}
@@ -207,7 +205,7 @@ def _check_whole(
     outside = {
         name: style
         for name, style in styles.items()
-        if style.kind not in _ALWAYS_RIGHT and not any(_is_inside(name, unit) for unit in run.calls)
+        if not style.always_right and not any(_is_inside(name, unit) for unit in run.calls)
     }
     if checks.around is None:
         checks.around = ModelCheck(_smallest_that_runs(model, run), run.inputs, checks.size)
@@ -216,7 +214,8 @@ def _check_whole(
         if outside:
             raise WrongTableError(
                 f"{_listed(outside)} are outside of the model's blocks, which is too large to be checked as a whole; "
-                f"use {', '.join(_ALWAYS_RIGHT)} there, or turn the check off"
+                f"use {', '.join(name for name, style in STYLES.items() if style.always_right)} there, or turn the "
+                f"check off"
             )
         return None
     modules = {name for name, _ in smaller.named_modules()}
@@ -249,7 +248,7 @@ def _smallest_that_runs(model: nn.Module, run: ModelRun) -> nn.Module:
 
 
 def _refusal(name: str, block: nn.Module, styles: dict[str, Style], size: int, error: MismatchError) -> str:
-    columns = [key for key, style in styles.items() if style.kind in COLUMN_KINDS]
+    columns = [key for key, style in styles.items() if isinstance(style, Column)]
     heads = undivided_heads(block, columns, size)
     where = f"{starred(name)} (as {name})" if name else "the model"
     return (

@@ -9,6 +9,7 @@ from torch import nn
 from tensorshard.tensor_parallel.search.check_table import check_tensor_table
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan, split_share
 from tensorshard.tensor_parallel.search.table_cache import KeptTable, TableFile
+from tensorshard.tensor_parallel.table.styles import Gather
 from tensorshard.tensor_parallel.table.table import TensorTable
 
 logger = logging.getLogger("tensorshard")
@@ -82,5 +83,5 @@ def _checked(model: nn.Module, table: KeptTable, size: int, inputs: Any, sequenc
         sequence=checked.sequence,
         not_random=checked.not_random,
         alone=table.alone,
-        kept_share=split_share(model, checked.plan, size, kinds=("gather",)),
+        kept_share=split_share(model, checked.plan, size, of=Gather),
     )

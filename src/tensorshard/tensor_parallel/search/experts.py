@@ -6,7 +6,8 @@ from itertools import product
 import torch
 from torch import nn
 
-from tensorshard.tensor_parallel.table.styles import DIVIDED, SUM, SUM_GRADIENTS, Style
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.styles import DIVIDED, SUM, SUM_GRADIENTS, Slice
 from tensorshard.torch_private.modules import own_parameters
 
 _MOST_TRIES = 64
@@ -24,7 +25,7 @@ def expert_styles(name: str, module: nn.Module) -> Iterator[dict[str, Style]]:
     for width in widths:
         options = [list(_cuts(shape, width)) for shape in own.values()]
         for styles in product(*options):
-            cut = [style for style in styles if style.kind == "slice"]
+            cut = [style for style in styles if isinstance(style, Slice)]
             if len(cut) >= len(stacked):
                 tries += 1
                 if tries > _MOST_TRIES:
@@ -37,10 +38,10 @@ def _cuts(shape: torch.Size, width: int) -> Iterator[Style]:
     """Ways to lay out one parameter. The bias of the last layer is added to each rank's part of the sum."""
     for dim, size in list(enumerate(shape))[1:]:
         if size == width:
-            yield Style("slice", (dim,))
+            yield Slice(dim)
         elif size == 2 * width:
-            yield Style("slice", (dim, 2))
-            yield Style("slice", (dim,))
+            yield Slice(dim, 2)
+            yield Slice(dim)
     if len(shape) < 3:
         yield DIVIDED
         yield SUM_GRADIENTS

@@ -1,6 +1,6 @@
 """The search for a tensor-parallel table of any model."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ from tensorshard.tensor_parallel.search.leftover_layers import split_leftovers
 from tensorshard.tensor_parallel.search.outer_layers import split_outer_layers
 from tensorshard.tensor_parallel.search.published_tables import published_plan
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
+from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.styles import Gather
 from tensorshard.tensor_parallel.table.table import TensorTable, collapse, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks
@@ -159,23 +160,20 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
         sequence=found.sequence,
         not_random=found.not_random,
         alone=alone,
-        kept_share=split_share(model, found.plan, size, kinds=("gather",)),
+        kept_share=split_share(model, found.plan, size, of=Gather),
     )
 
 
-def split_share(model: nn.Module, plan: TensorTable, size: int, kinds: Container[str] | None = None) -> float:
-    """Share of `model`'s parameters, by number of elements, that `plan` splits; only by styles in `kinds` if given."""
+def split_share(model: nn.Module, plan: TensorTable, size: int, of: type[Style] = Style) -> float:
+    """Share of `model`'s parameters, by number of elements, that `plan` splits by styles `of` a class."""
     styles = plan.resolve(model)
     layouts = find_layouts(model, styles, size)
     total = sum(p.numel() for p in model.parameters())
     split = {name: p.numel() for name, p in model.named_parameters() if layouts[name].dim is not None}
-    if kinds is not None:
-        split = {name: elements for name, elements in split.items() if _said(name, styles).kind in kinds}
+    if of is not Style:
+        styled = {name: styles.get(name, styles.get(name.rpartition(".")[0])) for name in split}
+        split = {name: elements for name, elements in split.items() if isinstance(styled[name], of)}
     return sum(split.values()) / max(total, 1)
-
-
-def _said(name: str, styles: Mapping[str, Style]) -> Style:
-    return styles.get(name) or styles.get(name.rpartition(".")[0], Style("replicate"))
 
 
 def _search_all(

@@ -13,7 +13,8 @@ from torch import nn
 
 from tensorshard.comm.sharding import shard_sizes
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
-from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.styles import Divide, Gather
 from tensorshard.tensor_parallel.table.table import starred
 from tensorshard.tensor_parallel.verify.block_calls import Capture
 
@@ -39,7 +40,7 @@ def keep_in_slices(model: nn.Module, size: int, capture: Capture, found: Mapping
     for name, parameter in parameters.items():
         owner = name.rpartition(".")[0]
         layer = as_splittable(model.get_submodule(owner))
-        if name not in capture.read or name in found or (owner in found and found[owner].kind != "divide"):
+        if name not in capture.read or name in found or (owner in found and not isinstance(found[owner], Divide)):
             continue
         reader = readers.get(name, owner)
         called_as_layer = name not in readers and layer is not None and not layer.own_forward
@@ -49,6 +50,5 @@ def keep_in_slices(model: nn.Module, size: int, capture: Capture, found: Mapping
             continue
         dim = max(range(parameter.ndim), key=lambda dim, shape=parameter.shape: shape[dim])  # type: ignore[misc]
         if 0 not in shard_sizes(parameter.shape[dim], size):
-            further_out = owner.count(".") - reader.count(".")
-            styles[name] = Style("gather", (dim, further_out) if further_out else (dim,))
+            styles[name] = Gather(dim, owner.count(".") - reader.count("."))
     return styles

@@ -10,7 +10,7 @@ from torch import nn
 
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.search.check_table import CheckedPlan, WrongTableError
-from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.table.table import TensorTable, collapse
 
 # If a table has more parts than this, those with the fewest weights are left out untried.

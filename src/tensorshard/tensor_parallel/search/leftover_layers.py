@@ -14,7 +14,8 @@ from torch import nn
 from tensorshard.comm.sharding import shard_sizes
 from tensorshard.tensor_parallel.search.outer_layers import UNREAD
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
-from tensorshard.tensor_parallel.table.styles import COLWISE_GATHER, Style
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.styles import COLWISE_GATHER
 from tensorshard.tensor_parallel.table.table import starred
 from tensorshard.tensor_parallel.verify.block_calls import Capture
 from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck

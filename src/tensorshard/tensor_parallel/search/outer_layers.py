@@ -5,7 +5,8 @@ from collections.abc import Container, Mapping
 from torch import nn
 
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
-from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, VOCAB, Style
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, VOCAB
 from tensorshard.tensor_parallel.verify.block_calls import Capture
 from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 

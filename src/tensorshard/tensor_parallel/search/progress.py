@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from tensorshard.tensor_parallel.search.proposals import Proposal
+from tensorshard.tensor_parallel.table.styles import Divide
 from tensorshard.tensor_parallel.verify.comparison import MismatchError
 
 _Divided = frozenset[tuple[str, str]]
@@ -52,13 +53,13 @@ class Progress:
 
     def _alike(self, proposal: Proposal) -> dict[_Divided, _Refused]:
         """The refused ways that differ from `proposal` only in what they divide."""
-        others = tuple((name, style) for name, style in proposal.styles.items() if style.kind != "divide")
+        others = tuple((name, style) for name, style in proposal.styles.items() if not isinstance(style, Divide))
         return self._seen.setdefault((others, tuple(proposal.sliced_inputs.items())), {})
 
 
 def _divided(proposal: Proposal) -> _Divided:
     styles = proposal.styles.items()
-    return frozenset((name, option) for name, style in styles if style.kind == "divide" for option in style.names)
+    return frozenset((name, option) for name, style in styles if isinstance(style, Divide) for option in style.targets)
 
 
 def _one_less(divided: _Divided) -> Iterator[_Divided]:

@@ -10,6 +10,7 @@ from torch import nn
 from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region
 from tensorshard.tensor_parallel.table.channelwise import Channelwise, as_channelwise
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
+from tensorshard.tensor_parallel.table.layer_styles import PackedColwise, Style
 from tensorshard.tensor_parallel.table.styles import (
     CHANNELS,
     COLWISE,
@@ -19,7 +20,9 @@ from tensorshard.tensor_parallel.table.styles import (
     ROWWISE,
     ROWWISE_INTO,
     SUM_GRADIENTS,
-    Style,
+    Channels,
+    Divide,
+    Slice,
 )
 from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
 
@@ -109,9 +112,10 @@ def enter_styles(block: nn.Module, region: Region, styles: Mapping[str, Style]) 
     changed = {name: ROWWISE_INTO if name in region.rows else COLWISE_GATHER_INTO for name in layers}
     for name in region.fed if changed else ():
         layer, style = as_splittable(block.get_submodule(name)), styles[name]
-        if layer is None or layer.kind != "linear" or layer.output_dim != 0 or len(style.sizes) > 1:
+        sizes = style.sizes if isinstance(style, PackedColwise) else (1,)
+        if layer is None or layer.kind != "linear" or layer.output_dim != 0 or len(sizes) > 1:
             return {}
-        changed[name] = Style("slice", (0, *style.sizes))
+        changed[name] = Slice(0, sizes[0])
     return changed
 
 
@@ -161,11 +165,10 @@ def _channel_styles(block: nn.Module, packing: dict[str, Style], modules: dict[s
     parts = {}
     for name, style in packing.items():
         layer = as_splittable(block.get_submodule(name))
-        if layer is not None and len(style.sizes) == 1:
+        if layer is not None and isinstance(style, PackedColwise) and len(style.sizes) == 1:
             parts[layer.outputs] = style.sizes[0]
     return {
-        name: Style("channels", (parts[found.inputs],)) if found.inputs in parts else CHANNELS
-        for name, found in modules.items()
+        name: Channels(parts[found.inputs]) if found.inputs in parts else CHANNELS for name, found in modules.items()
     }
 
 
@@ -178,7 +181,7 @@ def divide_styles(chosen: Iterable[tuple[str, str]]) -> dict[str, Style]:
     options: dict[str, list[str]] = {}
     for owner, option in chosen:
         options.setdefault(owner, []).append(option)
-    return {owner: Style("divide", names=tuple(names)) for owner, names in options.items()}
+    return {owner: Divide(tuple(names)) for owner, names in options.items()}
 
 
 def _cut_arguments(
@@ -240,14 +243,14 @@ def _packings(block: nn.Module, region: Region, numbers: list[int]) -> Iterator[
     linear = [name for name in region.columns if not isinstance(block.get_submodule(name), nn.Embedding)]
     for parts in (2, 3):
         if all(outputs[name] % parts == 0 for name in linear):
-            packed = dict.fromkeys(linear, Style("packed_colwise", (parts,)))
+            packed = dict.fromkeys(linear, PackedColwise((parts,)))
             yield {**dict.fromkeys(region.columns, COLWISE), **packed}
     if len(linear) == 1:
         products = {a * b for a in numbers for b in numbers}
         for keys in sorted(products, reverse=True):
             queries = outputs[linear[0]] - 2 * keys
             if queries in products and queries != keys:
-                packed = {linear[0]: Style("packed_colwise", (queries, keys, keys))}
+                packed = {linear[0]: PackedColwise((queries, keys, keys))}
                 yield {**dict.fromkeys(region.columns, COLWISE), **packed}
 
 
@@ -262,7 +265,7 @@ def between_styles(block: nn.Module, region: Region, channelwise: Container[str]
     """
     names = [name for name in region.between if name.rpartition(".")[0] not in channelwise]
     parameters = dict(block.named_parameters())
-    whole = dict.fromkeys(names, SUM_GRADIENTS)
+    whole: dict[str, Style] = dict.fromkeys(names, SUM_GRADIENTS)
     widths = _widths(block, region)
     ways = [whole]
     for parts in (1, 2, 3):
@@ -273,8 +276,8 @@ def between_styles(block: nn.Module, region: Region, channelwise: Container[str]
     if has_convolutions(block, region):
         return [way for index, way in enumerate(ways) if way not in ways[:index]]
     owners = {layer.rpartition(".")[0] for layer in (*region.columns, *region.rows)}
-    by_head = {
-        name: Style("slice", (dim,))
+    by_head: dict[str, Style] = {
+        name: Slice(dim)
         for name in names
         if name.rpartition(".")[0] in owners
         for dim, heads in reversed(list(enumerate(parameters[name].shape)))
@@ -288,9 +291,9 @@ def _cut_by_width(shape: torch.Size, widths: Container[int], parts: int) -> Styl
     """How to cut a parameter along dimension 0 if it has a value per feature of a column of `parts` parts."""
     for dim, length in enumerate(shape):
         if parts > 1 and length * parts in widths:
-            return Style("slice", (dim,))
+            return Slice(dim)
         if length in widths:
-            return Style("slice", (dim,) if parts == 1 else (dim, parts))
+            return Slice(dim, parts)
     return None
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tensorshard.tensor_parallel.table.styles import COLWISE, COLWISE_GATHER, ROWWISE, SUM_GRADIENTS, VOCAB, Style
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.styles import COLWISE, COLWISE_GATHER, ROWWISE, SUM_GRADIENTS, VOCAB, Replicate
 from tensorshard.tensor_parallel.table.table import TensorTable
 
 # The names of styles since transformers 4.56.
@@ -24,7 +25,7 @@ _STYLES: dict[str, Style] = {
     "colwise_gather_output": COLWISE_GATHER,
     "embedding_rowwise": VOCAB,
     "replicated_with_grad_allreduce": SUM_GRADIENTS,
-    "replicate": Style("replicate"),
+    "replicate": Replicate(),
 }
 # Styles for mixtures of experts, and for activations alone. The search decides about what they name.
 _NO_EQUIVALENT = frozenset(

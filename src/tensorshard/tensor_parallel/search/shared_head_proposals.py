@@ -14,7 +14,8 @@ from tensorshard.tensor_parallel.search.proposals import (
     owned_numbers,
 )
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
-from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Style
+from tensorshard.tensor_parallel.table.layer_styles import ColwiseShared, Style
+from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE
 
 _MOST_ATTRIBUTES = 3
 _MOST_TRIES = 400
@@ -64,10 +65,10 @@ def _packings(block: nn.Module, region: Region, heads: int, size: int, numbers: 
     narrow = [name for name, width in outputs.items() if width < max(outputs.values())]
     columns = dict.fromkeys(region.columns, COLWISE)
     if narrow and all(outputs[name] % size == 0 and outputs[name] % heads == 0 for name in narrow):
-        yield {**columns, **dict.fromkeys(narrow, Style("colwise_shared", (heads,)))}
+        yield {**columns, **dict.fromkeys(narrow, ColwiseShared(heads))}
     if len(outputs) == 1:
         ((name, width),) = outputs.items()
         for keys in sorted({heads * number for number in numbers}, reverse=True):
             queries = width - 2 * keys
             if keys < queries and keys % size == 0 and queries % size == 0:
-                yield {**columns, name: Style("colwise_shared", (heads, queries, keys, keys))}
+                yield {**columns, name: ColwiseShared(heads, (queries, keys, keys))}

@@ -10,7 +10,8 @@ from torch import nn
 
 from tensorshard.common.paths import read_utf8
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
-from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, HEADS, ROWWISE, VOCAB, Style, parse_style
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, HEADS, ROWWISE, VOCAB, parse_style
 
 
 @dataclass(frozen=True)
