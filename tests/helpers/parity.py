@@ -19,7 +19,7 @@ from pipeline_models import UNet
 from table_models import make
 from tensorshard.models import GPT, Bert, ViT, image_classification_loss, next_token_loss
 from tensorshard.tensor_parallel.search import choose_table
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 STEPS = 20
 GLOBAL_BATCH = 16

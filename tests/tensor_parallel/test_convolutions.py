@@ -12,8 +12,8 @@ import parity
 import seeds
 import tensorshard as ts
 from tensorshard.tensor_parallel.search.check_table import check_tensor_table
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan
-from tensorshard.tensor_parallel.table.table import TensorTable
+from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 
 STEPS = 4
 SAMPLES = 8

@@ -14,7 +14,7 @@ from tensorshard.torch_private.process_groups import alone_in_the_world
 from tensorshard.weights.initial.source import TensorSource
 
 if TYPE_CHECKING:
-    from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+    from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 
 def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = None) -> "VerifiedTable | None":

@@ -30,7 +30,7 @@ from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+from tensorshard.tensor_parallel.table.table import VerifiedTable
 from tensorshard.weights.initial import TensorSource
 
 _REMEDY = (

@@ -10,9 +10,8 @@ from torch import nn
 
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.search.question import Question, ask
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.table import TensorTable
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 
 
 def _question() -> Question:

@@ -13,9 +13,9 @@ from tensorshard.predict.operations import SECTIONS
 from tensorshard.predict.search.fewer_blocks import FewerBlocks, equal_blocks, with_all_blocks
 from tensorshard.predict.search.question import Question, ask
 from tensorshard.predict.search.traces import Trace, run_trace, search_table
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan
+from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.styles import COLWISE
-from tensorshard.tensor_parallel.table.table import TensorTable
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
 MODEL = partial(GPT, 64, 16, 12, 4, 32)

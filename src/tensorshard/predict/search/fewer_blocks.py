@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from tensorshard.model.blocks import find_blocks
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
-from tensorshard.tensor_parallel.table.table import TensorTable
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 from tensorshard.tensor_parallel.verify.block_kinds import built_alike
 
 KEPT = (3, 4)

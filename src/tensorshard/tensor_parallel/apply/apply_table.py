@@ -30,8 +30,7 @@ from tensorshard.tensor_parallel.apply.split_layers import (
     split_vocabulary,
 )
 from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs
-from tensorshard.tensor_parallel.table.channelwise import keep_own_channels
-from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, keep_own_channels
 from tensorshard.tensor_parallel.table.layer_styles import (
     Classes,
     Column,
@@ -219,6 +218,24 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
             layouts[_join(prefix, key)] = own[key]
     layouts.update({name: chosen.get(id(parameter), (name, REPLICATED))[1] for name, parameter in unsaid})
     return layouts
+
+
+def split_shares(model: nn.Module, table: TensorTable, size: int) -> tuple[float, float]:
+    """Shares of `model`'s parameters, by number of elements, that `table` splits, and that it splits only in memory.
+
+    Raises:
+        ValueError: as :func:`apply_tensor_parallel`.
+    """
+    styles = table.resolve(model)
+    layouts = find_layouts(model, styles, size)
+    total = split = gathered = 0
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        if layouts[name].dim is not None:
+            split += parameter.numel()
+            if isinstance(styles.get(name, styles.get(name.rpartition(".")[0])), Gather):
+                gathered += parameter.numel()
+    return split / max(total, 1), gathered / max(total, 1)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -18,7 +18,7 @@ from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.passes.compile import never_compiled
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import Column, Rowwise, Style
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Heads, Slice
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 

@@ -36,7 +36,7 @@ from tensorshard.model.tensors import map_tensors, tensor_leaves
 from tensorshard.tensor_parallel.apply.attention import attention_forward
 from tensorshard.tensor_parallel.apply.local_shapes import forward_with_full_lengths
 from tensorshard.tensor_parallel.apply.split_layers import SharedColumns
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 
 _LENGTH = "_sequence_length"

@@ -1,31 +1,25 @@
 """Checks a whole table: every distinct block by numbers, then the model around the blocks."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.tensor_parallel.apply.apply_table import find_layouts
+from tensorshard.tensor_parallel.apply.apply_table import find_layouts, split_shares
+from tensorshard.tensor_parallel.search.block_search import undivided_heads
 from tensorshard.tensor_parallel.search.dataflow import follow
-from tensorshard.tensor_parallel.search.head_counts import undivided_heads
 from tensorshard.tensor_parallel.search.sequence_search import SplitBlocks, find_sequence_splits, link_splits
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import Column, ColwiseGather, Style, Vocab
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import STYLES, SUM_GRADIENTS, Gather, Slice
-from tensorshard.tensor_parallel.table.table import TensorTable, collapse, starred
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable, collapse, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError
 from tensorshard.tensor_parallel.verify.model_check import ModelCheck
-from tensorshard.tensor_parallel.verify.model_run import (
-    ModelRun,
-    find_units,
-    run_once,
-    without_repetition,
-)
+from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units, run_once, without_repetition
 from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 from tensorshard.tensor_parallel.verify.random_blocks import blocks_without_random_numbers
 
@@ -34,53 +28,37 @@ _LARGEST_MODEL = 1 << 27
 _Completed = tuple[dict[str, Style], list[tuple[str, ...]]]
 
 
-@dataclass(frozen=True)
-class CheckedPlan:
-    """A table that was checked.
-
-    Args:
-        plan: the table, with what it left out and the dataflow shows: the parameters between column and row layers,
-            whose gradients have to be summed.
-        shared_inputs: names of column layers that read the same tensor.
-        sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
-        not_in_parts: globs of the blocks that cannot compute on parts of a sequence, and why.
-        not_random: names of the blocks that make no random numbers in training.
-    """
-
-    plan: TensorTable
-    shared_inputs: list[tuple[str, ...]]
-    sequence: dict[str, SequenceSplit] = field(default_factory=dict)
-    not_in_parts: dict[str, str] = field(default_factory=dict)
-    not_random: frozenset[str] = frozenset()
-
-
 class WrongTableError(ValueError):
     """Under this table, a model would not compute what it computes on one device."""
 
 
 def check_tensor_table(
-    model: nn.Module, plan: TensorTable, size: int, *, inputs: Any = None, sequence_parallel: bool = False
-) -> CheckedPlan:
-    """Checks by numbers that `plan` splits `model` over `size` ranks, on random weights and simulated ranks.
+    model: nn.Module, table: TensorTable, size: int, *, inputs: Any = None, sequence_parallel: bool = False
+) -> VerifiedTable:
+    """Checks by numbers that `table` splits `model` over `size` ranks, on random weights and simulated ranks.
 
     Args:
         inputs: as for ``Engine.step``; None to guess from the model.
         sequence_parallel: whether to also find out how its blocks can compute on parts of a sequence.
 
+    Returns:
+        The table, with what it left out and the dataflow shows: the parameters between column and row layers, whose
+        gradients have to be summed.
+
     Raises:
         WrongTableError: it does not. The message names the block, its entries, and what was seen.
         ValueError: an entry that matches nothing or cannot be applied; the model does not run on `inputs`.
     """
-    find_layouts(model, plan.resolve(model), size)
+    find_layouts(model, table.resolve(model), size)
     units = find_units(model)
     run = run_once(model, list(units), inputs, size, sequences=sequence_parallel)
-    _check_outer_layers(model, plan, run, size)
-    return check_around_run(model, plan, run, BlockChecks(units, run, size), sequence_parallel=sequence_parallel)
+    _check_outer_layers(model, table, run, size)
+    return check_around_run(model, table, run, BlockChecks(units, run, size), sequence_parallel=sequence_parallel)
 
 
-def _check_outer_layers(model: nn.Module, plan: TensorTable, run: ModelRun, size: int) -> None:
+def _check_outer_layers(model: nn.Module, table: TensorTable, run: ModelRun, size: int) -> None:
     single = OuterLayersCheck(model, run.inputs, size)
-    for name, style in plan.resolve(model).items():
+    for name, style in table.resolve(model).items():
         past = {
             key
             for key, reader in run.capture.readers.items()
@@ -101,10 +79,10 @@ def _check_outer_layers(model: nn.Module, plan: TensorTable, run: ModelRun, size
 
 
 def check_around_run(
-    model: nn.Module, plan: TensorTable, run: ModelRun, checks: BlockChecks, *, sequence_parallel: bool = False
-) -> CheckedPlan:
+    model: nn.Module, table: TensorTable, run: ModelRun, checks: BlockChecks, *, sequence_parallel: bool = False
+) -> VerifiedTable:
     """Checks a table as :func:`check_tensor_table` does, for a model that was run already."""
-    styles = plan.resolve(model)
+    styles = table.resolve(model)
     units = find_units(model)
     checker = _Checker(checks, run)
     shared_inputs: list[tuple[str, ...]] = []
@@ -126,12 +104,22 @@ def check_around_run(
         agreement = _check_whole(model, complete, sequence, run, checks)
     if agreement is not None and agreement.sharded_outputs:
         raise WrongTableError(
-            f"the model's output would be split over the ranks with the table\n{plan.describe()}\nand a loss needs it "
+            f"the model's output would be split over the ranks with the table\n{table.describe()}\nand a loss needs it "
             f"whole: use colwise_gather for the last layer"
         )
     if checks.not_random is None:
         checks.not_random = blocks_without_random_numbers(units, run)
-    return CheckedPlan(complete, shared_inputs, sequence, refused, checks.not_random)
+    split_share, kept_share = split_shares(model, complete, checks.size)
+    return VerifiedTable(
+        complete,
+        refused,
+        split_share,
+        checks.size,
+        shared_inputs,
+        sequence=sequence,
+        not_random=checks.not_random,
+        kept_share=kept_share,
+    )
 
 
 class _Checker:
@@ -193,7 +181,7 @@ def _is_linear(block: nn.Module, name: str) -> bool:
 
 
 def _check_whole(
-    model: nn.Module, plan: TensorTable, sequence: Mapping[str, SequenceSplit], run: ModelRun, checks: BlockChecks
+    model: nn.Module, table: TensorTable, sequence: Mapping[str, SequenceSplit], run: ModelRun, checks: BlockChecks
 ) -> Agreement | None:
     """Checks the model as a whole, if it is small enough without its repeated blocks; None if not.
 
@@ -201,7 +189,7 @@ def _check_whole(
         WrongTableError: the table is wrong; or the model is too large to check, and the table has entries outside
             of the blocks that need the check.
     """
-    styles = plan.resolve(model)
+    styles = table.resolve(model)
     outside = {
         name: style
         for name, style in styles.items()
@@ -229,7 +217,7 @@ def _check_whole(
         return checks.around.check(inside, sequence)
     except MismatchError as error:
         raise WrongTableError(
-            f"the model as a whole does not compute what it does on one device with the table\n{plan.describe()}\n"
+            f"the model as a whole does not compute what it does on one device with the table\n{table.describe()}\n"
             f"although its blocks do: split over {checks.size} ranks, {error}"
         ) from error
 

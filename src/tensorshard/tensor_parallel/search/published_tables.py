@@ -5,7 +5,6 @@ They are read as plain data: ``base_model_tp_plan`` of a config, with names rela
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -51,21 +50,8 @@ _NO_EQUIVALENT = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class PublishedPlan:
-    """What is published for a model.
-
-    Args:
-        plan: the table, in this package's styles; empty if none is published.
-        unknown: entries whose style tensorshard does not know.
-    """
-
-    plan: TensorTable
-    unknown: dict[str, str]
-
-
-def published_plan(model: nn.Module) -> PublishedPlan:
-    """The table published with `model`, if any."""
+def published_table(model: nn.Module) -> tuple[TensorTable, dict[str, str]]:
+    """The table published with `model`, perhaps empty; and its entries whose style tensorshard does not know."""
     table: dict[str, str] = {}
     prefix = getattr(model, "base_model_prefix", "")
     within = f"{prefix}." if prefix and getattr(model, "base_model", model) is not model else ""
@@ -76,4 +62,4 @@ def published_plan(model: nn.Module) -> PublishedPlan:
         table.update(own)
     entries = {pattern: style for pattern, name in table.items() if (style := _STYLES.get(name)) is not None}
     unknown = {p: name for p, name in table.items() if name not in _STYLES and name not in _NO_EQUIVALENT}
-    return PublishedPlan(TensorTable(entries), unknown)
+    return TensorTable(entries), unknown

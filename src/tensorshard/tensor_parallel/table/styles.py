@@ -11,8 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from tensorshard.tensor_parallel.table.channelwise import channel_layouts
-from tensorshard.tensor_parallel.table.layer_kinds import is_multihead_attention, signature_of
+from tensorshard.tensor_parallel.table.layer_kinds import channel_layouts, is_multihead_attention, signature_of
 from tensorshard.tensor_parallel.table.layer_styles import (
     Classes,
     Colwise,

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torch import nn
 from tensorshard.common.paths import read_utf8
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
 from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, HEADS, ROWWISE, VOCAB, parse_style
 
 
@@ -112,6 +113,52 @@ class TensorTable:
             if matching:
                 found[key] = self.entries[prefix + key if prefix + key in matching else matching[0]]
         return found
+
+
+@dataclass(frozen=True)
+class VerifiedTable:
+    """What the search found.
+
+    Args:
+        plan: the table; ``plan.to_yaml(path)`` saves it, ``Plan(tp_plan=plan.to_dict())`` uses it.
+        whole: globs of the layers that stay whole, and why.
+        alone: globs of the layers that are split one by one, with gathered outputs, and why they are in no pair.
+        split_share: share of the model's parameters that is split, 0 to 1.
+        kept_share: share of the model's parameters that is split only in memory (``gather``). Every rank computes with
+            all of them.
+        size: number of ranks that it is for.
+        shared_inputs: names of column layers that read the same tensor, which can communicate once for all.
+        checked: whether it was checked by numbers.
+        sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
+        not_random: names of the blocks that make no random numbers in training; empty if the table was not checked.
+    """
+
+    plan: TensorTable
+    whole: dict[str, str]
+    split_share: float
+    size: int
+    shared_inputs: list[tuple[str, ...]]
+    checked: bool = True
+    sequence: dict[str, SequenceSplit] = field(default_factory=dict)
+    not_random: frozenset[str] = frozenset()
+    alone: dict[str, str] = field(default_factory=dict)
+    kept_share: float = 0.0
+
+    def describe(self) -> str:
+        """The table, what stays whole or is split alone and why, and how much is split."""
+        how = f"checked by numbers on {self.size} simulated ranks" if self.checked else "given, and not checked"
+        lines = [f"tensor-parallel table, {how}:", self.plan.describe()]
+        for title, reasons in (("stays whole:", self.whole), ("split alone, its output gathered:", self.alone)):
+            if reasons:
+                width = max(map(len, reasons))
+                lines += [title, *(f"{name:<{width}}  {reason}" for name, reason in reasons.items())]
+        kept = f", {self.kept_share:.0%} in memory alone" if self.kept_share else ""
+        lines.append(f"{self.split_share:.0%} of the parameters are split{kept}")
+        if self.sequence:
+            shown = {starred(name): split.describe() for name, split in self.sequence.items()}
+            width = max(map(len, shown))
+            lines += ["in parts of a sequence:", *(f"{name:<{width}}  {how}" for name, how in shown.items())]
+        return "\n".join(lines)
 
 
 def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorTable:

@@ -33,8 +33,7 @@ from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_p
 from tensorshard.tensor_parallel.apply.tensor_split import shard_buffers
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution
 from tensorshard.tensor_parallel.table.layer_styles import LayerStyle, Style
-from tensorshard.tensor_parallel.table.layouts import Layout, local_shard, shard_view
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.table.layouts import Layout, SequenceSplit, local_shard, shard_view
 from tensorshard.tensor_parallel.table.styles import Channels
 from tensorshard.tensor_parallel.table.table import TensorTable
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall

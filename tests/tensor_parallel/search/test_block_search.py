@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from tensorshard.tensor_parallel.search.block_search import Progress
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
-from tensorshard.tensor_parallel.search.progress import Progress
 from tensorshard.tensor_parallel.search.proposals import Proposal
 from tensorshard.tensor_parallel.table.layer_styles import PackedColwise
 from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Divide
