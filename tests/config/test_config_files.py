@@ -185,7 +185,7 @@ def test_values_of_the_environment_are_not_written(tmp_path: Path, monkeypatch: 
 
 
 def test_a_saved_config_keeps_references_and_the_values_of_resolvers(tmp_path: Path) -> None:
-    OmegaConf.register_new_resolver("twice_of_test", lambda number: 2 * number, replace=True)
+    OmegaConf.register_resolver("twice_of_test", lambda number: 2 * number, replace=True)
     text = "a: 3\nb: ${a}\nc: {d: '${..b} of ${a}', e: '${twice_of_test:${a}}', f: ['${c.d}', 1]}\ng: ${c}\n"
     path = tmp_path / "config.yaml"
     path.write_text(text)

@@ -34,8 +34,7 @@ def test_the_table_that_is_drawn_is_the_one_that_is_found():
 
 def _imports(name: str) -> set[str]:
     """What the files of a box of the diagram import."""
-    files = {"parallelize": ["parallelize.py", "lay_out_engine.py"]}.get(name, [name])
-    paths = [path for file in files for path in [*(_PACKAGE / file).rglob("*.py"), _PACKAGE / file] if path.is_file()]
+    paths = [path for path in (_PACKAGE / name).rglob("*.py") if path.is_file()]
     nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     return {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import parity
 import tensorshard as ts
 from tensorshard.engine.engine import NonFiniteLossError
-from tensorshard.engine.loss_scaler import LossScaler
+from tensorshard.engine.gradients import LossScaler
 from toys import data, squares
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -12,7 +12,7 @@ import parity
 import seeds
 import tensorshard as ts
 from engines import ADAMW, LEVELS, engine_of, own_shard
-from tensorshard.engine.batch_buffers import BatchBuffers
+from tensorshard.engine.guards.batch_buffers import BatchBuffers
 from toys import data, squares
 
 

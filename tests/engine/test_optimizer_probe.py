@@ -11,8 +11,8 @@ from torch import nn
 
 import seeds
 import tensorshard as ts
+from tensorshard.engine.guards.optimizer_probe import check_optimizer
 from tensorshard.engine.optimizer import build_optimizer
-from tensorshard.engine.optimizer_probe import check_optimizer
 from tensorshard.sharded.sharded_model import ShardedModel
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import tensorshard as ts
-from tensorshard.engine import own_loop, step_runner
+from tensorshard.engine import manual_loop, step
 from tensorshard.parallelize import build
 from tensorshard.predict.estimate import fake_world
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
@@ -88,8 +88,8 @@ def _pretend(stack: ExitStack, world_size: int) -> None:
         (build, "join_world", lambda *_, **__: None),
         (build, "kept_random_state", lambda _: nullcontext()),
         (build, "check_supported", lambda *_: None),
-        (step_runner, "autocast", lambda *_: nullcontext()),
-        (own_loop, "autocast", lambda *_: nullcontext()),
+        (step, "autocast", lambda *_: nullcontext()),
+        (manual_loop, "autocast", lambda *_: nullcontext()),
     ]
     for module, name, value in replaced:
         stack.enter_context(mock.patch.object(module, name, value))
@@ -107,7 +107,7 @@ def _steps(world_size: int, fields: dict[str, Any], activations: str | None, ove
         _pretend(stack, world_size)
         optimizer = partial(torch.optim.AdamW, lr=1e-3)
         plan = ts.Plan(offload=offload, **fields)
-        engine = build.lay_out_engine(Model, plan, optimizer=optimizer, loss_fn=_loss, device=device)
+        engine = build.build_engine(Model, plan, optimizer=optimizer, loss_fn=_loss, device=device)
         tokens = torch.zeros(4, 8, dtype=torch.long, device=device)
         for _ in range(2):
             engine.step(tokens, tokens)

@@ -6,39 +6,40 @@ from drawings.svg import arrow, rectangle, svg, text
 _PLACES: dict[str, tuple[float, float, str]] = {
     "trainer/": (0, 0, "tensorshard train"),
     "your script": (1.5, 0, "your model and loop"),
-    "parallelize": (1.5, 1, "model + Plan → Engine"),
-    "planner/": (0, 1, "the best plan, on estimates"),
-    "lay_out/": (0.5, 2, "the transforms, in order"),
+    "predict/": (0, 1, "estimates, and the best plan"),
+    "parallelize/": (1.5, 1, "model + Plan → Engine"),
     "engine/": (2.5, 2, "one optimizer step"),
+    "checkpoint/": (3, 3, "any plan to any plan"),
     "tensor_parallel/": (0, 3, "which layers, and how"),
     "data_parallel/": (1, 3, "ZeRO 0 to 3"),
     "pipeline/": (2, 3, "stages and schedules"),
-    "checkpoint/": (3, 3, "any plan to any plan"),
+    "passes/": (0.5, 2, "what one rank changes alone"),
     "layers/": (0, 4, "what split layers compute"),
-    "modules/": (1.25, 4, "facts about any module"),
-    "sharded_model.py": (2.5, 4, "what the Engine sees"),
+    "model/": (1.25, 4, "facts about any module"),
+    "sharded/": (2.5, 4, "what the Engine sees"),
     "comm/": (1.25, 5, "collectives, shards, groups"),
 }
 IMPORTS = (  # from the left one's code to the right one's
-    ("trainer/", "parallelize"),
-    ("parallelize", "planner/"),
-    ("parallelize", "lay_out/"),
-    ("parallelize", "engine/"),
-    ("lay_out/", "tensor_parallel/"),
-    ("lay_out/", "data_parallel/"),
-    ("lay_out/", "pipeline/"),
+    ("trainer/", "predict/"),
+    ("trainer/", "parallelize/"),
+    ("predict/", "parallelize/"),
+    ("parallelize/", "engine/"),
+    ("parallelize/", "passes/"),
+    ("parallelize/", "tensor_parallel/"),
+    ("parallelize/", "data_parallel/"),
+    ("parallelize/", "pipeline/"),
     ("engine/", "pipeline/"),
     ("engine/", "checkpoint/"),
     ("tensor_parallel/", "layers/"),
-    ("tensor_parallel/", "modules/"),
-    ("data_parallel/", "modules/"),
-    ("data_parallel/", "sharded_model.py"),
-    ("pipeline/", "modules/"),
-    ("pipeline/", "sharded_model.py"),
-    ("checkpoint/", "sharded_model.py"),
+    ("tensor_parallel/", "model/"),
+    ("data_parallel/", "model/"),
+    ("data_parallel/", "sharded/"),
+    ("pipeline/", "model/"),
+    ("pipeline/", "sharded/"),
+    ("checkpoint/", "sharded/"),
     ("layers/", "comm/"),
-    ("sharded_model.py", "modules/"),
-    ("sharded_model.py", "comm/"),
+    ("sharded/", "model/"),
+    ("sharded/", "comm/"),
 )
 _WIDE, _HIGH, _ACROSS, _DOWN = 176, 48, 196, 92  # pixels: of a box, from one to the next
 
@@ -46,7 +47,7 @@ _WIDE, _HIGH, _ACROSS, _DOWN = 176, 48, 196, 92  # pixels: of a box, from one to
 def draw_imports() -> str:
     """The folders as boxes, from the script down to the collectives, with an arrow for each import."""
     left, top = 24, 20
-    ends = [*IMPORTS, ("your script", "parallelize")]
+    ends = [*IMPORTS, ("your script", "parallelize/")]
     at = {name: (left + x * _ACROSS, top + y * _DOWN) for name, (x, y, _) in _PLACES.items()}
     shapes = []
     for source, target in ends:

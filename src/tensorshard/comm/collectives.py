@@ -24,7 +24,6 @@ import torch.distributed as dist
 from tensorshard.comm.monitor import CollectiveMismatchError
 from tensorshard.torch_private.process_groups import backend_name, group_timeout
 from tensorshard.torch_private.tensors import storage_address
-from tensorshard.torch_private.versions import all_gather_single, reduce_scatter_single
 
 logger = logging.getLogger("tensorshard")
 
@@ -185,7 +184,7 @@ def all_gather_into(
         what: names the tensor in errors, the same on all ranks. Calls with different names never meet.
     """
     if not is_gloo(group, output.device):
-        return all_gather_single(output, input, group=group, async_op=async_op)
+        return dist.all_gather_single(output, input, group=group, async_op=async_op)
     rank, size = group.rank(), group.size()
     shards = list(output.view(-1).chunk(size))
     source = input.view(-1)
@@ -211,7 +210,7 @@ def reduce_scatter_into(
         what: as for :func:`all_gather_into`.
     """
     if not is_gloo(group, output.device):
-        return reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
+        return dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
     _check_sum_or_average(op)
     rank, size = group.rank(), group.size()
     shards = list(input.view(-1).chunk(size))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_reduce_
-from tensorshard.torch_private.fake_tensors import active_fake_mode
+from tensorshard.comm.world import world
 
 _Result = TypeVar("_Result")
 
@@ -49,6 +49,16 @@ def decide_once(
     if not succeeded:
         raise value
     return value
+
+
+def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`tensor` as the group's first rank has it. A collective of the group.
+
+    It is received into a copy: `tensor` may be the user's own memory.
+    """
+    tensor = tensor.contiguous() if group.rank() == 0 else tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(tensor, group=group, group_src=0)
+    return tensor
 
 
 def succeed_together(action: Callable[[], _Result], group: dist.ProcessGroup, call: str) -> _Result:
@@ -102,7 +112,7 @@ def check_same(given: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup,
     Raises:
         ValueError: on every rank; names the first difference.
     """
-    if group.size() == 1 or dist.get_backend(group) == "fake" or active_fake_mode() is not None:
+    if group.size() == 1 or dist.get_backend(group) == "fake" or world().is_simulated:
         return
     own = hashlib.sha256(repr(given).encode()).hexdigest()
     digests: list[Any] = [None] * group.size()

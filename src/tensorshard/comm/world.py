@@ -1,12 +1,14 @@
-"""Joining the world: the default process group, whichever way this process was started."""
+"""The world: joining its process group, and whether it is real or simulated by one process."""
 
 import os
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from tensorshard.comm.ends import end_after_threads
+from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective, unless told otherwise."""
@@ -72,3 +74,33 @@ def ranks_here() -> int:
 
 def _under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+class World(Protocol):
+    """What code that runs on a rank asks about its world. :func:`world` returns the present one."""
+
+    is_simulated: bool
+    """Whether one process stands for a rank of a world that is not there. Its tensors have shapes and no values, and
+    nothing outside of them is changed."""
+
+    def known(self, tensor: torch.Tensor, default: Any) -> Any:
+        """The numbers in `tensor`, as ``tensor.tolist()``; `default` if nothing is computed."""
+
+
+class _RealWorld:
+    is_simulated = False
+
+    def known(self, tensor: torch.Tensor, default: Any) -> Any:
+        return tensor.tolist()
+
+
+class _SimulatedWorld:
+    is_simulated = True
+
+    def known(self, tensor: torch.Tensor, default: Any) -> Any:
+        return default
+
+
+def world() -> World:
+    """The world that this process runs in: a simulated one under a ``FakeTensorMode``, as in an estimate."""
+    return _RealWorld() if active_fake_mode() is None else _SimulatedWorld()

@@ -9,10 +9,10 @@ from typing import TextIO
 
 from tensorshard.commands.help_format import HelpFormat
 from tensorshard.common.terminal import fit, terminal_width
-from tensorshard.host.cores import cores_here
+from tensorshard.host.memory import cores_here
 
 _PACKAGES = (
-    "torch", "numpy", "omegaconf", "hydra-core", "safetensors", "torchmetrics",
+    "torch", "numpy", "omegaconf", "safetensors", "torchmetrics",
     "transformers", "tokenizers", "tensorboard", "triton",
 )  # fmt: skip
 _VARIABLES = (

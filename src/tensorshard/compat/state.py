@@ -21,7 +21,6 @@ from tensorshard.comm.sharding import normalize_dim, shard_sizes
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
 from tensorshard.distributed.optimizer_state import complete_states
 from tensorshard.layers.parallel_module import layout_of
-from tensorshard.loss.heads.update.row_states import MOMENTUM_SCALES
 
 __all__ = [
     "collect_state_dict",
@@ -122,6 +121,7 @@ def collect_state_dict(
     state_dict = model.state_dict() if state_dict is None else state_dict
     layouts, held = ({}, {}) if consolidated else (_layouts(model), _tensors_held(model))
     originals = _original_names(model)
+    by_row = getattr(model, "row_states", ())  # of an optimizer; they are split as the parameter is
     done: dict[_Path, torch.Tensor | None] = {}
 
     def collect(path: _Path, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -131,7 +131,7 @@ def collect_state_dict(
             if len(path) > 1 and key in held:  # on the first rank, complete_states may have made it full already
                 tensor = own_part(tensor, held[key], str(path[-1]))
                 tensor = tensor.to(held[key].device) if tensor.ndim else tensor
-            cut = len(path) == 1 or path[-1] == MOMENTUM_SCALES or (key in held and tensor.shape == held[key].shape)
+            cut = len(path) == 1 or path[-1] in by_row or (key in held and tensor.shape == held[key].shape)
             full = gather_full(tensor, layouts.get(key) if cut else None).detach()
             done[original] = full.to(full.device if device is None else device) if keep else None
         return done[original]
@@ -179,6 +179,7 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
         state_dict, fetch = _announce_state(state_dict, group, device)
     assert state_dict is not None  # every rank has at least the descriptions by now
     layouts, held = _layouts(model), _tensors_held(model)
+    by_row = getattr(model, "row_states", ())
 
     def relocate(path: _Path, tensor: Any) -> torch.Tensor:
         full = fetch(tensor)
@@ -187,7 +188,7 @@ def relocate_state_dict(model: Stateful, state_dict: dict[str, Any] | None, pref
         if like is None or (layout is None and not isinstance(like, DTensor)):
             return full
         # Not split like the parameter: a step count, or the scales of 8-bit momenta, which their optimizer cuts itself.
-        if len(path) > 1 and (full.ndim != like.ndim or path[-1] == MOMENTUM_SCALES):
+        if len(path) > 1 and (full.ndim != like.ndim or path[-1] in by_row):
             return full
         try:
             return own_shard(full, layout, like)

@@ -3,7 +3,9 @@
 import functools
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from tensorshard.config.lazy import CALL_KEYS, find_target
 
 
 def instantiate(config: DictConfig | ListConfig, **arguments: Any) -> Any:
@@ -16,22 +18,31 @@ def instantiate(config: DictConfig | ListConfig, **arguments: Any) -> Any:
             the target without being copied.
 
     Raises:
-        Exception: any exception of the target, with a note that names the target and its key.
+        ConfigError: a target cannot be imported.
+        Exception: any exception of a target, with a note that names the target and its key.
     """
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate as hydra_instantiate
+    return _build(OmegaConf.to_container(config, resolve=True, throw_on_missing=True), "", arguments)
 
+
+def _build(value: Any, key: str, further: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_build(item, f"{key}[{index}]", {}) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    named = {
+        name: _build(item, f"{key}.{name}".lstrip("."), {})
+        for name, item in value.items()
+        if "_target_" not in value or name not in CALL_KEYS
+    }
+    if "_target_" not in value:
+        return named
+    positional = _build(value.get("_args_", []), f"{key}._args_".lstrip("."), {})
+    target = find_target(value["_target_"], key or "the config")
+    call = functools.partial(target, *positional, **{**named, **further})
+    if value.get("_partial_"):
+        return call
     try:
-        # OmegaConf would copy further arguments. So they are given to a partial, later.
-        built = hydra_instantiate(config, _convert_="all", **({"_partial_": True} if arguments else {}))
-    except InstantiationException as error:
-        if error.__cause__ is None:
-            raise
-        first, *_, last = str(error).splitlines()
-        error.__cause__.add_note(f"{first} {last}")
-        raise error.__cause__ from None
-    if isinstance(built, functools.partial):
-        # A plain partial: hydra's own partial examines its target at each call.
-        built = functools.partial(built.func, *built.args, **{**built.keywords, **arguments})
-    waits = isinstance(config, DictConfig) and config.get("_partial_")
-    return built() if arguments and not waits else built
+        return call()
+    except Exception as error:
+        error.add_note(f"in the call of {value['_target_']}" + (f" at {key} of the config" if key else ""))
+        raise

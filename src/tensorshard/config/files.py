@@ -153,11 +153,11 @@ def _environment_unresolved() -> Iterator[None]:
     def reference(name: str, *default: Any) -> str:
         return f"${{oc.env:{','.join([name, *map(str, default)])}}}"
 
-    OmegaConf.register_new_resolver("oc.env", reference, replace=True)
+    OmegaConf.register_resolver("oc.env", reference, replace=True)
     try:
         yield
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        OmegaConf.register_resolver("oc.env", oc.env, replace=True)
 
 
 def save_config(config: DictConfig, path: str | Path) -> None:

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from tensorshard.config.config_error import ConfigError, suggest
 
-# Keys of a recorded call that are not arguments: hydra's `instantiate` reads them.
-CALL_KEYS = frozenset({"_target_", "_partial_", "_args_", "_convert_", "_recursive_"})
+CALL_KEYS = frozenset({"_target_", "_partial_", "_args_"})
+"""Keys of a recorded call that are not arguments."""
 
 WEIGHTS_KEY = "model.pretrained"
 """The key for the files with the model's initial weights. It is not an argument of the model either, unless the model's

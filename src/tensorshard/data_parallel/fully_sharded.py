@@ -9,7 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, is_gloo, reduce_scatter_into
@@ -18,10 +24,10 @@ from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.data_parallel.written_values import WrittenShards
-from tensorshard.loss.heads.under_plan.method_calls import call_before_heads, gather_for_heads
+from tensorshard.model.forward_contexts import surround_forwards
 from tensorshard.model.other_places import follow, has_other_places
 from tensorshard.model.parameters import ParameterPlaces, like
-from tensorshard.model.surrounded import surround_forwards
+from tensorshard.model.trains_itself import call_before_methods, self_training
 from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.slots import OffloadedMaster, Slot
 from tensorshard.offload.update_behind import UpdateBehind
@@ -104,7 +110,10 @@ class FullyShardedModel(ShardedModel):
         self._fill([model], value_of)
         fully_shard(model, reshard_after_forward=False, **options)
         self._note_unit([model])
-        gather_for_heads(model)
+        for own in self_training(model).values():
+            if isinstance(own, FSDPModule) and isinstance(own, nn.Module):  # a unit of its own
+                for method in own.methods_with_parameters:
+                    register_fsdp_forward_method(own, method)
         # Kept here, because between a forward and its backward the modules show full parameters.
         self._masters = dict(model.named_parameters())
         for template, name in self._names.items():
@@ -193,7 +202,7 @@ class FullyShardedModel(ShardedModel):
                 wait = partial(behind.wait, masters)
                 module.register_forward_pre_hook(lambda *_, wait=wait: wait(), prepend=True)
                 if module is not self.model:
-                    call_before_heads(module, wait)
+                    call_before_methods(module, wait)
 
     def masters(self) -> dict[str, nn.Parameter]:
         return self._masters

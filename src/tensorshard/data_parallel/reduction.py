@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.collectives import advance, all_reduce_, finish_unasked, reduce_scatter_into
+from tensorshard.comm.world import world
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
-from tensorshard.torch_private.fake_tensors import detect_fake_mode
 
 ALONE_BYTES = 1 << 16
 """A tensor of at least this many bytes is sent by itself, without being copied into a packed message."""
@@ -141,7 +141,7 @@ class Reduction:
         work, packed = self._packed
         work.wait()
         absent = self._missing
-        if absent and detect_fake_mode(packed) is None:  # fake tensors have no counts; there, all ranks are alike
+        if absent and not world().is_simulated:  # simulated ranks use the same parameters
             counts = packed[-1 - len(bucket.parameters) : -1].tolist()
             absent = {p for p, count in zip(bucket.parameters, counts, strict=True) if count < 0.5}
         if self._scale != 1.0:

@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.world import world
 from tensorshard.data_parallel.gradients_of_leaves import averaged, averaged_shard, differentiate
 from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.sharded.sharded_model import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
-from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.fsdp import parameter_groups, refresh_dtypes, unsharded_parameter
 
 # In the message that counts: what a rank adds that read a parameter outside of its unit. One that used it adds 1.
@@ -218,9 +218,8 @@ class ShardedGradients:
             if isinstance(scalar, torch.Tensor):
                 message[place] = scalar
         all_reduce_(message, self._group, what="which parameters were used")
-        if detect_fake_mode(message) is not None:  # fake tensors have no numbers, and fake ranks are alike
-            return [*numbers, *(0.0 for _ in scalars)]
-        return message.tolist()  # type: ignore[no-any-return]
+        simulated = [*numbers, *(0.0 for _ in scalars)]  # whose ranks use the same parameters
+        return world().known(message, simulated)  # type: ignore[no-any-return]
 
 
 def _post_backward(this: Any, fsdp_group: Any, original: Any, *args: Any) -> None:

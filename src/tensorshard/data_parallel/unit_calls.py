@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.comm.world import world
 from tensorshard.data_parallel.agreed_order import AgreedOrder
 from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.torch_private.autograd import is_in_backward, is_in_reentrant_checkpoint, keeps_graph
-from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.fsdp_calls import (
     call_at_end_of_backward,
     forget_backward,
@@ -174,7 +174,7 @@ class UnitCalls:
     def _asks(self, forward: _Forward) -> bool:
         """Whether the ranks ask each other at the end of this time through the sequence."""
         asks = self._asked > 0 or self._careful or (forward.recorded and not self._noted)
-        return asks and self._ranks > 1 and active_fake_mode() is None
+        return asks and self._ranks > 1 and not world().is_simulated
 
     def _reach(self, forward: _Forward, unit: Any) -> _Call:
         """Takes part in the gathers before the next one of `unit` in the sequence."""
@@ -184,7 +184,7 @@ class UnitCalls:
             self._join(forward, len(self._order.sequence))
             if self._asks(forward):
                 self._ask(forward, more=True)
-            elif self._ranks > 1 and active_fake_mode() is None:
+            elif self._ranks > 1 and not world().is_simulated:
                 raise CollectiveMismatchError(
                     f"this rank calls {self._names[unit]} in another order than the data ranks did in the first steps, "
                     f"and zero=3 gathers the parameters of each unit from all ranks, in one order: call the modules in "

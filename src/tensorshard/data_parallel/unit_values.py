@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import local_shard
+from tensorshard.comm.world import world
 from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.model.other_places import follow, has_other_places
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, note_data
@@ -21,7 +22,7 @@ from tensorshard.torch_private.dispatch import (
     transformed,
     without_torch_functions_of_tensors,
 )
-from tensorshard.torch_private.fake_tensors import FakeTensor, active_fake_mode
+from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.fsdp import shard_version, unsharded_parameter
 from tensorshard.torch_private.fsdp_calls import gathered_parameters, release_unit, shown_parameters
 from tensorshard.torch_private.modules import parameter_at, set_parameter
@@ -141,7 +142,7 @@ class UnitValues:
 
     def gathered(self, group: Any) -> None:
         """Called when the unit has been gathered."""
-        if active_fake_mode() is None:
+        if not world().is_simulated:
             for copy in gathered_parameters(group):
                 note_data(copy)  # type: ignore[arg-type]
                 forget_taken(copy)  # type: ignore[arg-type]

@@ -9,33 +9,31 @@ import torch
 
 from tensorshard.comm.decisions import meet
 from tensorshard.common.paths import as_path
-from tensorshard.engine.batch_buffers import BatchBuffers
-from tensorshard.engine.collective_errors import explained
-from tensorshard.engine.final_gradients import FinalGradients, NonFiniteLossError
-from tensorshard.engine.fused_updates import hook_beside_update
+from tensorshard.engine.fused_updates import hook_outside_update_mode
 from tensorshard.engine.generation import Generator
-from tensorshard.engine.independent_samples import check_independent_samples
+from tensorshard.engine.gradients import FinalGradients, LossScaler, NonFiniteLossError
+from tensorshard.engine.guards.batch_buffers import BatchBuffers
+from tensorshard.engine.guards.collective_errors import explained
+from tensorshard.engine.guards.foreign_optimizers import mark_trained, warn_of_schedulers
+from tensorshard.engine.guards.independent_samples import check_independent_samples
+from tensorshard.engine.guards.module_changes import ModuleChanges
+from tensorshard.engine.guards.state_dicts import GuardedStateDicts, guard_optimizer_state
 from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
-from tensorshard.engine.loss_scaler import LossScaler
-from tensorshard.engine.module_changes import ModuleChanges
+from tensorshard.engine.manual_loop import ManualLoop
 from tensorshard.engine.offload import check_transfers, offload_states
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
-from tensorshard.engine.optimizer_parts import guard_optimizer_states
-from tensorshard.engine.other_optimizers import mark_trained, warn_of_schedulers
-from tensorshard.engine.own_loop import OwnLoop
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams
-from tensorshard.engine.state_dicts import GuardedStateDicts
-from tensorshard.engine.step_runner import StepAgain, StepRunner, WholeModelStepRunner
+from tensorshard.engine.step import StepAgain, StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.engine.trained_parameters import TrainedParameters
-from tensorshard.host.heap import HostHeap
-from tensorshard.loss.heads.under_plan.optimizer_groups import HeadGroup
-from tensorshard.model.buffer_values import BufferValues, Place
-from tensorshard.model.generation_cache import GenerationCache
-from tensorshard.model.surrounded import surround_forwards
+from tensorshard.host.process_settings import HostHeap
+from tensorshard.model.buffers import BufferValues, Place
+from tensorshard.model.forward_contexts import surround_forwards
+from tensorshard.model.trains_itself import OwnRule
+from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.slots import Slots
 from tensorshard.passes.compile_log import CompileLog
@@ -90,7 +88,7 @@ class Engine(LoopMethods):
         seed: int,
         random: RandomStreams,
         cache: GenerationCache,
-        head_groups: Sequence[HeadGroup] = (),
+        own_rules: Sequence[OwnRule] = (),
         debug: bool = False,
         slots: Slots | None = None,
         heap: HostHeap | None = None,
@@ -129,10 +127,10 @@ class Engine(LoopMethods):
                 lambda *_: None if torch.is_grad_enabled() else check_transfers(slots, mesh.world_group)
             )
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
-        self._optimizer = build_optimizer(optimizer, self._gradients.trained, head_groups)
+        self._optimizer = build_optimizer(optimizer, self._gradients.trained, own_rules)
         if slots is not None and slots.offload.optimizer is not None:
             trained = self._gradients.trained
-            self._offloaded = offload_states(self._optimizer, optimizer, head_groups, sharded, trained, mesh, slots)
+            self._offloaded = offload_states(self._optimizer, optimizer, own_rules, sharded, trained, mesh, slots)
             self._gradients.offloaded = self._offloaded.gradients
         batch_buffers = BatchBuffers(sharded, mesh, device, steps_taken=lambda: self.step_count)
         self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
@@ -143,9 +141,9 @@ class Engine(LoopMethods):
         )
         self._changes = ModuleChanges(sharded.model, shards_parameters=plan.shards_parameters)
         self._trained = TrainedParameters(
-            self._optimizer, optimizer, head_groups, sharded, is_offloaded=self._offloaded is not None
+            self._optimizer, optimizer, own_rules, sharded, is_offloaded=self._offloaded is not None
         )
-        self._own_loop = OwnLoop(
+        self._manual_loop = ManualLoop(
             sharded,
             plan,
             mesh,
@@ -157,17 +155,17 @@ class Engine(LoopMethods):
             steps_taken=lambda: self.step_count,
             count_step=self._count_step,
         )
-        self._own_loop.surround(sharded.model, self._optimizer)
+        self._manual_loop.surround(sharded.model, self._optimizer)
         GuardedStateDicts(sharded, plan)
         if plan.pp > 1 or any(count > 1 for count in sharded.num_shards().values()):
-            guard_optimizer_states(self._optimizer, plan, mesh)
+            guard_optimizer_state(self._optimizer, plan, mesh)
         masters, shown = sharded.masters().values(), sharded.shown_parameters().values()
-        mark_trained(masters, shown, self._optimizer, self._own_loop.before_other_optimizer)
+        mark_trained(masters, shown, self._optimizer, self._manual_loop.before_other_optimizer)
 
     def _surround_update(self, *before: Callable[[], object]) -> None:
         for work in before:
-            self._optimizer.register_step_pre_hook(hook_beside_update(work))
-        self._optimizer.register_step_post_hook(hook_beside_update(self._follow_update))
+            self._optimizer.register_step_pre_hook(hook_outside_update_mode(work))
+        self._optimizer.register_step_post_hook(hook_outside_update_mode(self._follow_update))
 
     # -- one step --
 
@@ -196,7 +194,7 @@ class Engine(LoopMethods):
         their groups, and the process group cannot be used any more.
         """
         before = self._buffers_before()
-        self._own_loop.forget()
+        self._manual_loop.forget()
         try:
             with self._call("step"), self._cache.off():
                 loss = self._step(inputs, targets)
@@ -224,7 +222,7 @@ class Engine(LoopMethods):
         self._check_samples = False
         with self._evaluation_mode():
             check_independent_samples(
-                self._step_runner,
+                partial(self._step_runner.evaluate, micro_batches=self.plan.micro_batches),
                 self.mesh,
                 inputs,
                 targets,
@@ -251,7 +249,7 @@ class Engine(LoopMethods):
             scale=self._offloaded is None,
         ):
             if self._offloaded is not None:
-                self._offloaded.factor = self._gradients.left
+                self._offloaded.factor = self._gradients.pending_scale
                 self._offloaded.returns_early = self.plan.offloaded is not None and self.plan.offloaded.overlap
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -363,7 +361,7 @@ class Engine(LoopMethods):
             explained(f"engine.{name}"),
             explained_compilation(),
             self.random.installed(),
-            self._own_loop.engines_own(),
+            self._manual_loop.inside_engine_call(),
             compiling,
         ):
             yield
@@ -483,7 +481,7 @@ def _step_runner_for(
 ) -> StepRunner:
     if plan.pp == 1:
         return WholeModelStepRunner(sharded, plan, mesh, objective, device)
-    from tensorshard.engine.pipeline_step_runner import PipelineStepRunner
+    from tensorshard.engine.pipeline_step import PipelineStepRunner
     from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 
     assert isinstance(sharded, PipelinedModel)

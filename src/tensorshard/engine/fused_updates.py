@@ -25,7 +25,7 @@ def fused_updates_of_shards(optimizer: torch.optim.Optimizer) -> AbstractContext
     return _FusedUpdates() if is_wanted else nullcontext()
 
 
-def hook_beside_update(work: Callable[[], object]) -> Callable[..., None]:
+def hook_outside_update_mode(work: Callable[[], object]) -> Callable[..., None]:
     """`work` as a hook of an optimizer's step. It is not part of the update: its own operations, which are collectives
     of many small messages, do not go through :func:`fused_updates_of_shards`."""
 

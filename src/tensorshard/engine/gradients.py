@@ -1,6 +1,8 @@
-"""The norm of a whole model's gradient, however it is laid out, and scaling it."""
+"""What happens to a step's gradients between the last backward and the update: unscaling, hooks, checks, clipping."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,7 +10,288 @@ import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.sharding import to_local
+from tensorshard.comm.world import world
+from tensorshard.offload.offloaded_gradients import OffloadedGradients
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.operators import foreach_mul_, foreach_norm
+from tensorshard.torch_private.tensors import count_gradient_hooks
+
+GradientHook = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+
+_SMALLEST_SCALE = 1.0
+
+
+@dataclass
+class LossScaler:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018).
+
+    It keeps the largest power of two that gradients can be multiplied by without overflowing.
+
+    A step whose gradients overflowed on any rank is skipped on all of them and halves the scale; `growth_interval`
+    steps without one double it.
+    """
+
+    scale: float = 2.0**16
+    growth_interval: int = 2000
+    steps_since_overflow: int = 0
+
+    @property
+    def is_smallest(self) -> bool:
+        """Whether the scale is as small as it gets: gradients that overflow would do so without scaling, too."""
+        return self.scale <= _SMALLEST_SCALE
+
+    def update(self, overflowed: bool) -> None:
+        """Adapts the scale after a step."""
+        if overflowed:
+            self.scale = max(_SMALLEST_SCALE, self.scale / 2)
+            self.steps_since_overflow = 0
+            return
+        self.steps_since_overflow += 1
+        if self.steps_since_overflow >= self.growth_interval:
+            self.scale *= 2
+            self.steps_since_overflow = 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "steps_since_overflow": self.steps_since_overflow}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale = float(state["scale"])
+        self.steps_since_overflow = int(state["steps_since_overflow"])
+
+
+class NonFiniteLossError(FloatingPointError):
+    """The loss (or the gradient's norm) of a step is not a finite number; the step was not taken."""
+
+
+class HookHandle:
+    """Removes a gradient hook."""
+
+    def __init__(self, hooks: dict[int, GradientHook], key: int) -> None:
+        self._hooks, self._key = hooks, key
+
+    def remove(self) -> None:
+        """The hook is no longer called. A second call does nothing."""
+        self._hooks.pop(self._key, None)
+
+
+class FinalGradients:
+    """The complete gradients of a laid-out model. All calls are collectives of the mesh.
+
+    Args:
+        scaler: the loss scaler of fp16, or None.
+        device: where the norm travels.
+
+    Attributes:
+        norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
+        offloaded: the gradients in host memory or on disk; None if they stay on the device.
+        pending_scale: the factor that the update still has to apply to the gradients, if :meth:`prepare` did not scale
+            them; None for no factor.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, plan: Plan, mesh: Mesh, scaler: LossScaler | None, device: torch.device
+    ) -> None:
+        self.trained = sharded.trained_masters()
+        self.norm: torch.Tensor | None = None
+        self.pending_scale: torch.Tensor | float | None = None
+        self.offloaded: OffloadedGradients | None = None
+        self._num_shards = sharded.num_shards()
+        self._plan = plan
+        self._mesh = mesh
+        self._scaler = scaler
+        self._device = device
+        self._hooks: dict[int, GradientHook] = {}
+        self._sharded = sharded
+        self._own_hooks = {name: count_gradient_hooks(p) for name, p in sharded.shown_parameters().items()}
+        self._registered = 0
+
+    def register_hook(self, hook: GradientHook) -> HookHandle:
+        """Registers a `hook` that :meth:`prepare` calls, after earlier ones.
+
+        Raises:
+            TypeError: `hook` cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(
+                f"hook is a {type(hook).__name__}; it must be a function, which is called as hook(name, gradient)"
+            )
+        self._registered += 1
+        self._hooks[self._registered] = hook
+        return HookHandle(self._hooks, self._registered)
+
+    def prepare(
+        self,
+        loss: torch.Tensor | None,
+        factor: torch.Tensor | float | None,
+        *,
+        steps_taken: int,
+        measure: bool = False,
+        scale: bool = True,
+    ) -> bool:
+        """Normalizes, checks and clips the gradients in one pass. False: fp16 overflowed, and the step is skipped.
+
+        Args:
+            loss: whose gradients they are; None if it is not known.
+            factor: the gradients still have to be multiplied by it; None for no factor.
+            steps_taken: how many steps were taken before this one.
+            measure: whether :attr:`norm` is set even where the plan does not need it.
+            scale: whether this multiplies the gradients; else the update does, by :attr:`pending_scale`.
+
+        Raises:
+            NonFiniteLossError: the `loss`, or the gradient, is not finite.
+            RuntimeError: a parameter has a hook of torch's, which would see gradients of one rank alone, or none.
+        """
+        self._check_no_hooks_of_torch()
+        self.refresh()
+        if self._hooks:
+            factor = self._call_hooks(factor)
+        clip = self._plan.clip_grad_norm
+        refused = self._refused_on_this_stage()
+        norm = self.measure(spoil=refused is not None)
+        known = [norm] if loss is None else [loss, norm]
+        are_finite, written = _read(known, self._sharded.writers)
+        if self._mesh.degrees["pp"] > 1:
+            if not are_finite:
+                self._raise_of_any_stage(refused)
+        elif written:
+            self._sharded.compare_written()
+        if not are_finite:
+            if loss is not None:
+                _check_finite(loss, "loss", steps_taken)
+            norm = self.measure(torch.float64)  # squares of large numbers overflow in fp32
+        norm = norm if factor is None else norm * factor
+        self.norm = norm if clip is not None or self._scaler is not None or measure else None
+        if self._scaler is not None:
+            overflowed = not _are_finite(norm)
+            exhausted = overflowed and self._scaler.is_smallest
+            self._scaler.update(overflowed)
+            if overflowed and not exhausted:
+                return False
+        _check_finite(norm, "norm of the gradient", steps_taken)
+        if clip is not None:
+            clipping = clip_factor(norm, clip)
+            factor = clipping if factor is None else factor * clipping
+        self.pending_scale = None if factor is None or _is_one(factor) else factor
+        if scale and self.pending_scale is not None:
+            self.scale(self.pending_scale)
+        return True
+
+    def _refused_on_this_stage(self) -> str | None:
+        """Of a pipeline: what is wrong with what was written to the parameters of this rank's stages, if anything is.
+        Other stages do not know it; they learn from the norm that something is."""
+        if self._mesh.degrees["pp"] == 1 or not _read([], self._sharded.writers)[1]:
+            return None
+        try:
+            self._sharded.compare_written()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def _raise_of_any_stage(self, refused: str | None) -> None:
+        messages: list[str | None] = [None] * self._mesh.world_group.size()
+        dist.all_gather_object(messages, refused, group=self._mesh.world_group)
+        for message in messages:
+            if message is not None:
+                raise RuntimeError(message)
+
+    def refresh(self) -> list[str]:
+        """Looks which parameters are trained now; returns the names of those that were not before."""
+        before, self.trained = self.trained, self._sharded.trained_masters()
+        return [name for name in self.trained if name not in before]
+
+    def measure(self, dtype: torch.dtype | None = None, *, spoil: bool = False) -> torch.Tensor:
+        """The L2 norm of the gradients as they are: a scalar in fp64, the same on every rank.
+
+        Args:
+            dtype: of the sum of squares; that of the gradients by default.
+            spoil: makes it NaN on every rank of a pipeline.
+        """
+        return global_norm(
+            self.trained.values(),
+            self._num_shards,
+            self._mesh.world_group,
+            device=self._device,
+            always_sum=self._mesh.degrees["pp"] > 1,
+            dtype=dtype,
+            known=None if self.offloaded is None else self.offloaded.norm,
+            spoil=spoil,
+        )
+
+    def scale(self, factor: torch.Tensor | float) -> None:
+        """Multiplies all gradients by `factor`."""
+        scale_gradients(self.trained.values(), factor)
+
+    def _check_no_hooks_of_torch(self) -> None:
+        for name, parameter in self._sharded.shown_parameters().items():
+            if count_gradient_hooks(parameter) > self._own_hooks[name]:
+                raise RuntimeError(
+                    f"parameter {name!r} has a hook (register_hook, register_post_accumulate_grad_hook), which sees "
+                    f"gradients of one rank alone, or none: use engine.register_gradient_hook(hook), which is called "
+                    f"as hook(name, gradient) before each update"
+                )
+
+    @torch.no_grad()
+    def _call_hooks(self, factor: torch.Tensor | float | None) -> None:
+        """Calls the hooks with the final gradients; no factor is left after that."""
+        if factor is not None and not _is_one(factor):
+            self.scale(factor)
+        for hook in list(self._hooks.values()):
+            for name, parameter in self.trained.items():
+                if parameter.grad is None:
+                    continue
+                changed = hook(name, parameter.grad)
+                if changed is not None:
+                    _check_like(changed, parameter.grad, name)
+                    parameter.grad = changed
+
+
+def _check_like(changed: object, gradient: torch.Tensor, name: str) -> None:
+    alike = isinstance(changed, torch.Tensor) and type(changed) is type(gradient)
+    if alike and changed.shape == gradient.shape and changed.dtype == gradient.dtype:  # type: ignore[attr-defined]
+        return
+    found = f"{type(changed).__name__}" + (f" {list(changed.shape)}" if isinstance(changed, torch.Tensor) else "")
+    raise TypeError(
+        f"a gradient hook returned {found} for {name!r}; it must return None, or a tensor like the gradient that it "
+        f"was given: {type(gradient).__name__} {list(gradient.shape)} of {gradient.dtype}"
+    )
+
+
+def _check_finite(value: torch.Tensor, what: str, steps_taken: int) -> None:
+    if _are_finite(value):
+        return
+    raise NonFiniteLossError(
+        f"the {what} of step {steps_taken + 1} is {value.item()}; the step was not taken, so weights and "
+        f"optimizer are those after step {steps_taken}. A lower learning rate, clip_grad_norm, or "
+        f"precision='bf16' or 'fp32' instead of 'fp16' are the usual remedies"
+    )
+
+
+def _read(values: list[torch.Tensor], flag: torch.Tensor | None) -> tuple[bool, bool]:
+    """Whether all `values` are finite, and whether `flag` is above 0. One read from the device."""
+    if world().is_simulated:
+        return True, False
+    everything = values if flag is None else [*values, flag]
+    if not everything:
+        return True, False
+    numbers = torch.stack([value.detach().double() for value in everything]).tolist()
+    return all(map(math.isfinite, numbers[: len(values)])), flag is not None and numbers[-1] > 0
+
+
+def _are_finite(*values: torch.Tensor) -> bool:
+    """Whether all `values` are finite. They are read together, since each read from a GPU has to wait for it."""
+    if world().is_simulated:
+        return True
+    return all(map(math.isfinite, torch.stack([value.detach().double() for value in values]).tolist()))
+
+
+def _is_one(factor: torch.Tensor | float) -> bool:
+    """Whether `factor` is known to be 1. One on a GPU is not read, since that costs more than multiplying."""
+    if isinstance(factor, torch.Tensor):
+        return factor.device.type == "cpu" and world().known(factor, 0.0) == 1.0
+    return factor == 1.0
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils.data import Dataset
 
-from tensorshard.engine.final_gradients import FinalGradients, GradientHook, HookHandle
+from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
+from tensorshard.engine.last_batch import check_equal_shares, check_last_batch
 from tensorshard.engine.loader import EngineLoader
-from tensorshard.engine.other_weights import using_weights
-from tensorshard.engine.own_loop import OwnLoop
+from tensorshard.engine.manual_loop import ManualLoop
 from tensorshard.engine.penalties import Penalties, Penalty, PenaltyHandle
-from tensorshard.engine.stand_ins import check_equal_shares, check_last_batch
+from tensorshard.engine.swapped_weights import using_weights
 from tensorshard.engine.waiting_for_updates import WaitingForUpdates
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
@@ -47,7 +47,7 @@ class LoopMethods(WaitingForUpdates):
     loaders: dict[str, EngineLoader]
     loader_states: dict[str, dict[str, int]]
     _gradients: FinalGradients
-    _own_loop: OwnLoop
+    _manual_loop: ManualLoop
     _penalties: Penalties
     _seed: int
 
@@ -76,7 +76,7 @@ class LoopMethods(WaitingForUpdates):
                 "engine.backward(loss) was called after engine.add_penalty(function), which engine.step adds to its "
                 "loss: in a loop of your own add function(engine.model) to the loss, and call the handle's remove()"
             )
-        self._own_loop.backward(loss)
+        self._manual_loop.backward(loss)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """A context for one micro-batch of a loop of your own: forward, :meth:`backward`, and perhaps the update.
@@ -84,7 +84,7 @@ class LoopMethods(WaitingForUpdates):
         Inside it, ``engine.optimizer.step()`` and ``zero_grad()`` do nothing until the last of the step's
         ``plan.micro_batches``. So the same loop works for any number of micro-batches.
         """
-        return self._own_loop.accumulate()
+        return self._manual_loop.accumulate()
 
     def gradient_norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradient, before clipping: a scalar, the same on every rank. A collective.
@@ -93,7 +93,7 @@ class LoopMethods(WaitingForUpdates):
             RuntimeError: the step's micro-batches are not complete; the plan has a pipeline
                 (see :attr:`Engine.grad_norm`).
         """
-        return self._own_loop.gradient_norm()
+        return self._manual_loop.gradient_norm()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales the gradients so that the whole model's norm is at most `max_norm`; returns the norm before that.
@@ -101,7 +101,7 @@ class LoopMethods(WaitingForUpdates):
         It does what ``torch.nn.utils.clip_grad_norm_`` does, under any plan without a pipeline. A collective. With
         ``plan.clip_grad_norm`` the update clips by itself.
         """
-        return self._own_loop.clip_grad_norm_(max_norm)
+        return self._manual_loop.clip_grad_norm_(max_norm)
 
     def register_gradient_hook(self, hook: GradientHook) -> HookHandle:
         """Registers a `hook` that is called before each update, by :meth:`Engine.step` and in your own loop, before

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tensorshard.comm.collectives import all_reduce_, finish_unasked
-from tensorshard.engine.wrong_batch import explained_loss
+from tensorshard.engine.guards.wrong_batch import explained_loss
 from tensorshard.model.batches import batch_size, without_samples
 from tensorshard.passes.precision import widen_output
 from tensorshard.plan.mesh import Mesh

@@ -10,9 +10,9 @@ from torch import nn
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
-from tensorshard.comm.world import ranks_here
+from tensorshard.comm.world import ranks_here, world
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
-from tensorshard.loss.heads.under_plan.optimizer_groups import HeadGroup
+from tensorshard.model.trains_itself import OwnRule
 from tensorshard.offload.activations import OffloadedActivations
 from tensorshard.offload.device_copies import DeviceCopies
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
@@ -23,7 +23,7 @@ from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.offload import Offload
 from tensorshard.plan.plan import Plan
 from tensorshard.sharded.sharded_model import ShardedModel
-from tensorshard.torch_private.fake_tensors import active_fake_mode, detect_fake_mode, unset_fake_temporarily
+from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
 logger = logging.getLogger("tensorshard")
 
@@ -94,7 +94,7 @@ def _off_device(plan: Plan, offload: Offload, *, say: bool) -> Offload:
 def offload_states(
     optimizer: torch.optim.Optimizer,
     factory: OptimizerFactory,
-    heads: Sequence[HeadGroup],
+    rules: Sequence[OwnRule],
     sharded: ShardedModel,
     trained: Mapping[str, nn.Parameter],
     mesh: Mesh,
@@ -104,7 +104,7 @@ def offload_states(
 
     Args:
         factory: what made `optimizer`.
-        heads: the parameters that are trained by their own rule.
+        rules: of parameters that are trained in groups of their own.
         trained: the master weights that it updates.
 
     Raises:
@@ -115,7 +115,7 @@ def offload_states(
         states: Mapping[str, Mapping[str, torch.dtype]] = {}
         if tile_update(optimizer) is None:
             with unset_fake_temporarily():
-                states = probe_states(partial(build_optimizer, factory, heads=heads), trained)
+                states = probe_states(partial(build_optimizer, factory, rules=rules), trained)
         masters = {name: m for name, m in sharded.offloaded_masters().items() if name in trained}
         return OffloadedOptimizer(
             optimizer,
@@ -131,7 +131,7 @@ def offload_states(
         sharded.watch_gradients(offloaded.gradients.take, offloaded.gradients.finish)
     if slots.offload.overlap:
         sharded.watch_updates(offloaded.behind)
-    shown = mesh.rank == 0 and active_fake_mode() is None
+    shown = mesh.rank == 0 and not world().is_simulated
     if shown and slots.offload.host_memory is not None:  # else the plan says it
         print(f"offloaded by rank 0:\n{slots.describe()}", flush=True)
     return offloaded
@@ -176,7 +176,7 @@ def _stop_together(group: torch.distributed.ProcessGroup, slots: Slots, what: st
         device = None if slots.copies is None else slots.copies.device
         failures = torch.tensor([float(failure is not None)], device=device)
         all_reduce_(failures, group, what="whether the scratch files could be read and written")
-        if detect_fake_mode(failures) is not None or not failures.item():
+        if not any(world().known(failures, [0.0])):
             return
     elif failure is None:
         return

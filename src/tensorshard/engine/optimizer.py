@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.loss.heads.under_plan.optimizer_groups import HeadGroup, add_head_group
+from tensorshard.model.trains_itself import OwnRule
 from tensorshard.passes.precision import master_dtype
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -21,40 +21,40 @@ _CANNOT = {
 
 
 def build_optimizer(
-    factory: OptimizerFactory, masters: Mapping[str, nn.Parameter], heads: Sequence[HeadGroup] = ()
+    factory: OptimizerFactory, masters: Mapping[str, nn.Parameter], rules: Sequence[OwnRule] = ()
 ) -> torch.optim.Optimizer:
     """The optimizer that `factory` makes of `masters`, with its fastest kernels if the user did not choose.
 
     Args:
-        heads: the parameters that are trained by a rule of their own; `factory` gets the others.
+        rules: of parameters that are trained in groups of their own; `factory` gets the others.
 
     Raises:
         TypeError: `factory` made something else.
-        ValueError: the optimizer holds parameters that it was not given, or cannot train the `heads`.
+        ValueError: the optimizer holds parameters that it was not given, or cannot train by the `rules`.
     """
-    apart = {name for head in heads for name in head.parameters}
-    built = _build(factory, {name: master for name, master in masters.items() if name not in apart})
-    for head in heads:
-        add_head_group(built, head, masters)
+    by_rule = {name for rule in rules for name in rule.parameters}
+    built = _build(factory, {name: master for name, master in masters.items() if name not in by_rule})
+    for rule in rules:
+        rule.add_group(built, masters)
     return built
 
 
-def check_trains_heads(factory: OptimizerFactory, model: nn.Module, heads: Sequence[HeadGroup]) -> None:
-    """Refuses an optimizer that cannot train `heads` of `model` by their own rule. Nothing is allocated.
+def check_trains(factory: OptimizerFactory, model: nn.Module, rules: Sequence[OwnRule]) -> None:
+    """Refuses an optimizer that cannot train parameters of `model` by `rules`. Nothing is allocated.
 
     Raises:
-        ValueError: `factory` does not make an SGD.
+        ValueError: `factory` makes another optimizer than a rule needs.
     """
-    if not heads:
+    if not rules:
         return
     # The optimizer's class shows only when one is made. So one is made of placeholders of one number each.
-    taken = {name for head in heads for name in head.parameters}
+    by_rule = {name for rule in rules for name in rule.parameters}
     trained = {
         name: nn.Parameter(torch.zeros((), dtype=master_dtype(p.dtype)).expand(p.shape))
         for name, p in model.named_parameters()
-        if p.requires_grad or name in taken
+        if p.requires_grad or name in by_rule
     }
-    build_optimizer(factory, trained, heads)
+    build_optimizer(factory, trained, rules)
 
 
 def _build(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:

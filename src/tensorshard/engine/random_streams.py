@@ -6,9 +6,10 @@ from contextlib import contextmanager
 import torch
 
 from tensorshard.comm.decisions import decide_once
-from tensorshard.model.host_random import host_random_kept, host_random_states, set_host_random_states
+from tensorshard.comm.world import world
+from tensorshard.model.state_places import host_random_restored, host_random_states, set_host_random_states
 from tensorshard.plan.mesh import Mesh
-from tensorshard.torch_private.fake_tensors import active_fake_mode, unset_fake_temporarily
+from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
 States = dict[str, torch.Tensor]
 """The state of a generator for each type of device, "cpu" and perhaps "cuda"."""
@@ -55,7 +56,7 @@ class RandomStreams:
 
         After an exception, the streams are as before, so that a repeated step draws the same numbers.
         """
-        if self._installed or active_fake_mode() is not None:
+        if self._installed or world().is_simulated:
             yield
             return
         before = self.states()
@@ -89,7 +90,7 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and torch.cuda.is_initialized() else None
     try:
-        with host_random_kept():
+        with host_random_restored():
             yield
     finally:
         with unset_fake_temporarily():
@@ -105,5 +106,5 @@ def share_host_random_state(mesh: Mesh) -> None:
     draw the same, as long as their code does. A collective.
     """
     for axis in ("tp", "pp"):
-        if mesh.degrees[axis] > 1 and active_fake_mode() is None:
+        if mesh.degrees[axis] > 1 and not world().is_simulated:
             set_host_random_states(decide_once(host_random_states, mesh.group(axis)))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
-from tensorshard.loss.heads.under_plan.optimizer_groups import HeadGroup
+from tensorshard.model.trains_itself import OwnRule
 from tensorshard.sharded.sharded_model import ShardedModel
 
 
@@ -20,7 +20,7 @@ class TrainedParameters:
 
     Args:
         factory: made `optimizer`.
-        heads: the parameters that are trained by a rule of their own.
+        rules: of parameters that are trained in groups of their own.
         is_offloaded: whether the optimizer's states are offloaded, for which there is room since the start alone.
     """
 
@@ -28,14 +28,14 @@ class TrainedParameters:
         self,
         optimizer: torch.optim.Optimizer,
         factory: OptimizerFactory,
-        heads: Sequence[HeadGroup],
+        rules: Sequence[OwnRule],
         sharded: ShardedModel,
         *,
         is_offloaded: bool,
     ) -> None:
         self._optimizer = optimizer
         self._factory = factory
-        self._heads = heads
+        self._rules = rules
         self._sharded = sharded
         self._is_offloaded = is_offloaded
         self._known = set(sharded.trained_masters())
@@ -72,7 +72,7 @@ class TrainedParameters:
         if not new:
             return
         everything = {name: m for name, m in self._sharded.masters().items() if name in self._known}
-        model = build_optimizer(self._factory, everything, self._heads)
+        model = build_optimizer(self._factory, everything, self._rules)
         for index, group in enumerate(model.param_groups):
             names = group.get("param_names")
             for place, parameter in enumerate(group["params"]):

@@ -1,5 +1,6 @@
-"""How much of this machine's memory is still available, and how much of it this process holds."""
+"""How much memory and how many cores of this machine this process can have, and how much it holds."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,3 +105,8 @@ def _left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
         return None
     freed = sum(int(line.split()[1]) for line in lines if line.split()[0] == cache)  # files that can be read again
     return max(0, int(bound) - used + freed)
+
+
+def cores_here() -> int:
+    """How many of this machine's cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

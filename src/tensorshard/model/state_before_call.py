@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.comm.world import world
 from tensorshard.model.reachable_state import Reached, StateOfModules
 from tensorshard.model.state_places import Copied, Place, shared_random_numbers
-from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.tensors import tensor_version
 
 _LIBRARIES = ("random", "numpy")
@@ -103,7 +103,7 @@ class StateBeforeCall:
         self._known = known
         self._watched = watched
         # On fake tensors there are no values to keep.
-        tensors = reached[0].tensors if active_fake_mode() is None else []
+        tensors = reached[0].tensors if not world().is_simulated else []
         self._given = [(tensor, tensor_version(tensor)) for tensor in given]
         self._tensors = [(t, tensor_version(t), t.detach().clone(), t.requires_grad) for t in tensors]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from tensorshard.comm.world import world
 from tensorshard.offload.pinned_memory import PinnedMemory
-from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.tensors import tensor_version
 
 
@@ -59,7 +59,7 @@ class DeviceCopies:
         self.device = device
         self._module: Any = torch.get_device_module(device)
         self._on_gpu = device.type != "cpu"
-        if active_fake_mode() is None:
+        if not world().is_simulated:
             self._to_host, self._to_device = (
                 self._module.Stream(device) if self._on_gpu else self._module.Stream() for _ in range(2)
             )
@@ -78,7 +78,7 @@ class DeviceCopies:
 
     def given(self) -> Any:
         """An event after all work that the calling thread's stream has so far; None on fake tensors."""
-        if active_fake_mode() is not None:
+        if world().is_simulated:
             return None
         event = self._event()
         event.record(self._module.current_stream(self.device))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import to_local
+from tensorshard.comm.world import world
 from tensorshard.offload.offloaded_gradients import OffloadedGradients
 from tensorshard.offload.offloaded_states import OffloadedStates, options_now, tiles
 from tensorshard.offload.slots import TILE_ALIGNMENT, OffloadedMaster, Slot, Slots, SlotSpec, laid_out_like
@@ -17,7 +18,6 @@ from tensorshard.offload.tile_updates import Tile, TileUpdates
 from tensorshard.offload.transfers import Move, Transfers, Work
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.offload.updates import state_keys, tile_update
-from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.optimizers import step_without_hooks
 from tensorshard.torch_private.tensors import storage_address
 
@@ -159,7 +159,7 @@ class OffloadedOptimizer:
         if self.gradients is not None:
             failure = self.gradients.begin_update() or failure
         changed = [o for o in self._offloaded.values() if o.master.grad is not None]
-        if returns_early and active_fake_mode() is None:
+        if returns_early and not world().is_simulated:
             self._start(changed, on_host, failure)
         else:
             self._update_now(changed, on_host, failure)

@@ -9,11 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import dtensor_like, to_local
+from tensorshard.comm.world import world
 from tensorshard.offload.device_copies import DeviceCopies
 from tensorshard.offload.folders import BLOCK, scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
 from tensorshard.plan.offload import Offload
-from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 if TYPE_CHECKING:
     from tensorshard.offload.activations import OffloadedActivations
@@ -189,7 +189,7 @@ class Slots:
         self._held: dict[tuple[str, str], int] = {}
         self._made: list[tuple[str, Slot]] = []  # with the place of each
         self._on_device: list[DeviceSlot] = []  # those of weights that come back to the device
-        self.fake = active_fake_mode() is not None
+        self.fake = world().is_simulated
         if offload.host_bytes is not None:
             self._left = offload.host_bytes // ranks_here - offload.buffer_bytes
             if self._left < 0:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from tensorshard.torch_private.fake_tensors import active_fake_mode
+from tensorshard.comm.world import world
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of the storage of `tensor`, [bytes] of uint8, in the same memory."""
     storage = tensor.untyped_storage()
-    if active_fake_mode() is None:
+    if not world().is_simulated:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
     count = storage.nbytes() // tensor.element_size()
     return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
@@ -24,7 +24,7 @@ def on_bytes(
     Args:
         offset: of its first element, in elements.
     """
-    if active_fake_mode() is None:
+    if not world().is_simulated:
         tensor = torch.empty(0, dtype=dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), offset, size, stride)  # type: ignore[call-overload]
     whole = memory.numel() // dtype.itemsize * dtype.itemsize

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tensorshard.comm.world import world
 from tensorshard.offload import compiled_adamw
 from tensorshard.offload.offloaded_states import OffloadedStates, tiles
 from tensorshard.offload.updates import TileUpdate, begins_with_gradient
-from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 _CACHE_ELEMENTS = 1 << 16  # of each tensor, for each thread: gradient, weights and two states in 1 MiB
 
@@ -59,7 +59,7 @@ class TileUpdates:
         """Updates `tile`: in one pass over memory if possible, the rest in parts that fit the cache."""
         numel, done = tile.weights.numel(), self._in_one_pass(tile)
         # Fake tensors need no parts.
-        most = numel if active_fake_mode() is not None else _CACHE_ELEMENTS * torch.get_num_threads()
+        most = numel if world().is_simulated else _CACHE_ELEMENTS * torch.get_num_threads()
         for start, count in tiles(numel - done, most):
             part = tile.part(done + start, count)
             self._by_kernels(part)
@@ -69,7 +69,7 @@ class TileUpdates:
     def _in_one_pass(self, tile: Tile) -> int:
         """Updates as many of the first elements as one pass can; returns how many these are."""
         o = tile.of
-        if not self._is_adam or active_fake_mode() is not None:
+        if not self._is_adam or world().is_simulated:
             return 0
         if not compiled_adamw.does(o.options, tile.weights, tile.gradient, *tile.states.values()):
             return 0

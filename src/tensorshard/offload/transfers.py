@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from tensorshard.comm.world import world
 from tensorshard.common.repetitions import repetitions
 from tensorshard.offload.device_copies import CopyToHost, DeviceCopies
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.slots import TILE_ALIGNMENT, Slot
-from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 _MOST_BYTES = 24  # of an element: its gradient, master weight, three states and fp32 copy
 _THREADS = 8  # requests under way at once; a disk is at its full rate with four of some MiB each
@@ -90,7 +90,7 @@ class Reading:
     def __init__(self, nbytes: int, copies: DeviceCopies | None = None) -> None:
         self.memory: mmap.mmap | None = None  # the host's
         self.tensor: torch.Tensor
-        if active_fake_mode() is not None or copies is not None:
+        if world().is_simulated or copies is not None:
             self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=None if copies is None else copies.device)
         else:
             self.memory = mmap.mmap(-1, round_up(nbytes))  # aligned to pages
@@ -152,7 +152,7 @@ class Transfers:
         self._buffers: list[mmap.mmap] = []  # made when they are first needed, aligned to pages
         self._made = 0
         self._landings: SimpleQueue[mmap.mmap] = SimpleQueue()  # buffers for what is read for a device
-        if copies is not None and active_fake_mode() is None:  # all at once, so that a driver that refuses does so now
+        if copies is not None and not world().is_simulated:  # all at once, so that a driver that refuses does so now
             self._buffers = [copies.buffer(self._largest) for _ in range(self._count)]
             self._made = self._count
             for _ in range(self._count if reads else 0):
@@ -183,7 +183,7 @@ class Transfers:
             OSError: the disk failed, with this or an earlier write.
         """
         dtype = dtype or values.dtype
-        if active_fake_mode() is not None:
+        if world().is_simulated:
             slot.moved += round_up(values.numel() * dtype.itemsize)
             return []
         copies = self._copies if self._copies is not None and self._copies.holds(values) else None
@@ -215,7 +215,7 @@ class Transfers:
         """Begins to read the first `nbytes` of `slot`, whose elements are bytes."""
         reading = Reading(nbytes, self._copies)
         slot.moved += round_up(nbytes)
-        if active_fake_mode() is not None:
+        if world().is_simulated:
             return reading
         view = None if reading.memory is None else memoryview(reading.memory)
         # The new tensor's memory may have been another tensor's, with which the device still computes.
@@ -263,7 +263,7 @@ class Transfers:
         Raises:
             OSError: the disk failed. All threads are at rest then.
         """
-        if active_fake_mode() is not None:
+        if world().is_simulated:
             self._run_without_memory(works)
             return
         self.drain()

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from tensorshard.loss.heads.under_plan.head_updates import HeadUpdate
-    from tensorshard.pipeline.run.crossings import Shapes
+    from tensorshard.model.trains_itself import OwnRule
+    from tensorshard.pipeline.run.cut_cache import CutCache
     from tensorshard.pipeline.trace.call_graph import CallGraph
     from tensorshard.pipeline.trace.tracer import Tracer
     from tensorshard.tensor_parallel.table.table import VerifiedTable
@@ -36,14 +36,14 @@ class Decisions:
 
     Attributes:
         table: the table of tensor parallelism; None if there is none yet.
-        recorded: the constructor's run, with a module that is not laid out, and the updates of its heads; None if there
-            is none yet, or if it cannot be used twice.
+        recorded: the constructor's run, with a module that is not laid out, and the rules of modules that train
+            themselves; None if there is none yet, or if it cannot be used twice.
         shapes: the model's run and its cut into stages, as a rank with this place along ``tp`` sees it; None if there
             is none yet, or if it cannot be used twice.
         traced: the model's runs, which plans with other cuts may share; None if no other plans are tried.
     """
 
     table: "VerifiedTable | None" = None
-    recorded: "tuple[Recording, list[HeadUpdate]] | None" = None
-    shapes: "Shapes | None" = None
+    recorded: "tuple[Recording, list[OwnRule]] | None" = None
+    shapes: "CutCache | None" = None
     traced: dict[Any, Traced] | None = None

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.model.buffers import keeps_statistics
 from tensorshard.model.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
-from tensorshard.model.running_statistics import keeps_statistics
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.passes.batch_norm_calls import BatchNormCalls
 from tensorshard.passes.batch_norm_checks import INSTANCE_NORMS, by_hand, examine

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tensorshard.model.buffers import keeps_statistics
 from tensorshard.model.fake_copies import copy_with, random_values
 from tensorshard.model.forwards import runs_forward_of
-from tensorshard.model.running_statistics import keeps_statistics
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.passes.batch_norm_calls import BatchNormCalls
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily

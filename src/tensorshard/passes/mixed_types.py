@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from tensorshard.model.forward_code import forward_classes, used_by_forwards
 from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.model.reachable_state import forward_classes, used_by_forwards
 from tensorshard.torch_private.modules import own_buffers
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 

@@ -4,3 +4,6 @@ from tensorshard.plan.offload import Offload
 from tensorshard.plan.plan import Plan
 
 __all__ = ["Offload", "Plan"]
+
+for _class in (Plan, Offload):  # configs name classes by the module that they are imported from
+    _class.__module__ = __name__

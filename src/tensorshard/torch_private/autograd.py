@@ -1,12 +1,12 @@
 """Asking whether backward is running, and steering it."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointFunction
 
 
@@ -97,34 +97,6 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     Public way: a call after ``backward()``, if the training loop is one's own.
     """
     Variable._execution_engine.queue_callback(callback)
-
-
-def accumulate_from(
-    edges: Sequence[GradientEdge],
-    gradients: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-    *,
-    keep_graph: bool,
-) -> None:
-    """Runs backward from `edges`, and adds to the gradients of `parameters` only, which are leaves.
-
-    Why: pipeline schedules that split a backward compute the parameters' gradients later, from nodes in the middle of
-    the graph.
-
-    Checked: torch 2.11 and 2.13.
-
-    Public way: ``torch.autograd.backward(edges, gradients, inputs=parameters)``, from torch 2.13 on; that of 2.11
-    refuses edges of the nodes of a custom ``autograd.Function``.
-    """
-    _engine_run_backward(
-        tuple(edges),
-        tuple(gradients),
-        keep_graph,
-        False,
-        tuple(parameters),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
 
 
 def will_run(node: Node) -> bool:

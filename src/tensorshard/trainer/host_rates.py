@@ -13,7 +13,7 @@ from torch import nn
 
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.groups import world_group
-from tensorshard.host.scheduler import schedule_as_batch
+from tensorshard.host.process_settings import schedule_as_batch
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import Plan

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import default_device, join_world
 from tensorshard.host.memory import held_memory
-from tensorshard.host.scheduler import schedule_as_batch
+from tensorshard.host.process_settings import schedule_as_batch
 from tensorshard.predict.hardware import Hardware, HostCosts, Link, Rates, rates_from_json
 from tensorshard.predict.machine_rates import (
     disk_rate,

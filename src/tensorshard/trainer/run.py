@@ -21,7 +21,7 @@ from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.files import values_of
 from tensorshard.engine.engine import Engine
-from tensorshard.engine.wrong_batch import OutOfRangeError
+from tensorshard.engine.guards.wrong_batch import OutOfRangeError
 from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.predict import Estimate

@@ -18,7 +18,7 @@ from tensorshard.config.config_error import suggest
 from tensorshard.data.text_codec import BYTES, TextCodec, find_codec
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.generation import longest_sequence
-from tensorshard.engine.wrong_batch import OutOfRangeError
+from tensorshard.engine.guards.wrong_batch import OutOfRangeError
 from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.trainer.initial_model import initial_model

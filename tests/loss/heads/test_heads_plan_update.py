@@ -13,7 +13,7 @@ import parity
 import tensorshard as ts
 from head_models import SGD, UPDATE, HeadClassifier, classifier_batch, parallelized
 from log_lines import logged
-from tensorshard.loss.heads.under_plan.head_updates import take_updates
+from tensorshard.model.trains_itself import take_own_rules
 from tensorshard.nn import ParallelLinearCrossEntropy
 
 STEPS = 6
@@ -155,7 +155,7 @@ def test_a_meta_module(ranks):
 
 def _plain_sgd(clip: float) -> dict[str, Any]:
     model = build("gpt")
-    take_updates(model)
+    take_own_rules(model)
     own = set(model.head.parameters())
     rest = [p for p in model.parameters() if p not in own]
     optimizers = [SGD(rest), torch.optim.SGD(list(own), **UPDATE)]

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import seeds
 from pipeline_models import Example
-from tensorshard.engine.pipeline_step_runner import _can_join, _joined
+from tensorshard.engine.pipeline_step import _can_join, _joined
 from tensorshard.pipeline.trace.tracer import Tracer
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from tensorshard.model.forwards import Role, wrap_forward
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
 from tensorshard.tensor_parallel.table.layer_kinds import (
     as_channelwise,
     as_splittable,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from tensorshard.torch_private.autograd import accumulate_from
+from tensorshard.plan.plan import Plan
 
 
 @dataclass
@@ -56,7 +56,7 @@ class WeightBackward:
                     handles.append(gate.register_prehook(partial(_replaced, tuple(found))))
             try:
                 if edges:
-                    accumulate_from(edges, values, group.parameters, keep_graph=len(group.gates) > 1)
+                    torch.autograd.backward(edges, values, retain_graph=len(group.gates) > 1, inputs=group.parameters)
             finally:
                 for handle in handles:
                     handle.remove()
@@ -174,3 +174,13 @@ def _noted(found: dict[Node, list[torch.Tensor | None]], gate: Node, gradients: 
 
 def _replaced(gradients: Any, _: Any) -> Any:
     return gradients
+
+
+def may_split_backward(plan: Plan) -> bool:
+    """Whether gradients of inputs and of parameters may be computed apart.
+
+    They may not where something would be computed or sent twice, as in recomputed blocks and split layers, nor where
+    parameters are held during only one of the two.
+    """
+    whole_parameters = plan.zero < 3 or plan.dp_shard == 1  # type: ignore[operator]
+    return plan.tp == 1 and whole_parameters and plan.recompute == "none" and not plan.compile

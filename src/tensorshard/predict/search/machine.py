@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from tensorshard.host.cores import cores_here
+from tensorshard.host.memory import cores_here
 from tensorshard.predict.estimate import Estimate
 from tensorshard.predict.hardware import THIS_MACHINE, Hardware, Link, Rates, find_hardware, known_hardware
 from tensorshard.predict.step_time import Active, seconds_on_cores

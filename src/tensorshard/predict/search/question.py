@@ -12,10 +12,10 @@ from torch import nn
 
 from tensorshard.comm.forked import run_at_once
 from tensorshard.engine.optimizer import OptimizerFactory
-from tensorshard.host.cores import cores_here
+from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
-from tensorshard.parallelize.arguments import check_arguments
+from tensorshard.parallelize.checks import check_arguments
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.plan.field_checks import check_choice, check_int, check_positive, size_in_bytes, unknown_field
 from tensorshard.plan.plan import Plan

@@ -20,12 +20,11 @@ from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import to_local
 from tensorshard.layers.activation_sharding import ActivationSharding, Replicated
-from tensorshard.layers.column_linear import column_linear
 from tensorshard.layers.split_embedding import parallel_embedding
-from tensorshard.layers.split_linear import parallel_linear
-from tensorshard.loss.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
+from tensorshard.layers.split_linear import column_linear, parallel_linear
 from tensorshard.model.forwards import Forward, Role, replace_forward, wrap_forward
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
+from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.tensor_parallel.apply.attention import share_heads
 from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs
 from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable
@@ -97,8 +96,8 @@ def split_vocabulary(module: nn.Module, _style: Vocab, group: dist.ProcessGroup,
 
 def split_classes(module: nn.Module, _style: Classes, group: dist.ProcessGroup, _outputs: SplitOutputs) -> None:
     """Makes a head compute the classes of this rank; its loss is that of all."""
-    assert isinstance(module, ParallelLinearCrossEntropy)
-    module.split_classes(group)
+    assert isinstance(module, TrainsItself)
+    module.split_outputs(group)
 
 
 def _described(module: nn.Module) -> SplittableLayer:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.model.stacked_experts import find_experts
+from tensorshard.model.special_layers import find_experts
 from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region, follow
 from tensorshard.tensor_parallel.search.proposals import Proposal, expert_styles, proposals, shared_proposals
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable

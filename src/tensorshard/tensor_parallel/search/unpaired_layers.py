@@ -17,7 +17,6 @@ from collections.abc import Container, Mapping
 from torch import nn
 
 from tensorshard.comm.sharding import shard_sizes
-from tensorshard.loss.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, VOCAB, Divide, Gather
@@ -80,7 +79,7 @@ def split_outer_layers(
     whole: dict[str, str] = {}
     for name, (module, layer) in layers.items():
         style = {"embedding": VOCAB, "head": CLASSES}.get(layer.kind, COLWISE_GATHER)
-        reason = _unusable(module, names, capture) or worthless(module, layer) or check.refusal(name, style)
+        reason = _unusable(module, layer, names, capture) or worthless(module, layer) or check.refusal(name, style)
         if reason is None:
             styles[name] = style
         else:
@@ -118,7 +117,9 @@ def split_unpaired_layers(
     styles: dict[str, Style] = {}
     whole: dict[str, str] = {}
     for name, (module, layer) in layers.items():
-        reason = _unusable(module, names, capture) or worthless(name, layer) or check.refusal(name, COLWISE_GATHER)
+        reason = (
+            _unusable(module, layer, names, capture) or worthless(name, layer) or check.refusal(name, COLWISE_GATHER)
+        )
         if reason is None:
             styles[name] = COLWISE_GATHER
         else:
@@ -126,10 +127,10 @@ def split_unpaired_layers(
     return styles, whole
 
 
-def _unusable(layer: nn.Module, names: Mapping[int, str], capture: Capture) -> str | None:
+def _unusable(module: nn.Module, layer: SplittableLayer, names: Mapping[int, str], capture: Capture) -> str | None:
     """Why the run of the model forbids to split a layer; None if it does not. `names`: of parameters, by their ids."""
-    own = {names[id(p)] for p in layer.parameters()}
-    if not own & capture.read and not isinstance(layer, ParallelLinearCrossEntropy):
+    own = {names[id(p)] for p in module.parameters()}
+    if not own & capture.read and layer.kind != "head":
         return "the run on the sample inputs did not use it; give inputs (sample_inputs) that do"
     return "its parameters are read by other code than its own forward" if own & capture.used_outside else None
 

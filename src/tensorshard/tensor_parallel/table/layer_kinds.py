@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import shard_sizes
-from tensorshard.loss.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
 from tensorshard.model.forwards import own_forward, runs_forward_of
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
+from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.tensor_parallel.table.layouts import Layout
 from tensorshard.torch_private.modules import (
     CONVOLUTIONS,
@@ -61,8 +61,8 @@ def as_splittable(module: nn.Module) -> SplittableLayer | None:
     by numbers decides whether it computes the same on parts of the weight. A layer whose weight is computed from other
     parameters cannot be split.
     """
-    if isinstance(module, ParallelLinearCrossEntropy):  # it splits itself
-        return SplittableLayer("head", module.in_features, module.num_classes, 1, 0)
+    if isinstance(module, TrainsItself) and (sizes := module.linear_sizes()) is not None:  # it splits itself
+        return SplittableLayer("head", *sizes, 1, 0)
     weight = own_parameters(module).get("weight")
     if weight is None:
         return None

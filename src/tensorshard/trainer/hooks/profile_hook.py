@@ -59,7 +59,7 @@ class ProfileHook(Hook):
                 activities.append(ProfilerActivity.CUDA)
             else:
                 silence_profiler_marks()
-            self._profiler = profile(activities=activities, acc_events=True)  # without it 2.11 warns of cycles
+            self._profiler = profile(activities=activities, acc_events=True)  # without it torch warns of cycles
             self._profiler.start()
         self._step = record_function(f"step {number}")
         self._step.__enter__()

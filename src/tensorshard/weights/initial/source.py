@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from tensorshard.comm.world import world
 from tensorshard.model.other_places import note_other_places, other_places, swap_in
-from tensorshard.torch_private.fake_tensors import FakeTensor, active_fake_mode, unset_fake_temporarily
+from tensorshard.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 from tensorshard.torch_private.modules import (
     every_module,
     forward_pre_hooks,
@@ -60,7 +61,7 @@ class TensorSource(ABC):
         if name not in self._layouts:
             known = ", ".join(self.names()[:4])
             raise KeyError(f"no parameter or buffer is called {name!r}; the model's names are {known}, ...")
-        if active_fake_mode() is not None:
+        if world().is_simulated:
             layout = self._layouts[name]
             return torch.empty_strided(layout.size(), layout.stride(), dtype=layout.dtype, device="cpu")
         return self._value(name)

@@ -1,0 +1,102 @@
+"""Whether a loss treats each sample by itself, so that it does not depend on how samples are dealt to the ranks.
+
+A Plan splits the batch: each data rank computes the loss of its own samples, one micro-batch at a time. The mean of
+these is the loss of the whole batch only if no sample's loss depends on other samples. A contrastive loss, or the
+balance loss of a router, couples samples. It then depends on the number of ranks, as under DistributedDataParallel.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.model.batches import batch_size
+from tensorshard.plan.mesh import Mesh
+from tensorshard.torch_private.pytree import tree_flatten, tree_unflatten
+
+logger = logging.getLogger("tensorshard")
+
+_SEED = 0
+_IGNORED = -100
+_COUNTS = (
+    "If it is a mean over a number found in the batch, as output.loss of transformers is over the labels that are not "
+    "-100, let loss_fn return (sum, count): (output.loss * count, count), of the count that it divides by."
+)
+_COMPARES = (
+    "If it compares samples or balances their load, as contrastive losses and those of routers do, gather what it "
+    "compares over engine.mesh.dp_group with ts.distributed.gather_for_sum, and take micro_batches=1"
+)
+
+
+def check_independent_samples(
+    evaluate: Callable[[Any, Any], torch.Tensor],
+    mesh: Mesh,
+    inputs: Any,
+    targets: Any,
+    *,
+    micro_batches: int,
+    tolerance: float,
+) -> None:
+    """Compares the loss of the batch with that of the same samples, dealt to ranks and micro-batches in another way.
+
+    If they differ, the log of rank 0 says so. A collective of all ranks; the batch is gathered on each data rank.
+
+    Args:
+        evaluate: returns the mean loss of a batch, cut into `micro_batches`, in evaluation mode.
+        tolerance: the relative difference that rounding may cause.
+    """
+    if mesh.dp_size * micro_batches == 1:
+        return
+    batches: list[Any] = [None] * mesh.dp_size
+    dist.all_gather_object(batches, (inputs, targets), group=mesh.dp_group)
+    dealt = _dealt_otherwise(batches, mesh.dp_rank)
+    if dealt is None:
+        if mesh.rank == 0:
+            logger.warning(
+                "debug: whether the loss couples samples is not checked: the ranks' batches cannot be joined"
+            )
+        return
+    found = evaluate(inputs, targets).item()
+    other = evaluate(*dealt).item()
+    if mesh.rank == 0 and abs(found - other) > tolerance * max(abs(found), abs(other)):
+        logger.warning(
+            "debug: the loss of the first batch is %.6g, and %.6g when its samples are dealt to the %d data ranks and "
+            "%d micro-batches in another order. So it couples samples, and depends on the number of ranks. %s "
+            "(docs/coupled-losses.md)",
+            found,
+            other,
+            mesh.dp_size,
+            micro_batches,
+            _COUNTS if _label_counts_differ(batches) else f"{_COUNTS} {_COMPARES}",
+        )
+
+
+def _label_counts_differ(batches: list[Any]) -> bool:
+    """Whether samples have different numbers of labels that count: of integers other than -100, where some are -100."""
+    for column in zip(*(tree_flatten(batch)[0] for batch in batches), strict=True):
+        labels = [x for x in column if isinstance(x, torch.Tensor) and x.dim() > 1 and x.dtype == torch.int64]
+        if len({count for x in labels for count in (x == _IGNORED).flatten(1).sum(1).tolist()}) > 1:
+            return True
+    return False
+
+
+def _dealt_otherwise(batches: list[Any], rank: int) -> Any:
+    """As many samples as rank `rank` had, from all ranks' samples in another order; None if they cannot be joined."""
+    flat = [tree_flatten(batch) for batch in batches]
+    sizes = [batch_size(inputs) for inputs, _ in batches]
+    start = sum(sizes[:rank])
+    order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(_SEED), device="cpu")
+    mine = order[start : start + sizes[rank]]
+    leaves = []
+    for column in zip(*(found for found, _ in flat), strict=True):
+        first = column[0]
+        if not isinstance(first, torch.Tensor) or first.dim() == 0:
+            leaves.append(first)
+        elif len({part.shape[1:] for part in column}) > 1:
+            return None
+        else:
+            joined = torch.cat([part.to(first.device) for part in column])
+            leaves.append(joined[mine.to(first.device)])
+    return tree_unflatten(leaves, flat[0][1])

@@ -1,0 +1,153 @@
+"""Samples that stand in where a rank has none, in an epoch's last, smaller batch.
+
+Such a batch may have fewer samples than there are data ranks, or than micro-batches. All ranks still run every
+micro-batch, since forward and backward hold collectives. A rank without a sample runs one that counts for nothing: it
+is in no loss, gradient or batch statistic.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.engine.loader import EngineLoader
+from tensorshard.model.batches import batch_size, split_batch, split_into, split_unevenly, to_device
+from tensorshard.model.buffers import STATISTICS
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.torch_private.modules import BatchNormBase, own_buffers
+from tensorshard.torch_private.pytree import tree_map
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the model runs at once.
+
+    Args:
+        inputs, targets: of this rank's samples, or of one that stands in.
+        none: the targets of no sample, if a sample stands in; else None.
+        counts: whether these are the rank's own samples.
+    """
+
+    inputs: Any
+    targets: Any
+    none: Any = None
+    counts: bool = True
+
+    def on_device(self, device: torch.device, *, targets: bool = True) -> "MicroBatch":
+        """This micro-batch on `device`; its targets only if `targets` are needed."""
+        inputs = to_device(self.inputs, device)
+        if not targets:
+            return replace(self, inputs=inputs)
+        return replace(self, inputs=inputs, targets=to_device(self.targets, device), none=to_device(self.none, device))
+
+
+class ShortBatches:
+    """Cuts batches into micro-batches, also an epoch's last one.
+
+    Args:
+        loaders: the Engine's. They know, on every rank at the same time, that their batch is smaller than others.
+        stand_ins: called, on every rank, before a step in which a sample stands in on some rank.
+    """
+
+    def __init__(self, mesh: Mesh, loaders: Mapping[str, EngineLoader], stand_ins: Callable[[], None]) -> None:
+        self._stand_ins = stand_ins
+        self._mesh = mesh
+        self._loaders = loaders
+
+    def split(self, inputs: Any, targets: Any, micro_batches: int, *, all_of_them: bool) -> list[MicroBatch]:
+        """The micro-batches of a step. For an epoch's last batch this is a collective of the data ranks.
+
+        Args:
+            all_of_them: whether there must be that many, also of a smaller batch.
+
+        Raises:
+            ValueError: a batch of full size cannot be cut into equal parts.
+        """
+        if not self._is_short:
+            return [MicroBatch(*part) for part in split_batch(inputs, targets, micro_batches)]
+        sizes, sample = self._exchanged(inputs, targets)
+        if not all_of_them:
+            micro_batches = min(micro_batches, max(sizes))
+        if min(sizes) < micro_batches:
+            self._stand_ins()
+        return self._filled(inputs, targets, micro_batches, sample)
+
+    def split_for_evaluation(self, inputs: Any, targets: Any, micro_batches: int) -> list[MicroBatch]:
+        """At most `micro_batches`, whose sizes differ by one at most. For an epoch's last batch this is a collective of
+        the data ranks."""
+        if not self._is_short:
+            return [MicroBatch(*part) for part in split_unevenly(inputs, targets, micro_batches)]
+        sizes, sample = self._exchanged(inputs, targets)
+        return self._filled(inputs, targets, max(1, min(micro_batches, max(sizes))), sample)
+
+    @property
+    def _is_short(self) -> bool:
+        return any(loader.short is not None for loader in self._loaders.values())
+
+    def _exchanged(self, inputs: Any, targets: Any) -> tuple[list[int], Any]:
+        """How many samples each data rank has, and one sample: of this rank, if it has any, else of another."""
+        size = batch_size(inputs)
+        sample = tree_map(_first, (inputs, targets)) if size else None
+        if self._mesh.dp_size == 1:
+            return [size], sample
+        sizes: list[Any] = [None] * self._mesh.dp_size
+        dist.all_gather_object(sizes, size, group=self._mesh.dp_group)
+        if 0 in sizes and any(sizes):
+            source = next(rank for rank, held in enumerate(sizes) if held)
+            sent = [to_device(sample, torch.device("cpu")) if self._mesh.dp_rank == source else None]
+            dist.broadcast_object_list(sent, group=self._mesh.dp_group, group_src=source)
+            sample = sample or sent[0]
+        return sizes, sample
+
+    def _filled(self, inputs: Any, targets: Any, parts: int, sample: Any) -> list[MicroBatch]:
+        return [
+            MicroBatch(part, its_targets) if batch_size(part) else MicroBatch(sample[0], sample[1], its_targets, False)
+            for part, its_targets in split_into(inputs, targets, parts)
+        ]
+
+
+def check_last_batch(samples: int, plan: Plan, model: nn.Module) -> None:
+    """Refuses an epoch's last batch of which a stage would normalize a sample that stands in.
+
+    Args:
+        samples: of that batch, over all data ranks; 0 if all batches are full.
+        model: the whole model, for its modules.
+
+    Raises:
+        ValueError: `model` takes statistics of its batch, and a rank of the plan's pipeline would have fewer samples
+            than micro-batches.
+    """
+    data_ranks = plan.dp_replicate * plan.dp_shard
+    if plan.pp == 1 or not samples or samples // data_ranks >= plan.micro_batches:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, BatchNormBase) or own_buffers(module).keys() & set(STATISTICS):
+            raise ValueError(
+                f"the epoch's last batch has {samples} samples, too few for micro_batches={plan.micro_batches} on "
+                f"{data_ranks} data ranks, and module {name!r} ({type(module).__name__}) takes statistics of each "
+                f"micro-batch in a pipeline (pp={plan.pp}): leave that batch out with engine.loader(drop_last=True)"
+            )
+
+
+def check_equal_shares(loss: Any, loaders: Iterable[EngineLoader], mesh: Mesh) -> None:
+    """Refuses the mean loss of a batch of which the data ranks have different numbers of samples.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    for loader in loaders if isinstance(loss, torch.Tensor) else ():
+        if loader.short is not None and loader.short % mesh.dp_size:
+            raise ValueError(
+                f"engine.backward was given the mean of this rank's {loader.share(loader.short)} of the epoch's last "
+                f"{loader.short} samples, which {mesh.dp_size} data ranks cannot have in equal numbers, so that the "
+                f"mean over the ranks is not that over the samples: give engine.backward((sum, count)), such as "
+                f"(loss of reduction='sum', len(x)), or leave that batch out with engine.loader(drop_last=True)"
+            )
+
+
+def _first(leaf: Any) -> Any:
+    return leaf[:1] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else leaf

@@ -1,0 +1,253 @@
+"""Forward and backward of batches through a pipeline."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.decisions import decide_once
+from tensorshard.comm.world import world
+from tensorshard.engine.last_batch import MicroBatch
+from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
+from tensorshard.engine.step import StepAgain, StepLoss, StepRunner
+from tensorshard.model.batches import batch_size, split_unevenly, to_device
+from tensorshard.model.tensors import Structure, map_tensors, take_apart
+from tensorshard.passes.precision import autocast, widen_output
+from tensorshard.pipeline.run.pipelined_model import PipelinedModel
+from tensorshard.pipeline.run.schedule_runner import PipelineRunner
+from tensorshard.pipeline.run.split_backward import may_split_backward
+from tensorshard.pipeline.run.stage_module import StageModule
+from tensorshard.pipeline.run.torch_stage import StageHooks
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+
+# For forwards alone: schedules with the same stages on each rank, and for any number of micro-batches.
+_FORWARD_SCHEDULES = {
+    "1f1b": "gpipe",
+    "interleaved_1f1b": "looped_bfs",
+    "interleaved_zero_bubble": "looped_bfs",
+    "dualpipev": "zbv",
+}
+
+
+class PipelineStepRunner(StepRunner):
+    """This rank runs some stages of the model's forward, together with the other ranks of its pipeline."""
+
+    _sharded: PipelinedModel
+
+    def __init__(
+        self, sharded: PipelinedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device
+    ) -> None:
+        super().__init__(sharded, plan, mesh, objective, device)
+        self._group = mesh.group("pp")
+        self._is_last = self._group.rank() == sharded.last_rank
+        self._failure: Exception | None = None  # of the loss, until all ranks know of it
+        self._predicts_whole = False  # at once, as the outputs of micro-batches cannot be joined
+        self._runner = self._make_runner(plan.pp_schedule)
+        forward = _FORWARD_SCHEDULES.get(plan.pp_schedule, plan.pp_schedule)
+        self._forward_runner = self._runner if forward == plan.pp_schedule else self._make_runner(forward)
+
+    def _make_runner(self, schedule: str) -> PipelineRunner:
+        return PipelineRunner(
+            self._sharded.stages,
+            schedule,
+            group=self._group,
+            device=self._device,
+            context=lambda: autocast(self._plan.precision, self._device),
+            hooks=_GradientHooks(self._sharded),
+            split=may_split_backward(self._plan),
+        )
+
+    def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
+        self._same_batch.check("step", inputs, targets)
+        batches = self._batches.split(inputs, targets, self._plan.micro_batches, all_of_them=True)
+        parts = [part.on_device(self._device, targets=self._is_last) for part in batches]
+        self._sharded.follow_modes()
+        self._sharded.discard_gradients()
+        tally = self._tally = LossTally(self._mesh)
+
+        def loss(index: int, output: Callable[[], Any]) -> torch.Tensor:
+            loss_sum, count = self._loss(index, output, parts[index], trains=True)
+            self._sharded.loss_is_over()
+            tally.add(loss_sum, count, micro_batches=len(parts))
+            if tally.parts == len(parts):
+                tally.start_total()
+            assert tally.normalizer is not None
+            return loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)
+
+        split, logits = self._sharded.split, self._sharded.logits
+        self._sharded.begin_step()
+        with split.keep_outputs_split(), logits.pending():
+            self._runner.step([part.inputs for part in parts], loss, hand_over=True)
+        self._sharded.finish_backward()
+        return self._broadcast_loss(tally, len(parts))
+
+    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
+        self._same_batch.check("evaluate", inputs, targets)
+        self._sharded.follow_modes()
+        batches = self._batches.split_for_evaluation(inputs, targets, micro_batches or self._plan.micro_batches)
+        parts = [part.on_device(self._device, targets=self._is_last) for part in batches]
+        tally = LossTally(self._mesh)
+
+        def consume(index: int, output: Callable[[], Any]) -> None:
+            tally.add(*self._loss(index, output, parts[index], trains=False), micro_batches=len(parts))
+            self._sharded.loss_is_over()
+
+        with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
+            self._forward_runner.forward([part.inputs for part in parts], consume, hand_over=True)
+        if self._is_last:
+            tally.start_total()
+        return self._broadcast_loss(tally, len(parts)).mean
+
+    def _loss(
+        self, index: int, output: Callable[[], Any], part: MicroBatch, *, trains: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of a micro-batch; NaN if it failed, so that the other ranks do not wait for this one.
+
+        All of them raise the error when the micro-batches are over.
+        """
+        try:
+            with self._sharded.computing_loss():
+                if part.counts:
+                    total, count = self._objective(output(), part.inputs, part.targets)
+                else:
+                    total, count = self._objective.of_none(output(), part.targets, part.none)
+            if trains:
+                check_has_gradient(total)
+                self._check_output_is_seen()
+        except Exception as error:
+            if self._failure is None:
+                error.add_note(f"in the loss of micro-batch {index} (pipeline rank {self._group.rank()})")
+                self._failure = error
+            nothing = torch.full((), math.nan, device=self._device, requires_grad=trains)
+            return nothing, torch.ones((), device=self._device)
+        return total, count
+
+    def _check_output_is_seen(self) -> None:
+        """Refuses an output that holds its tensors where the run that found the cuts did not see them."""
+        graph = self._sharded.stages[-1].latest.graph
+        if graph.output_gradients:
+            return
+        kinds = ", ".join(graph.output_kinds) or "nothing with a gradient"
+        raise ValueError(
+            f"the loss has a gradient, but no tensor was seen in the model's output ({kinds}) that has one, so under "
+            f"pp={self._plan.pp} no gradient would reach the stages: return a tensor, or a tuple, dict, dataclass or "
+            f"SimpleNamespace of tensors"
+        )
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def predict(self, inputs: Any, *, compare: Any) -> Any:
+        if compare is not None:
+            self._same_batch.check("predict", compare, None)
+        self._sharded.follow_modes()
+        parts = self._on_device(split_unevenly(inputs, None, 1 if self._predicts_whole else self._plan.micro_batches))
+        outputs = self._outputs(parts)
+        sizes = [batch_size(part) for part, _ in parts]
+        last = self._sharded.last_rank
+        if not decide_once(lambda: _can_join(outputs, sizes), self._group, rank=last, device=self._device):
+            self._predicts_whole = True
+            parts = self._on_device([(inputs, None)])
+            outputs = self._outputs(parts)
+        return self._shown_to_all(lambda: _joined(outputs))
+
+    def _outputs(self, parts: list[tuple[Any, Any]]) -> list[Any]:
+        """The model's output for each part, on the rank of the last stage."""
+        outputs: dict[int, Any] = {}
+
+        def consume(index: int, output: Callable[[], Any]) -> None:
+            outputs[index] = widen_output(output())
+
+        self._forward_runner.forward([part for part, _ in parts], consume, hand_over=True)
+        return [outputs[index] for index in sorted(outputs)]
+
+    def _on_device(self, parts: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        # Only the last stage, which computes the loss, needs the targets.
+        return [
+            (to_device(inputs, self._device), to_device(targets, self._device) if self._is_last else targets)
+            for inputs, targets in parts
+        ]
+
+    def _broadcast_loss(self, tally: LossTally, parts: int) -> StepLoss:
+        """Sends the last stage's loss to every rank, and what any rank has met to all."""
+        message = torch.zeros(5, dtype=torch.float64, device=self._device)
+        if self._is_last:
+            mean, correction = tally.mean(), tally.correction()
+            message[0] = mean
+            message[1] = 1.0 if correction is None else correction
+            message[2] = float(mean.dtype == torch.float64)
+            message[3] = float(self._failure is not None)
+        message[4] = float(torch.is_grad_enabled() and self._sharded.is_stale)
+        all_reduce_(message, self._group, what="the loss of the last stage")
+        wide, failed, stale = map(bool, world().known(message[2:], [False] * 3))
+        if failed:
+            last = self._sharded.last_rank
+            decide_once(self._raise_failure, self._group, rank=last, device=self._device)
+        if stale:
+            self._sharded.expect_gradients()
+            raise StepAgain
+        mean = message[0] if wide else message[0].float()
+        return StepLoss(mean, message[1] if parts > 1 else None)
+
+    def _shown_to_all(self, result: Callable[[], Any]) -> Any:
+        """``result()`` of the last stage's rank, or the error that it raises, on every rank."""
+        tensors: list[torch.Tensor] = []
+
+        def describe() -> tuple[Structure, list[tuple[torch.Size, torch.dtype]]]:
+            tensors[:], structure = take_apart(result())
+            if structure.opaque() and not tensors:
+                raise TypeError(
+                    f"the model's output is a {structure.opaque()[0]}, which cannot be sent from the last stage to the "
+                    f"other ranks of pp={self._plan.pp}; return a tensor, or a tuple, dict, dataclass or "
+                    f"SimpleNamespace of tensors. engine.step and engine.evaluate work"
+                )
+            return structure, [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+        source = self._sharded.last_rank
+        structure, layouts = decide_once(describe, self._group, rank=source, device=self._device)
+        if not self._is_last:
+            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in layouts]
+        tensors = [tensor.contiguous() for tensor in tensors]
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self._group, group_src=source)
+        return structure.build(tensors)
+
+
+class _GradientHooks(StageHooks):
+    """Tells the laid-out stages when backward is about to add to gradients, and when it is over."""
+
+    def __init__(self, sharded: PipelinedModel) -> None:
+        self._parts = {stage.index: part for stage, part in zip(sharded.stages, sharded.parts, strict=True)}
+
+    def before_backward(self, stage: StageModule, micro_batch: int, last: bool) -> None:
+        self._parts[stage.index].begin_micro_batch(last)
+
+    def after_backward(self, stage: StageModule, micro_batch: int) -> None:
+        self._parts[stage.index].finish_micro_batch()
+
+
+def _can_join(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether the outputs of micro-batches of `sizes` can be joined: the first dimension of each is the samples."""
+    if len(outputs) == 1:
+        return True
+    taken = [take_apart(output)[0] for output in outputs]
+    return len({len(tensors) for tensors in taken}) == 1 and all(
+        tensor.dim() > 0 and tensor.size(0) == size
+        for tensors, size in zip(taken, sizes, strict=True)
+        for tensor in tensors
+    )
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of micro-batches, joined to the output of their batch."""
+    if len(outputs) == 1:
+        return outputs[0]
+    columns = zip(*(take_apart(output)[0] for output in outputs), strict=True)
+    remaining = (torch.cat(column) for column in columns)
+    return map_tensors(lambda _: next(remaining), outputs[0])

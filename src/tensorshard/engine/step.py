@@ -1,0 +1,155 @@
+"""Forward and backward over a batch by a whole model; :mod:`.pipeline_step_runner` does it by a pipeline."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorshard.engine.guards.same_batch import SameBatch
+from tensorshard.engine.guards.wrong_batch import explained_forward
+from tensorshard.engine.last_batch import MicroBatch, ShortBatches
+from tensorshard.engine.loader import EngineLoader
+from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
+from tensorshard.model.batches import call_model, to_device
+from tensorshard.passes.batch_norm import ignored_in_statistics
+from tensorshard.passes.precision import autocast, widen_output
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.sharded.sharded_model import ShardedModel
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The result of a step's forwards and backwards.
+
+    Args:
+        mean: the global mean loss, on every rank.
+        correction: the factor that the gradients still need; None for no factor.
+    """
+
+    mean: torch.Tensor
+    correction: torch.Tensor | None
+
+
+class StepAgain(Exception):
+    """Raised on all ranks where a step has to be made once more, from the state before it."""
+
+
+class StepRunner(ABC):
+    """How batches go through a laid-out model. All calls are collectives of the mesh."""
+
+    def __init__(
+        self, sharded: ShardedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device
+    ) -> None:
+        self._sharded = sharded
+        self._plan = plan
+        self._mesh = mesh
+        self._objective = objective
+        self._device = device
+        self._same_batch = SameBatch(mesh, device)
+        self._batches = ShortBatches(mesh, {}, lambda: None)
+        self._tally: LossTally | None = None  # of the step under way
+
+    def watch_loaders(self, loaders: Mapping[str, EngineLoader], stand_ins: Callable[[], None]) -> None:
+        """Lets the batches of `loaders` be smaller at the end of an epoch, and calls `stand_ins` before a step in which
+        some rank runs a sample that is not its own."""
+        self._batches = ShortBatches(self._mesh, loaders, stand_ins)
+
+    def abandon(self) -> None:
+        """Ends what a failed step left under way. A collective of the ranks on which the step failed."""
+        tally, self._tally = self._tally, None
+        if tally is not None:
+            tally.abandon()
+        self._sharded.abandon_step()
+
+    @abstractmethod
+    def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
+        """Forward and backward of all micro-batches; every master's gradient is final when this returns.
+
+        Args:
+            loss_scale: gradients are multiplied by it.
+        """
+
+    @abstractmethod
+    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
+        """The global mean loss, on every rank. Modules are in evaluation mode already.
+
+        Args:
+            micro_batches: into how many parts of nearly equal size the batch is cut; None for as few as possible.
+        """
+
+    @abstractmethod
+    def predict(self, inputs: Any, *, compare: Any) -> Any:
+        """The model's output for this data rank's batch. Modules are in evaluation mode already.
+
+        Args:
+            compare: the part of the inputs that is compared between ranks that should have the same; None for no
+                comparison.
+        """
+
+
+class WholeModelStepRunner(StepRunner):
+    """This rank runs all of the model's forward."""
+
+    def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
+        self._same_batch.check("step", inputs, targets)
+        parts = self._batches.split(inputs, targets, self._plan.micro_batches, all_of_them=False)
+        self._sharded.discard_gradients()
+        with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
+            return self._train(parts, loss_scale)
+
+    def _train(self, parts: list[MicroBatch], loss_scale: float) -> StepLoss:
+        tally = self._tally = LossTally(self._mesh)
+        for index, part in enumerate(parts):
+            with (
+                nullcontext() if part.counts else ignored_in_statistics(self._sharded.model)
+            ):  # in recomputed forwards, too
+                self._train_part(part, tally, loss_scale, last=index == len(parts) - 1, micro_batches=len(parts))
+        self._sharded.finish_backward()
+        return StepLoss(tally.mean(), tally.correction())
+
+    def _train_part(
+        self, part: MicroBatch, tally: LossTally, loss_scale: float, *, last: bool, micro_batches: int
+    ) -> None:
+        self._sharded.begin_micro_batch(last)
+        loss_sum, count = self._loss(part)
+        check_has_gradient(loss_sum)
+        tally.add(loss_sum, count, micro_batches=micro_batches)
+        if last:
+            tally.start_total()
+        assert tally.normalizer is not None
+        # The loss is a sum over the data ranks divided by a global count, and so must the gradient be.
+        (loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)).backward()
+        self._sharded.finish_micro_batch()
+
+    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
+        self._same_batch.check("evaluate", inputs, targets)
+        parts = self._batches.split_for_evaluation(inputs, targets, micro_batches or 1)
+        tally = LossTally(self._mesh)
+        with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
+            for part in parts:
+                with nullcontext() if part.counts else ignored_in_statistics(self._sharded.model):
+                    tally.add(*self._loss(part), micro_batches=len(parts))
+        tally.start_total()
+        return tally.mean()
+
+    def predict(self, inputs: Any, *, compare: Any) -> Any:
+        if compare is not None:
+            self._same_batch.check("predict", compare, None)
+        return widen_output(self._output(to_device(inputs, self._device)))
+
+    def _loss(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        part = part.on_device(self._device)
+        if part.counts:
+            loss = self._objective(self._output(part.inputs), part.inputs, part.targets)
+        else:
+            loss = self._objective.of_none(self._output(part.inputs), part.targets, part.none)
+        self._sharded.loss_is_over()  # the output is no longer needed here
+        return loss
+
+    def _output(self, inputs: Any) -> Any:
+        with autocast(self._plan.precision, self._device), explained_forward(self._sharded.model, inputs):
+            return call_model(self._sharded.model, inputs)

@@ -1,1 +1,0 @@
-"""What a Plan does with the heads of a model."""
