@@ -32,8 +32,8 @@ from tensorshard.engine.random_streams import RandomStreams, kept_random_state, 
 from tensorshard.host.process_settings import HostHeap, schedule_as_batch
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.blocks import find_blocks
-from tensorshard.model.generation_cache import GenerationCache
 from tensorshard.model.trains_itself import OwnRule, own_rules, take_own_rules
+from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.offload.slots import Slots
 from tensorshard.parallelize.checks import as_device, check_arguments, check_model
 from tensorshard.parallelize.decisions import Decisions

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.blocks import select_modules
-from tensorshard.model.shared_memory import check_own_memory
+from tensorshard.model.parameters import check_own_memory
 from tensorshard.model.trains_itself import own_rules, self_training
 from tensorshard.parallelize.parallel_layers import check_split_by_hand, split_by_hand
 from tensorshard.parallelize.parallelized_models import check_not_parallelized

@@ -19,8 +19,8 @@ from tensorshard.parallelize.passes import apply_passes
 from tensorshard.parallelize.split_tensors import fake_tensor_split
 from tensorshard.passes.mixed_types import give_one_type
 from tensorshard.passes.precision import autocast, compute_dtype, keep_norms_fp32, master_dtype
-from tensorshard.pipeline.cut.cut import Cut, cut_model
-from tensorshard.pipeline.run.crossings import Shapes, input_signature
+from tensorshard.pipeline.cut import Cut, cut_model
+from tensorshard.pipeline.run.cut_cache import CutCache, input_signature
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.trace.call_graph import CallGraph
@@ -76,7 +76,7 @@ def _part_of(stage: StageModule, model: nn.Module, value_of: Callable[[str], tor
     )
 
 
-def _cut(source: TensorSource, decisions: Decisions, context: PassContext, sample_inputs: Any) -> Shapes:
+def _cut(source: TensorSource, decisions: Decisions, context: PassContext, sample_inputs: Any) -> CutCache:
     """Where the model is cut into stages, and what crosses the cuts."""
     plan, mesh = context.plan, context.mesh
     tracer, graph, graphs, _ = _traced(source, decisions, context, sample_inputs)
@@ -90,7 +90,7 @@ def _cut(source: TensorSource, decisions: Decisions, context: PassContext, sampl
     count = mesh.degrees["pp"] * mesh.stages_per_rank
     # Ranks may have parts of different sizes. They must all use the same cut.
     positions = decide_once(lambda: cut_model(graph, count, split=plan.pp_split).positions, mesh.world_group)
-    return Shapes(tracer, Cut(graph, positions), graphs if decisions.traced is not None else None)
+    return CutCache(tracer, Cut(graph, positions), graphs if decisions.traced is not None else None)
 
 
 def _traced(source: TensorSource, decisions: Decisions, context: PassContext, sample_inputs: Any) -> Traced:

@@ -6,7 +6,7 @@ from torch import nn
 
 from tensorshard.loss.logits.output_layers import OutputLayer, OutputLogits
 from tensorshard.model.forwards import TENSOR_PARALLEL_ROLES, Role, roles_of, runs_forward_of
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.schedules import find_schedule

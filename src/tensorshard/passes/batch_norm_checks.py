@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tensorshard.model.buffers import keeps_statistics
 from tensorshard.model.fake_copies import copy_with, random_values
 from tensorshard.model.forwards import runs_forward_of
-from tensorshard.model.running_statistics import keeps_statistics
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 from tensorshard.torch_private.modules import BatchNormBase, clear_forward_hooks, own_buffers

@@ -6,10 +6,8 @@ routers and norms in fp32 do. In modules whose code uses these, their arguments 
 of the tensor that is written to.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cache, partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,9 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from tensorshard.model.forward_code import forward_classes, is_foreign, used_by_forwards
 from tensorshard.model.forwards import Forward, Role, wrap_forward
-from tensorshard.model.reachable_state import users_class
+from tensorshard.model.reachable_state import forward_classes, used_by_forwards
 from tensorshard.torch_private.modules import own_buffers
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
@@ -49,10 +46,6 @@ _PRODUCTS = (
 
 _WITHOUT_AUTOCAST = ("autocast", "custom_fwd", "autocast_instance")
 _WRITES = (*(f"{name}_" for name in _INTO), "lerp_")
-# Parts of the messages of torch's errors about types.
-_SIGNS = ("dtype", "scalar type", "same type", "Input type (", "data type")
-_TYPES = ("BFloat16", "Half", "bfloat16", "float16")
-
 _NAMES = frozenset((*_NORMS, *_SAME_TYPE, *_INTO, *_WRITES, *_WITHOUT_AUTOCAST, "addmv_"))
 
 
@@ -134,53 +127,3 @@ def _rules() -> dict[Any, str]:
     rules[torch.Tensor.__setitem__] = "write"
     rules[torch.Tensor.addmv_] = "write"
     return rules
-
-
-class MixedTypesError(RuntimeError):
-    """A module mixes 16-bit tensors with fp32 ones in an operation that takes one type."""
-
-
-@contextmanager
-def explained_types(precision: str) -> Iterator[None]:
-    """A context for a forward.
-
-    Args:
-        precision: of the plan.
-
-    Raises:
-        MixedTypesError: in place of torch's error that tensors differ in type; names the module.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if isinstance(error, MixedTypesError) or not _is_of_types(text):
-            raise
-        named = _module_of(error.__traceback__)
-        if named is None:
-            raise
-        raise MixedTypesError(
-            f"module {named} mixes 16-bit tensors with fp32 ones ({text.splitlines()[0]}): under "
-            f"precision={precision!r} parameters and the results of products have 16 bits, and buffers, other tensors "
-            f"and new ones stay fp32. Convert one of the operands in its forward, as in a.to(b.dtype)"
-        ) from error
-
-
-def _is_of_types(text: str) -> bool:
-    return any(sign in text for sign in _SIGNS) and any(name in text for name in _TYPES)
-
-
-def _module_of(traceback: TracebackType | None) -> str | None:
-    """The innermost module of the user's whose code was running, by its name and class; None if there is none."""
-    running: list[nn.Module] = []
-    while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            running.append(owner)
-        traceback = traceback.tb_next
-    users = [module for module in running if not is_foreign(users_class(module).__module__)] or running
-    if not users:
-        return None
-    names = {id(module): name for name, module in running[0].named_modules()}
-    name, kind = names.get(id(users[-1])), users_class(users[-1]).__name__
-    return f"{name!r} ({kind})" if name else kind

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from tensorshard.model.buffers import spectral_norm_hooks
 from tensorshard.model.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
-from tensorshard.model.running_statistics import spectral_norm_hooks
-from tensorshard.passes.mixed_types import explained_types
+from tensorshard.model.model_errors import explained_types
 from tensorshard.torch_private.modules import NormBase, own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_map
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tensorshard.model.buffer_values import BufferValues, Exchanged
+from tensorshard.model.buffers import BufferValues, Exchanged, keeps_statistics
 from tensorshard.model.forwards import Forward, Role, wrap_forward
-from tensorshard.model.running_statistics import keeps_statistics
 from tensorshard.model.state_before_call import ChangedArgumentError, StateBeforeCall, StateBeforeCalls
 from tensorshard.passes.costly_results import COSTLY, KeepsCostly, KeptResults, TakesKept
 from tensorshard.torch_private.autograd import is_function_transformed

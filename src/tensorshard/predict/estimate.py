@@ -22,8 +22,8 @@ from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
 from tensorshard.model.fake_copies import make_fake_copy
-from tensorshard.model.packed_sequences import NotPacked
 from tensorshard.model.tensors import map_tensors_once
+from tensorshard.model.transformers_settings import NotPacked
 from tensorshard.parallelize.build import build_engine
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.plan.field_checks import check_choice, size_in_bytes

@@ -133,7 +133,7 @@ def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, f
 def _played(times: Sequence[_RankTime], plan: Plan) -> "Timeline":
     """The schedule of a plan. All stages of one rank are taken to be equally long."""
     from tensorshard.pipeline.run.draw_schedule import timeline
-    from tensorshard.pipeline.split_backward import may_split_backward
+    from tensorshard.pipeline.run.split_backward import may_split_backward
 
     each = plan.micro_batches * plan.stages_per_rank
     split = may_split_backward(plan)
@@ -211,7 +211,7 @@ def stage_actions(plan: Plan) -> int:
     two halves counts twice."""
     if plan.pp == 1:
         return 0
-    from tensorshard.pipeline.split_backward import may_split_backward
+    from tensorshard.pipeline.run.split_backward import may_split_backward
 
     splits = find_schedule(plan.pp_schedule).splits_backward and may_split_backward(plan)
     return (3 if splits else 2) * plan.micro_batches * plan.stages_per_rank

@@ -14,7 +14,7 @@ from tensorshard.model.blocks import find_blocks
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.offload.slots import Slots
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
-from tensorshard.pipeline.split_backward import may_split_backward
+from tensorshard.pipeline.run.split_backward import may_split_backward
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.schedules import find_schedule
 from tensorshard.predict.composed_blocks import ComposedBlocks

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from tensorshard.pipeline.split_backward import may_split_backward
+from tensorshard.pipeline.run.split_backward import may_split_backward
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.plan.schedules import find_schedule
 from tensorshard.predict.caching_allocator import SMALL_SEGMENT

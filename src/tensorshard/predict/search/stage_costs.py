@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.pipeline.cut.cut import Cut, cut_model
+from tensorshard.pipeline.cut import Cut, cut_model
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.tracer import Tracer
 from tensorshard.plan.plan import Plan

@@ -17,7 +17,7 @@ from tensorshard.layers.split_embedding import parallel_embedding
 from tensorshard.layers.split_linear import parallel_linear
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, replace_forward, wrap_forward
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
 from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.tensor_parallel.apply.called_rows import guard_rows
 from tensorshard.tensor_parallel.apply.convolutions import gather_columns, split_channels, split_columns, split_rows

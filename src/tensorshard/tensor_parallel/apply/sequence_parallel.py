@@ -29,7 +29,7 @@ from tensorshard.model.forwards import (
     roles_of,
     wrap_forward,
 )
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
 from tensorshard.model.tensors import map_tensors, tensor_leaves
 from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
 from tensorshard.tensor_parallel.apply.sequence_shapes import forward_with_full_lengths

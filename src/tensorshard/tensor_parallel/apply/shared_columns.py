@@ -16,7 +16,7 @@ from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import to_local
 from tensorshard.layers.activation_sharding import ActivationSharding, Replicated
 from tensorshard.layers.split_linear import column_linear
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
 from tensorshard.torch_private.tensors import tensor_version
 
 

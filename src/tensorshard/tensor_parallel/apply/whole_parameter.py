@@ -10,8 +10,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import distribute_like, on_mesh_device
-from tensorshard.model.watched_parameters import Watch, watches_of
-from tensorshard.model.written_through import Source, WrittenThrough, run
+from tensorshard.model.watched_parameters import Source, Watch, WrittenThrough, run, watches_of
 from tensorshard.tensor_parallel.apply import part_operations
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors

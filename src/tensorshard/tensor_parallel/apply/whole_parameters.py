@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tensorshard.model.calls_by_users import is_called_by_user, mark_modules
+from tensorshard.model.call_stack import is_called_by_user, mark_modules
 from tensorshard.model.watched_parameters import Pause, unwatch, watch
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.apply.users_hooks import surround_later_hooks

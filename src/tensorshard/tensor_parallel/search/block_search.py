@@ -6,7 +6,7 @@ from itertools import chain
 
 from torch import nn
 
-from tensorshard.model.stacked_experts import find_experts
+from tensorshard.model.special_layers import find_experts
 from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region, follow
 from tensorshard.tensor_parallel.search.experts import expert_styles
 from tensorshard.tensor_parallel.search.head_counts import undivided_heads

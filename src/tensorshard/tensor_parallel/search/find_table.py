@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.model.generation_cache import GenerationCache
 from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.search.block_search import BlockSearch, SplitRegion, search_block
 from tensorshard.tensor_parallel.search.check_table import CheckedPlan, WrongTensorPlanError, check_around_run

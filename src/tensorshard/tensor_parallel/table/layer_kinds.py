@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from tensorshard.model.forwards import own_forward, runs_forward_of
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
 from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.torch_private.modules import (
     CONVOLUTIONS,

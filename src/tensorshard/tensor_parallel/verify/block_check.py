@@ -24,9 +24,9 @@ from tensorshard.model.fake_copies import (
     pooled_values,
     random_values,
 )
-from tensorshard.model.host_random import host_random_kept, host_random_states
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.operation_counter import OperationCounter
+from tensorshard.model.provenance import OperationCounter
+from tensorshard.model.state_places import host_random_restored, host_random_states
 from tensorshard.model.tensors import map_tensors, map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
@@ -163,7 +163,7 @@ class BlockCheck:
     def _run_noting_writes(self) -> BlockRun:
         copied = self.make_copy()
         before = host_random_states()
-        with self._noting_writes(copied) as written, host_random_kept():
+        with self._noting_writes(copied) as written, host_random_restored():
             expected = self._run(copied, self._given, None)
             self._draws = host_random_states() != before
         self._written = written

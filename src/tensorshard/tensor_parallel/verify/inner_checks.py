@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.operation_counter import OperationCounter
+from tensorshard.model.provenance import OperationCounter
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.table.styles import Style
