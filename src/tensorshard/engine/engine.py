@@ -36,7 +36,7 @@ from tensorshard.model.trains_itself import OwnRule
 from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.slots import Slots
-from tensorshard.passes.compile_log import CompileLog
+from tensorshard.passes.compile import CompileLog
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.sharded.sharded_model import ShardedModel

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from tensorshard.pipeline.run.cut_cache import CutCache
     from tensorshard.pipeline.trace.call_graph import CallGraph
     from tensorshard.pipeline.trace.tracer import Tracer
-    from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+    from tensorshard.tensor_parallel.table.table import VerifiedTable
     from tensorshard.weights.initial.recording import Recording
 
 

@@ -16,7 +16,7 @@ from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 
 if TYPE_CHECKING:
-    from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+    from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 
 @dataclass(frozen=True)

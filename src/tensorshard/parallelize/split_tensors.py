@@ -16,11 +16,10 @@ from tensorshard.plan.plan import Plan
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.apply.randomness import split_randomness
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
-from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
-from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit, shard_buffers
-from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs, TensorSplit, shard_buffers
+from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
+from tensorshard.tensor_parallel.table.table import VerifiedTable
 from tensorshard.tensor_parallel.verify.fake_process_group import fake_process_group
 from tensorshard.tensor_parallel.verify.model_run import find_units
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
@@ -42,7 +41,7 @@ def choose_table(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = Non
 
     def choose() -> VerifiedTable:
         with source.real_buffers(), alone_in_the_world():
-            table = choose_tensor_plan(
+            table = choose_tensor_table(
                 source.module,
                 mesh.degrees["tp"],
                 plan.tp_plan,

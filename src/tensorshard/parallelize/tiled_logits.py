@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from tensorshard.loss.logits.output_layers import OutputLayer, OutputLogits
-from tensorshard.model.forwards import Role, roles_of, runs_forward_of
+from tensorshard.model.forwards import TENSOR_PARALLEL_ROLES, Role, roles_of, runs_forward_of
 from tensorshard.model.special_layers import is_transposed
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
@@ -13,7 +13,6 @@ from tensorshard.plan.schedules import find_schedule
 from tensorshard.torch_private.modules import own_parameters
 
 _SPLIT = frozenset([Role.SPLIT_LAYER, Role.GATHERED_OUTPUT])
-_OF_TENSOR_PARALLELISM = frozenset(role for role in Role if Role.SPLIT_LAYER <= role <= Role.SEQUENCE_LENGTH)
 
 
 def find_output_logits(
@@ -47,7 +46,7 @@ def find_output_logits(
         own = own_parameters(module).keys()
         if module not in outside or not (transposed or runs_forward_of(module, nn.Linear)) or "weight" not in own:
             continue
-        roles = roles_of(module) & _OF_TENSOR_PARALLELISM
+        roles = roles_of(module) & TENSOR_PARALLEL_ROLES
         is_split = module in split_outputs and roles == _SPLIT
         classes = split_outputs[module] if is_split else module.weight.shape[1 if transposed else 0]  # type: ignore[union-attr, index]
         layer = OutputLayer(name or type(module).__name__, module, transposed, int(classes))

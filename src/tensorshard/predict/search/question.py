@@ -24,7 +24,7 @@ from tensorshard.predict.hardware import Hardware, Rates, find_hardware
 from tensorshard.predict.search.fewer_blocks import KEPT, FewerBlocks, with_all_blocks, without_blocks
 from tensorshard.predict.search.machine import hardware_here, on_cores
 from tensorshard.predict.step_time import Active
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+from tensorshard.tensor_parallel.table.table import VerifiedTable
 from tensorshard.tensor_parallel.verify.kept_captures import Captures, captures_kept
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 

@@ -1,8 +1,7 @@
-"""A module is laid out once: a second engine would train nothing."""
+"""A model that a plan was applied to: a second engine, or a forward that reads its old parameters, trains nothing."""
 
 import copy
 import gc
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +9,67 @@ import torch
 from torch import nn
 
 import tensorshard as ts
+from engines import ADAMW, engine_of, own_shard
 from tensorshard.models import GPT, next_token_loss
+from toys import data, squares
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+REGISTRY: dict[str, nn.Parameter] = {}
+
+
+class Net(nn.Module):
+    of_class: list[nn.Parameter] = []
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.inlet, self.outlet = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.weight = nn.Parameter(torch.eye(5))
+        REGISTRY["weight"] = self.weight
+        Net.of_class[:] = [self.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = REGISTRY["weight"] if self.way == "global" else self.of_class[0]
+        return self.outlet(self.inlet(x) @ weight)
+
+
+def _run(way: str, given: bool, fields: dict) -> tuple[str, bool]:
+    model = Net(way) if given else lambda: Net(way)
+    try:
+        engine = engine_of(model, **fields)
+        before = engine.full_state_dict()
+        engine.step(*own_shard(engine, *data(0)))
+    except (RuntimeError, ValueError) as error:
+        after = engine.full_state_dict()
+        return str(error), all(torch.equal(value, after[name]) for name, value in before.items())
+    return "", False
+
+
+@pytest.mark.parametrize("fields", [dict(zero=0), dict(zero=1), dict(zero=3), dict(zero=2, precision="bf16")], ids=str)
+@pytest.mark.parametrize("given", [True, False], ids=["module", "callable"])
+@pytest.mark.parametrize("way", ["global", "class"])
+def test_a_parameter_held_out_of_sight(ranks, way, given, fields):
+    for message, unchanged in ranks(2, _run, way, given, fields):
+        assert "a forward of a Net (" in message
+        assert "test_parallelized_models.py:" in message
+        assert "reads parameter 'weight' as it was before parallelize" in message
+        assert unchanged
+
+
+def _reads_outside() -> float:
+    model = Net("global")
+    engine = engine_of(model, zero=1)
+    engine_of(nn.Linear(6, 3), zero=1).step(*data(0))
+    return float(REGISTRY["weight"].sum() + squares(torch.eye(5) @ REGISTRY["weight"], torch.eye(5))) + len(
+        engine.full_state_dict()
+    )
+
+
+def test_other_code_may_read_it(ranks):
+    assert ADAMW
+    assert ranks(1, _reads_outside)[0] > 5
+
+
+# -- a second plan --
 
 PLANS: list[dict[str, Any]] = [
     dict(zero=0),

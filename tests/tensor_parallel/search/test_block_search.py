@@ -3,10 +3,11 @@
 import torch
 from torch import nn
 
+from tensorshard.tensor_parallel.search.block_search import Progress
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
-from tensorshard.tensor_parallel.search.progress import Progress
 from tensorshard.tensor_parallel.search.proposals import Proposal
-from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Style
+from tensorshard.tensor_parallel.table.layer_styles import PackedColwise
+from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Divide
 from tensorshard.tensor_parallel.verify import inner_checks
 from tensorshard.tensor_parallel.verify.block_calls import as_call
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
@@ -14,7 +15,7 @@ from tensorshard.tensor_parallel.verify.comparison import MismatchError
 
 
 def way(*attributes: str) -> Proposal:
-    divided = {"": Style("divide", names=attributes)} if attributes else {}
+    divided = {"": Divide(attributes)} if attributes else {}
     return Proposal({"up": COLWISE, **divided}, {})
 
 
@@ -34,7 +35,7 @@ def test_what_got_no_further_is_not_tried_with_more():
     assert progress.is_worth_trying(way("heads", "width"))
     progress.note(way("heads", "width"), ended(7, "other shapes"))
     assert progress.is_worth_trying(way("heads", "width", "window"))
-    packed = {**way("window", "width").styles, "up": Style("packed_colwise", (3,))}
+    packed = {**way("window", "width").styles, "up": PackedColwise((3,))}
     assert progress.is_worth_trying(Proposal(packed, {}))
 
 
@@ -115,11 +116,11 @@ def test_what_a_block_does_before_a_module_is_called_counts():
     assert inner is not None
     right = dict.fromkeys(("inner.q", "inner.k", "inner.v"), COLWISE) | {
         "inner.out": ROWWISE,
-        "inner": Style("divide", names=("queries", "keys")),
+        "inner": Divide(("queries", "keys")),
     }
     inner.check(right)
-    inner.check({**right, "": Style("divide", names=("unread",))})
-    for wrong in ({"": Style("divide", names=("groups",))}, {"inner": Style("divide", names=("queries",))}):
+    inner.check({**right, "": Divide(("unread",))})
+    for wrong in ({"": Divide(("groups",))}, {"inner": Divide(("queries",))}):
         try:
             inner.check({**right, **wrong})
         except MismatchError as error:

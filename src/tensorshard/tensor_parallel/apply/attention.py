@@ -1,57 +1,43 @@
-"""Splitting ``nn.MultiheadAttention`` by its heads (Shoeybi et al. 2019).
+"""Attention by heads: ``nn.MultiheadAttention`` (Shoeybi et al. 2019), and key-value heads that ranks share.
 
-The module reads its weights directly, without calling the layers that hold them, so styles of layers have no effect.
-Here its forward is written again for this rank's heads. Arguments and outputs are as documented for the class.
+``nn.MultiheadAttention`` reads its weights directly, without calling the layers that hold them, so styles of layers
+have no effect. Here its forward is written again for this rank's heads. Arguments and outputs are as documented for the
+class.
+
+Key and value layers may have fewer heads than there are ranks (grouped-query and multi-query attention). Megatron-LM
+gives each rank a copy of the head that it shares, and adds up the copies' gradients. Here no weight is held twice.
+Every rank computes its shard of a head, as of any column layer, and the ranks that use one head gather its features. In
+backward each gets the sum of the gradients of its shard. So optimizers, clipping, ZeRO and checkpoints only see a
+column layer, and no two ranks compute the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import Function
 
 from tensorshard.comm import differentiable as collectives
+from tensorshard.comm import primitives
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.layers.split_linear import parallel_linear
 from tensorshard.model.forwards import Role, replace_forward
-from tensorshard.tensor_parallel.table.layer_kinds import is_multihead_attention
-from tensorshard.tensor_parallel.table.layouts import Layout
+from tensorshard.passes.compile import never_compiled
+from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs
+from tensorshard.tensor_parallel.table.styles import Heads
 
 
-def attention_layouts(name: str, module: nn.Module, size: int) -> dict[str, Layout]:
-    """Layouts of the parameters that an ``nn.MultiheadAttention`` holds itself, with its heads split over `size` ranks.
-
-    Raises:
-        ValueError: the module is of another class, or its heads cannot be divided.
-    """
-    if not is_multihead_attention(module):
-        raise ValueError(
-            f"{name} is a {type(module).__name__}, which cannot be 'heads': that is for an unmodified "
-            f"nn.MultiheadAttention; give the layers of another attention 'colwise' and 'rowwise'"
-        )
-    assert isinstance(module, nn.MultiheadAttention)
-    heads, width = module.num_heads, module.embed_dim
-    if heads % size:
-        ways = [str(ways) for ways in range(2, heads + 1) if heads % ways == 0]
-        raise ValueError(
-            f"{name}.num_heads is {heads}, and {heads} heads cannot be divided over {size} ranks; tp can be "
-            f"{', '.join(ways) or 'nothing but 1 here'}, or {name} stays whole"
-        )
-    packed = dict.fromkeys(("in_proj_weight", "in_proj_bias"), Layout(0, (width,) * 3))
-    separate = dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), Layout(0, (width,)))
-    appended = dict.fromkeys(("bias_k", "bias_v"), Layout(2, (width,)))
-    return packed | separate | appended
-
-
-def split_attention(module: nn.Module, group: dist.ProcessGroup) -> None:
+def split_attention(module: nn.Module, _style: Heads, group: dist.ProcessGroup, _outputs: SplitOutputs) -> None:
     """Makes `module` compute this rank's heads. Its ``out_proj`` is called as a row layer."""
     assert isinstance(module, nn.MultiheadAttention)
     replace_forward(module, Role.SPLIT_LAYER, partial(attention_forward, module, group, partial(_column, group)))
 
 
-def keep_layers_called(model: nn.Module, split: set[str]) -> None:
+def use_layer_calls(model: nn.Module, split: set[str]) -> None:
     """Keeps ``nn.TransformerEncoder`` and its layers from using their fused kernels where something in them is split.
 
     In inference these kernels read the weights directly, and would take this rank's part for the whole.
@@ -221,3 +207,75 @@ def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not mask.is_floating_point():
         raise TypeError(f"a mask of type {mask.dtype} was given to nn.MultiheadAttention; it must be bool or floating")
     return mask.to(dtype)
+
+
+# -- key-value heads that ranks share --
+
+
+def share_heads(module: nn.Module, heads: int, parts: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Makes the column layer `module` return full heads.
+
+    Args:
+        heads: number of key (and value) heads. With as many as ranks, nothing is done.
+        parts: output features of queries, keys and values, if the layer is fused.
+    """
+    if heads >= group.size():
+        return
+    together = group.size() // heads
+    local = [part // group.size() for part in parts]
+    # A hook, not a forward: column layers that are called together, or on parts of a sequence, have theirs replaced
+    # elsewhere.
+    module.register_forward_hook(partial(never_compiled(_gather_heads), local, together, group))
+
+
+def _gather_heads(
+    local: Sequence[int], together: int, group: dist.ProcessGroup, module: nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    if not local:
+        return _GatherHeads.apply(output, 1, together, group)
+    queries, keys, values = local
+    shared = output.narrow(-1, queries, keys + values)
+    # One message for both: [*, keys or values, features].
+    heads = _GatherHeads.apply(shared, 2, together, group)
+    return torch.cat([output.narrow(-1, 0, queries), heads], -1)
+
+
+class _GatherHeads(Function):
+    """Gathers the features of a head from the ranks that share it. In backward, gradients are summed and cut.
+
+    The ranks of a head are neighbours. They exchange over the group of all ranks, so no more communicators are needed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, packed: int, together: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.packed, ctx.together, ctx.group = packed, together, group
+        held = primitives.exchange_among(shard.expand(together, *shard.shape), together, group)
+        return _join_heads(held, packed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _SumHeads.apply(grads[0], ctx.packed, ctx.together, ctx.group), None, None, None
+
+
+class _SumHeads(Function):
+    """Sums what the ranks of a head have for this rank's shard of it. In backward, the sums are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, packed: int, together: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.packed, ctx.together, ctx.group = packed, together, group
+        return primitives.exchange_among(_cut_heads(heads, packed, together), together, group).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _GatherHeads.apply(grads[0], ctx.packed, ctx.together, ctx.group), None, None, None
+
+
+def _join_heads(held: torch.Tensor, packed: int) -> torch.Tensor:
+    """[ranks, *, packed * shard] as [*, packed * ranks * shard]."""
+    split = held.unflatten(-1, (packed, -1))
+    return split.movedim(0, -2).flatten(-3)
+
+
+def _cut_heads(heads: torch.Tensor, packed: int, together: int) -> torch.Tensor:
+    """Undoes :func:`_join_heads`."""
+    return heads.unflatten(-1, (packed, together, -1)).movedim(-2, 0).flatten(-2)

@@ -13,7 +13,7 @@ from bounds import assert_within
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.layouts import join_shards, local_shard
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.table import TensorTable
 from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
 
 WIDTH, HEADS, BATCH, QUERIES, KEYS = 16, 4, 3, 5, 7
@@ -102,7 +102,7 @@ def test_computes_what_the_original_does(case, size):
     options = {"batch_first": True, **options}
     whole = Attention(**options)
     outputs, input_gradients, gradients = run(whole, given, call)
-    plan = TensorPlan.from_dict({"attention": "heads"})
+    plan = TensorTable.from_dict({"attention": "heads"})
     layouts = find_layouts(whole, plan.resolve(whole), size)
 
     def on_rank(group: Any) -> tuple[Any, Any, Any]:
@@ -127,7 +127,7 @@ def test_computes_what_the_original_does(case, size):
 def _refusal(table: dict[str, str], size: int, model: nn.Module | None = None) -> str:
     model = model or Attention()
     with pytest.raises(ValueError) as caught:
-        find_layouts(model, TensorPlan.from_dict(table).resolve(model), size)
+        find_layouts(model, TensorTable.from_dict(table).resolve(model), size)
     return str(caught.value)
 
 
@@ -142,7 +142,7 @@ def test_refusals():
 def test_bad_masks_are_refused():
     def on_rank(group: Any, **call: Any) -> None:
         model = Attention(batch_first=True)
-        apply_tensor_parallel(model, TensorPlan.from_dict({"attention": "heads"}), group)
+        apply_tensor_parallel(model, TensorTable.from_dict({"attention": "heads"}), group)
         model(CROSS, **call)
 
     for call, message in [
@@ -302,5 +302,7 @@ def test_the_search_splits_every_attention_of_a_transformer():
 
 def test_a_model_keeps_its_fused_kernels_where_nothing_is_split():
     model = copy.deepcopy(build("classifier"))
-    run_as_ranks(1, lambda group: apply_tensor_parallel(model, TensorPlan.from_dict({"head": "colwise_gather"}), group))
+    run_as_ranks(
+        1, lambda group: apply_tensor_parallel(model, TensorTable.from_dict({"head": "colwise_gather"}), group)
+    )
     assert all(layer.activation_relu_or_gelu for layer in model.encoder.layers)
