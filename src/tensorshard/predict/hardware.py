@@ -13,9 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tensorshard.common.paths import cache_folder
 from tensorshard.plan.field_checks import size_in_bytes
 from tensorshard.predict.convolution_times import ConvolutionTimes
-from tensorshard.tensor_parallel.search.table_cache import cache_folder
 
 _GIB = 1 << 30
 

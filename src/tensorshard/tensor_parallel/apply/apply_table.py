@@ -13,13 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.model.blocks import find_blocks
-from tensorshard.model.forwards import Forward, Role, replace_forward, wrap_forward
+from tensorshard.model.forwards import Role, replace_forward
 from tensorshard.tensor_parallel.apply.attention import split_attention, use_layer_calls
-from tensorshard.tensor_parallel.apply.divide import divide
-from tensorshard.tensor_parallel.apply.parameters import gather_parameters, sum_gradients
 from tensorshard.tensor_parallel.apply.split_layers import (
     SharedColumns,
     check_rows_called,
@@ -29,8 +26,16 @@ from tensorshard.tensor_parallel.apply.split_layers import (
     split_row,
     split_vocabulary,
 )
+from tensorshard.tensor_parallel.apply.split_modules import (
+    divide,
+    gather_parameters,
+    split_channels,
+    sum_gradients,
+    sum_output,
+    sum_own_gradients,
+)
 from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs
-from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, keep_own_channels
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import (
     Classes,
     Column,
@@ -56,29 +61,6 @@ from tensorshard.tensor_parallel.table.styles import (
 )
 from tensorshard.tensor_parallel.table.table import TensorTable
 from tensorshard.torch_private.modules import own_buffers, own_parameters
-from tensorshard.torch_private.pytree import tree_map_only
-
-
-def _sum_own_gradients(module: nn.Module, style: Replicate, group: dist.ProcessGroup, _outputs: SplitOutputs) -> None:
-    if style.sums_gradients:
-        names = list(own_parameters(module))
-        sum_gradients(module, names, names if style == DIVIDED else (), group)
-
-
-def _split_channels(module: nn.Module, style: Channels, group: dist.ProcessGroup, _outputs: SplitOutputs) -> None:
-    keep_own_channels(module, group.rank(), group.size(), style.parts)
-
-
-def _sum_output(module: nn.Module, _style: Sum, group: dist.ProcessGroup, _outputs: SplitOutputs) -> None:
-    wrap_forward(module, Role.SUMMED_OUTPUT, partial(_forward_summing_output, group))
-
-
-def _forward_summing_output(group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    def given(tensor: torch.Tensor) -> torch.Tensor:
-        return collectives.copy(tensor, group) if tensor.requires_grad else tensor
-
-    args, kwargs = tree_map_only(torch.Tensor, given, (args, kwargs))
-    return tree_map_only(torch.Tensor, lambda part: collectives.reduce(part, group), forward(*args, **kwargs))
 
 
 def _change_nothing(*_: Any) -> None:
@@ -95,11 +77,11 @@ _APPLY: Mapping[type[Style], _Apply] = MappingProxyType(
         Rowwise: split_row,
         Vocab: split_vocabulary,
         Classes: split_classes,
-        Replicate: _sum_own_gradients,
+        Replicate: sum_own_gradients,
         Slice: _change_nothing,
         Gather: _change_nothing,  # its reader gathers it
-        Channels: _split_channels,
-        Sum: _sum_output,
+        Channels: split_channels,
+        Sum: sum_output,
         Heads: split_attention,
         Divide: divide,
     }
