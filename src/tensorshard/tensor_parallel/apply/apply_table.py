@@ -59,7 +59,7 @@ from tensorshard.tensor_parallel.table.styles import (
     Slice,
     Sum,
 )
-from tensorshard.tensor_parallel.table.table import TensorTable
+from tensorshard.tensor_parallel.table.table import TensorTable, join_names
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 
@@ -132,7 +132,7 @@ def apply_tensor_parallel(
         if style is not None:  # layers inside of blocks always gather
             within = SplitOutputs() if name.startswith(blocks) else outputs
             _APPLY[type(style)](module, style, process_group, within)
-        own = {key: own_style for key in own_parameters(module) if (own_style := styles.get(_join(name, key)))}
+        own = {key: own_style for key in own_parameters(module) if (own_style := styles.get(join_names(name, key)))}
         summed = [key for key, own_style in own.items() if own_style.sums_gradients]
         if summed and not (style is not None and style.sums_gradients):
             sum_gradients(module, summed, [key for key in summed if own[key] == DIVIDED], process_group)
@@ -152,7 +152,7 @@ def _gathered(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, dict[s
     gathered: dict[str, dict[str, int]] = {}
     for name, module in model.named_modules():
         for key in own_parameters(module):
-            parameter = _join(name, key)
+            parameter = join_names(name, key)
             style = styles.get(parameter, styles.get(name))
             if isinstance(style, Gather):
                 reader = style.reader(parameter)
@@ -180,9 +180,9 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
         own_style = styles.get(said)
         own = {} if own_style is None else own_style.layouts(said, module, size)
         for key, parameter in own_parameters(module).items():
-            name = _join(prefix, key)
+            name = join_names(prefix, key)
             layout = own.get(key, REPLICATED)
-            if (style := styles.get(_join(said, key))) is not None:
+            if (style := styles.get(join_names(said, key))) is not None:
                 layout = style.parameter_layout(name, parameter)
             elif said not in styles and as_splittable(module) is None:
                 unsaid.append((name, parameter))  # if it is tied to another, that one decides the layout
@@ -196,8 +196,8 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
                 )
             layouts[name] = layout
         for key in own_buffers(module).keys() & own.keys():
-            check_can_split(own[key], size, _join(prefix, key))
-            layouts[_join(prefix, key)] = own[key]
+            check_can_split(own[key], size, join_names(prefix, key))
+            layouts[join_names(prefix, key)] = own[key]
     layouts.update({name: chosen.get(id(parameter), (name, REPLICATED))[1] for name, parameter in unsaid})
     return layouts
 
@@ -218,7 +218,3 @@ def split_shares(model: nn.Module, table: TensorTable, size: int) -> tuple[float
             if isinstance(styles.get(name, styles.get(name.rpartition(".")[0])), Gather):
                 gathered += parameter.numel()
     return split / max(total, 1), gathered / max(total, 1)
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

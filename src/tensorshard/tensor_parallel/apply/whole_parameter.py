@@ -277,8 +277,8 @@ def _autograd_gradients(args: Any, kwargs: dict[str, Any]) -> Any:
         WrittenThrough, lambda leaf: leaf._plain, (outputs, wanted, others, kwargs)
     )
     with without_torch_functions_of_tensors():
-        found = torch.autograd.grad(given, wanted_plain, *rest, **options)
-    return tuple(_whole_gradient(_whole_watch(p), gradient) for p, gradient in zip(wanted, found, strict=True))
+        gradients = torch.autograd.grad(given, wanted_plain, *rest, **options)
+    return tuple(_whole_gradient(_whole_watch(p), gradient) for p, gradient in zip(wanted, gradients, strict=True))
 
 
 def _whole_gradient(watching: WholeParameter | None, gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -82,10 +82,10 @@ def _cached_or_found(model: nn.Module, size: int, inputs: Any, sequence_parallel
         else:
             logger.info("the tensor-parallel table is from %s, and passed its check again", file)
             return replace(verified, whole={**whole, **verified.whole}, alone=alone)
-    found = find_tensor_plan(model, size, inputs=inputs, sequence_parallel=sequence_parallel)
+    searched = find_tensor_plan(model, size, inputs=inputs, sequence_parallel=sequence_parallel)
     if file is not None:
-        _write(file, found)
-    return found
+        _write(file, searched)
+    return searched
 
 
 def _file_of(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> Path | None:
@@ -113,12 +113,12 @@ def _read(file: Path) -> tuple[TensorTable, _Reasons, _Reasons] | None:
     return table, whole, alone
 
 
-def _write(file: Path, found: VerifiedTable) -> None:
+def _write(file: Path, table: VerifiedTable) -> None:
     """Writes a table to `file` in one atomic step. It is no error if the folder cannot be written."""
     import yaml
 
     text = yaml.safe_dump(
-        {"tp_plan": found.plan.to_dict(), "whole": found.whole, "alone": found.alone}, sort_keys=False
+        {"tp_plan": table.plan.to_dict(), "whole": table.whole, "alone": table.alone}, sort_keys=False
     )
     temporary = ""
     try:
