@@ -8,7 +8,7 @@ from torch import nn
 
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.transformers_settings import GenerationCache
-from tensorshard.tensor_parallel.apply.apply_table import find_layouts
+from tensorshard.tensor_parallel.apply.apply_table import split_shares
 from tensorshard.tensor_parallel.search.block_search import BlockSearch, SplitRegion, search_block
 from tensorshard.tensor_parallel.search.check_table import WrongTableError, check_around_run
 from tensorshard.tensor_parallel.search.published_tables import published_table
@@ -102,7 +102,7 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
         verified = check(collapse(styles, model))
     except WrongTableError as error:
         together = {name: starred(name) for name in (*unpaired, *gathered)} | _regions_of_names(searches)
-        verified, left_out = _verified_part(model, styles, together, size, check, error)
+        verified, left_out = _partial_table(model, styles, together, size, check, error)
         reasons |= {starred(name): reason for name, reason in left_out.items()}
         alone = {name: reason for name, reason in alone.items() if name not in reasons}
     return replace(verified, whole=reasons | verified.whole, alone=alone)
@@ -192,7 +192,7 @@ def _sharded_outputs(search: BlockSearch) -> dict[int, int]:
 _MOST_TRIES = 12
 
 
-def _verified_part(
+def _partial_table(
     model: nn.Module,
     styles: Mapping[str, Style],
     part_of: Mapping[str, str],
@@ -218,7 +218,7 @@ def _verified_part(
     parts: dict[str, dict[str, Style]] = {}
     for name, style in styles.items():
         parts.setdefault(part_of.get(name, name), {})[name] = style
-    weights = {part: _split_elements(model, table, size) for part, table in parts.items()}
+    weights = {part: split_shares(model, collapse(table, model), size)[0] for part, table in parts.items()}
     taken: dict[str, Style] = {}
     verified: VerifiedTable | None = None
     left_out: dict[str, str] = {}
@@ -239,8 +239,3 @@ def _verified_part(
 
 def _reason(error: WrongTableError) -> str:
     return (str(error).partition("although its blocks do: ")[2] or str(error)).splitlines()[0]
-
-
-def _split_elements(model: nn.Module, table: dict[str, Style], size: int) -> int:
-    layouts = find_layouts(model, collapse(table, model).resolve(model), size)
-    return sum(p.numel() for name, p in model.named_parameters() if layouts[name].dim is not None)
