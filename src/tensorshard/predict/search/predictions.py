@@ -1,15 +1,15 @@
 """Predicts a plan before its estimate: a lower bound of its memory, which prunes, and seconds, which order estimates.
 
 Both are arithmetic on traces of one data rank. The bound leaves out padding, buffers and uneven stages. Seconds take
-stages to be equal, hide no communication but that of GPUs' data axes, and send the weights of a block in one message.
+stages to be equal, and send the weights of a block in one message.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from tensorshard.pipeline.split_backward import may_split_backward
 from tensorshard.plan.plan import Plan
-from tensorshard.plan.schedules import find_schedule
 from tensorshard.predict.caching_allocator import SMALL_SEGMENT
 from tensorshard.predict.operations import BACKWARD, FORWARD, UPDATE, Transfer
 from tensorshard.predict.rank_estimate import resident
@@ -23,6 +23,12 @@ _UNEVEN = 0.7  # a stage's share of activations is at least this times that of e
 _COMPUTED_AGAIN = 0.9  # the share of a block's forward that is recomputed: its last operations are not needed
 _SUMS = 4  # collectives of a block along tp, if its attention and its MLP are split
 _FEW = 8  # ranks of a schedule that stand for many
+_SIMULATED = 256  # a schedule is not simulated if its ranks times its micro-batches are more than this
+# Passes over all gradients: to add those of a micro-batch; on CPU ranks, to sum what they receive; and under ZeRO 3, to
+# unpack weights twice and to pack gradients.
+_ADDED = 3
+_SUMMED = 3
+_COPIED = 6
 
 
 @dataclass(frozen=True)
@@ -148,13 +154,17 @@ class Predictions:
         if key.recompute != plan.recompute:
             backward += self._recompute_seconds(plan, size)
         along_tp = self._along_tp(trace, key, candidate)
-        work = (forward + backward + along_tp) * count / plan.pp
-        parts = 3 if find_schedule(plan.pp_schedule).splits_backward else 1  # with backward in halves, each is a third
-        bubble = work * (plan.pp - 1) / (parts * plan.stages_per_rank * count)
+        each = forward + backward + along_tp  # of a micro-batch
+        work = each * count / plan.pp
+        bubble = 0.0
+        if plan.pp > 1:
+            schedule, share = (plan.pp_schedule, plan.stages_per_rank, plan.pp, count), round(50 * forward / each) / 50
+            bubble = work * _bubble(*schedule, share, may_split_backward(plan))
         along_dp = self._along_dp(plan, forward / plan.pp, backward / plan.pp)
         shard = split * plan.pp * (plan.dp_shard if plan.zero else 1)
         update = trace.seconds(UPDATE, problem, trace.samples, shard) + self._offload(plan, trace, split)
-        return work + bubble + along_dp + update, bubble, along_tp * count / plan.pp + along_dp
+        seconds = work + bubble + along_dp + update + self._passes_over_gradients(plan) / plan.pp
+        return seconds, bubble, along_tp * count / plan.pp + along_dp
 
     def _recompute_seconds(self, plan: Plan, samples: int) -> float:
         """Seconds of recomputation for one micro-batch: of all kernels of the blocks, or, if it is selective, of those
@@ -224,6 +234,19 @@ class Predictions:
         hiding = count if plan.zero == 3 else 1  # micro-batches whose kernels run beside the transfers
         return max(0.0, gathered - forward * hiding) + max(0.0, reduced - backward * hiding)
 
+    def _passes_over_gradients(self, plan: Plan) -> float:
+        """Seconds of adding up gradients, and of packing and unpacking messages, without a pipeline."""
+        passes = 0
+        if plan.zero != 3 or plan.dp_shard == 1:
+            passes += _ADDED * (plan.micro_batches - 1)
+        if plan.dp_size > 1:
+            times = plan.micro_batches if int(plan.zero) >= 2 else 1
+            passes += (_SUMMED if self.problem.on_cpus else 0) * times
+            passes += _COPIED * times if plan.zero == 3 else 0
+        rates = self.problem.rates
+        low, high = rates.memory_efficiency
+        return passes * self.traces[BASE].gradients / plan.tp / (rates.memory_bandwidth * (low * high) ** 0.5)
+
     def _transfer(self, transfer: Transfer, plan: Plan) -> float:
         return transfer_time(transfer, plan, self.problem.world_size, self.problem.rates)
 
@@ -235,6 +258,26 @@ class Predictions:
         if plan.offloaded.optimizer == "disk" and rates.disk_bandwidth:
             return states * min(self.problem.world_size, rates.devices_per_node) / rates.disk_bandwidth
         return states / rates.host_bandwidth
+
+
+@cache
+def _bubble(schedule: str, stages: int, ranks: int, micro_batches: int, forward: float, split: bool) -> float:
+    """How long a rank waits in a schedule, as a share of its own work, if all stages are equal.
+
+    Args:
+        forward: the share of forward in a micro-batch's time. split: whether backward runs in two halves.
+    """
+    if ranks * micro_batches > _SIMULATED:  # with backward in two halves, each is a third
+        return (ranks - 1) / ((3 if split else 1) * stages * micro_batches)
+    from tensorshard.pipeline.run.draw_schedule import timeline
+
+    backward = 1 - forward
+    inputs = backward / 2 if split else backward
+    durations = [{"F": forward, "B": backward, "I": inputs, "W": backward - inputs}] * ranks
+    simulated = timeline(
+        schedule, ranks=ranks, stages_per_rank=stages, micro_batches=micro_batches, durations=durations
+    )
+    return simulated.length / (micro_batches * stages) - 1
 
 
 @cache
