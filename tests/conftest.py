@@ -6,6 +6,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TENSORSHARD_CACHE"] = "off"  # tests neither read nor write what the user keeps
+os.environ.setdefault("TENSORSHARD_PROCESS_SETTINGS", "1")  # as workers have it, since ranks share two cores
 os.environ.setdefault("TENSORSHARD_DEBUG_WEIGHTS", "1")  # weights are NaN until they have arrived
 
 import pytest

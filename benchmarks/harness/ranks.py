@@ -38,6 +38,7 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
+        "TENSORSHARD_PROCESS_SETTINGS": "1",  # these processes are ranks and nothing else
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         **environment,

@@ -11,9 +11,9 @@ import convolutional_models as models
 import parity
 import seeds
 import tensorshard as ts
-from tensorshard.tensor_parallel.search.check_table import check_tensor_plan
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.search.check_table import check_tensor_table
+from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 
 STEPS = 4
 SAMPLES = 8
@@ -198,7 +198,7 @@ def test_a_norm_that_mixes_channels_in_training_is_not_split():
 )
 def test_a_wrong_table_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        check_tensor_plan(build("basic"), TensorPlan.from_dict(given), 2, inputs=sample("basic"))
+        check_tensor_table(build("basic"), TensorTable.from_dict(given), 2, inputs=sample("basic"))
 
 
 def losses(kind: str, fields: dict[str, Any], given: dict[str, str] | None) -> torch.Tensor:

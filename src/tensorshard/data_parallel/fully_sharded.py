@@ -24,9 +24,9 @@ from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.data_parallel.written_values import WrittenShards
+from tensorshard.model.forward_contexts import surround_forwards
 from tensorshard.model.other_places import follow, has_other_places
 from tensorshard.model.parameters import ParameterPlaces, like
-from tensorshard.model.surrounded import surround_forwards
 from tensorshard.model.trains_itself import call_before_methods, self_training
 from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.slots import OffloadedMaster, Slot

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tensorshard.data_parallel.published_weights import PublishedWeights
 from tensorshard.data_parallel.reduction import Bucket, Groups, Reduction
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.model.buffers import keeps_statistics
+from tensorshard.model.forward_contexts import as_hook
 from tensorshard.model.parameters import ParameterPlaces
-from tensorshard.model.running_statistics import keeps_statistics
-from tensorshard.model.surrounded import as_hook
 from tensorshard.model.trains_itself import call_before_methods
 from tensorshard.model.watched_parameters import (
     Watch,

@@ -29,14 +29,14 @@ from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.engine.step import StepAgain, StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.engine.trained_parameters import TrainedParameters
-from tensorshard.host.heap import HostHeap
-from tensorshard.model.buffer_values import BufferValues, Place
-from tensorshard.model.generation_cache import GenerationCache
-from tensorshard.model.surrounded import surround_forwards
+from tensorshard.host.process_settings import HostHeap
+from tensorshard.model.buffers import BufferValues, Place
+from tensorshard.model.forward_contexts import surround_forwards
 from tensorshard.model.trains_itself import OwnRule
+from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.slots import Slots
-from tensorshard.passes.compile_log import CompileLog
+from tensorshard.passes.compile import CompileLog
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.sharded.sharded_model import ShardedModel

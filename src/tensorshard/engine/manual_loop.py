@@ -27,7 +27,7 @@ from tensorshard.engine.guards.same_batch import SameBatch
 from tensorshard.engine.guards.wrong_batch import note_inputs
 from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.trained_parameters import TrainedParameters, methods_beside_step
-from tensorshard.model.surrounded import as_hook, surround_forwards, surround_parts
+from tensorshard.model.forward_contexts import as_hook, surround_forwards, surround_parts
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan

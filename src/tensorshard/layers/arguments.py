@@ -88,7 +88,7 @@ def check_indices(indices: torch.Tensor, size: int, what: str, of_what: str, ign
 
     Raises:
         TypeError: they are not integers.
-        IndexError: on the CPU. It names the index that is furthest outside.
+        IndexError: on the CPU. It names the first such index.
     """
     if indices.is_floating_point() or indices.dtype == torch.bool:
         raise TypeError(f"{what} of type {indices.dtype} was given for {size} {of_what}: give integers")
@@ -101,10 +101,10 @@ def check_indices(indices: torch.Tensor, size: int, what: str, of_what: str, ign
         assert_async(~outside.any(), f"{what} outside the {size} {of_what}")
         return
     if outside.any():
-        wrong = indices[outside]
-        worst = wrong.max() if wrong.max() >= size else wrong.min()
+        first = int(outside.flatten().nonzero()[0, 0])
         raise IndexError(
-            f"{what} {int(worst)} is outside the {size} {of_what}: use 0 to {size - 1}"
+            f"{what} {int(indices.flatten()[first])}, number {first} of {indices.numel()}, is outside the {size} "
+            f"{of_what}: use 0 to {size - 1}"
             + ("" if ignore_index is None else f", or {ignore_index} for what is to be ignored")
         )
 

@@ -2,7 +2,7 @@
 
 No rank ever holds all classes of a sample. Backward needs no communication. Nothing but the logits themselves and two
 numbers per sample is kept between forward and backward, and temporaries are of a fixed size. The formulas are in
-:mod:`softmax_cross_entropy`.
+:mod:`tensorshard.loss.formulas`.
 """
 
 from collections.abc import Iterable
@@ -22,8 +22,7 @@ from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharding import normalize_dim
 from tensorshard.common.repetitions import repetitions
 from tensorshard.layers.arguments import check_same_ranks
-from tensorshard.loss.logits_and_targets import check_targets, place, refuse_lost_mark
-from tensorshard.loss.softmax_cross_entropy import (
+from tensorshard.loss.formulas import (
     CrossEntropySpec,
     Statistics,
     cap,
@@ -37,6 +36,7 @@ from tensorshard.loss.softmax_cross_entropy import (
     token_accuracy,
     weigh_targets,
 )
+from tensorshard.loss.loss_arguments import Place, check_targets, find_place, refuse_lost_mark
 
 # Elements of a temporary: on the CPU what stays in a core's cache, elsewhere enough to fill a GPU.
 _CPU_TILE = 1 << 18
@@ -237,18 +237,25 @@ def parallel_cross_entropy(
                 reduction=reduction,
                 label_smoothing=label_smoothing,
             )
-        start, process_group = 0, None
+        place = Place(0, options.classes, None)
     else:
         process_group = mark.group or resolve_group(group)
         check_same_ranks(process_group, group, "input")
-        start, classes = place(
-            input, class_dim, mark.size or (None if weight is None else weight.numel()), process_group
+        place = find_place(
+            input.size(class_dim),
+            mark.size or (None if weight is None else weight.numel()),
+            process_group,
+            input.device,
+            f"logits {list(input.shape)}, marked as split along dimension {class_dim}, were",
+            "take the mark off with register_parallel_dim(x, None)",
         )
-        options = replace(options, classes=classes)
-    check_targets(input, target, class_dim, options.classes, weight=weight, ignore_index=ignore_index)
+        options = replace(options, classes=place.classes)
+    shape = torch.Size([size for dim, size in enumerate(input.shape) if dim != class_dim])
+    given = f"logits {list(input.shape)}, whose classes are along dimension {class_dim}"
+    check_targets(target, shape, given, options, weight, "weight")
     logits = input.movedim(class_dim, -1)
     logits = logits.reshape(target.numel(), logits.size(-1))
-    loss, lse, accuracy = _CrossEntropy.apply(logits, target.flatten(), weight, start, process_group, options)
+    loss, lse, accuracy = _CrossEntropy.apply(logits, target.flatten(), weight, place.start, place.group, options)
     return options.result(loss, lse, accuracy, target.shape)
 
 

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from tensorshard.model.buffers import STATISTICS
 from tensorshard.model.copies import copy_module
-from tensorshard.model.memoized import nothing_remembered
-from tensorshard.model.running_statistics import STATISTICS
-from tensorshard.model.stacked_experts import use_placeholder_outputs
+from tensorshard.model.global_state import restored_globals
+from tensorshard.model.special_layers import use_placeholder_outputs
 from tensorshard.model.tensors import map_tensors_once
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
@@ -85,7 +85,7 @@ def follow_run(
 
     Fake tensors have no values. So the run holds for all values: code that takes a shortcut for some values (no mask
     where nothing is masked) takes the long way. Experts return placeholders
-    (:func:`tensorshard.model.stacked_experts.use_placeholder_outputs`). Real tensors are random, the same on every
+    (:func:`tensorshard.model.special_layers.use_placeholder_outputs`). Real tensors are random, the same on every
     rank, and show what the model does with these values.
 
     Args:
@@ -98,7 +98,7 @@ def follow_run(
     Raises:
         Exception: whatever the model raises.
     """
-    with nothing_remembered(model), torch.enable_grad():
+    with restored_globals(model), torch.enable_grad():
         try:
             return _run_fake(model, inputs, follow, run)
         except NEEDS_VALUES:

@@ -84,6 +84,9 @@ class Role(IntEnum):
     """Calls are noted, on a fake copy."""
 
 
+TENSOR_PARALLEL_ROLES = frozenset(role for role in Role if Role.SPLIT_LAYER <= role <= Role.SEQUENCE_LENGTH)
+
+
 def wrap_forward(module: nn.Module, role: Role, around: Forward) -> None:
     """Puts code around what runs further in.
 

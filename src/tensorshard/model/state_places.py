@@ -8,16 +8,16 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice, repeat
 from operator import is_, methodcaller
 from types import CellType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-
-from tensorshard.model.host_random import numpy_random_state, set_numpy_random_state
 
 _LARGE = 1000  # of a container with more entries only the number of entries is compared
 _OURS = "_tensorshard"
@@ -28,6 +28,9 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 
 Replaced = Mapping[int, Any]
 """Other tensors to put in the places of some, by the ids of the latter."""
+
+_VALUES = methodcaller("values")
+HostStates = tuple[Any, Any]
 
 
 class Place(ABC):
@@ -85,9 +88,6 @@ class SamePlaces:
             and not any(self._empty)
             and all(is_same() for is_same in self._others)
         )
-
-
-_VALUES = methodcaller("values")
 
 
 class Attributes(Place):
@@ -324,3 +324,37 @@ def _same_numbers(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same_numbers(one[key], other[key]) for key in one)
     return _same_bytes(one, other) if hasattr(one, "tobytes") else bool(one == other)
+
+
+def host_random_states() -> HostStates:
+    """The states of Python's and of numpy's global generator. They are equal if nothing was drawn in between."""
+    return random.getstate(), numpy_random_state()
+
+
+def set_host_random_states(states: HostStates) -> None:
+    """Puts back what :func:`host_random_states` returned."""
+    random.setstate(states[0])
+    set_numpy_random_state(states[1])
+
+
+def numpy_random_state() -> Any:
+    """The state of numpy's global generator, of plain values that can be compared."""
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
+    return name, keys.tobytes(), *rest
+
+
+def set_numpy_random_state(state: Any) -> None:
+    """Puts back what :func:`numpy_random_state` returned."""
+    name, keys, *rest = state
+    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+
+
+@contextmanager
+def host_random_restored() -> Iterator[None]:
+    """Leaves both generators as they were."""
+    states = host_random_states()
+    try:
+        yield
+    finally:
+        set_host_random_states(states)

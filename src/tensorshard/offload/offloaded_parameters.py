@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from tensorshard.host.allocator import give_back_free_memory, map_tensors_from
+from tensorshard.host.process_settings import give_back_free_memory, map_tensors_from
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.slots import TILE_ALIGNMENT, Slot, Slots, SlotSpec
 

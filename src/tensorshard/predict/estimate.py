@@ -21,9 +21,9 @@ from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.model.batches import batch_size
 from tensorshard.model.fake_copies import make_fake_copy
-from tensorshard.model.packed_sequences import NotPacked
 from tensorshard.model.tensors import map_tensors_once
-from tensorshard.parallelize.build import lay_out_engine
+from tensorshard.model.transformers_settings import NotPacked
+from tensorshard.parallelize.build import build_engine
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.plan.field_checks import check_choice, size_in_bytes
 from tensorshard.plan.plan import AXES, Plan
@@ -262,7 +262,7 @@ def estimate(
 
             def build() -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
-                return lay_out_engine(
+                return build_engine(
                     rows.building(ours),
                     tried,
                     optimizer=optimizer,

@@ -102,7 +102,7 @@ def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, f
 def _simulate_schedule(times: Sequence[_RankTime], plan: Plan) -> "Timeline":
     """The schedule of a plan. All stages of one rank are taken to be equally long."""
     from tensorshard.pipeline.run.draw_schedule import timeline
-    from tensorshard.pipeline.split_backward import may_split_backward
+    from tensorshard.pipeline.run.split_backward import may_split_backward
 
     each = plan.micro_batches * plan.stages_per_rank
     split = may_split_backward(plan)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tensorshard.model.source_lines import users_line
+from tensorshard.model.call_stack import users_line
 from tensorshard.predict.operation_ledger import OperationLedger
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.dtensor import shard_of

@@ -10,9 +10,8 @@ from torch import nn
 
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.search.problem import SearchProblem, make_problem
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 
 
 def _problem() -> SearchProblem:
@@ -51,7 +50,7 @@ def test_a_table_that_does_not_suit_is_not_used() -> None:
 
 def _table(size: int, *split: str) -> VerifiedTable:
     sequence = {name: SequenceSplit(3, 1, 0, (0,), {}, {}, {}, (), ()) for name in split}
-    return VerifiedTable(TensorPlan({}), {}, 0.5, size, [], sequence=sequence)
+    return VerifiedTable(TensorTable({}), {}, 0.5, size, [], sequence=sequence)
 
 
 def test_a_table_of_split_sequences_serves_without_them() -> None:

@@ -17,9 +17,9 @@ from tensorshard.predict.search.extrapolate import FewerBlocks, equal_blocks, wi
 from tensorshard.predict.search.problem import SearchProblem, make_problem
 from tensorshard.predict.search.search import predict_from_few_blocks
 from tensorshard.predict.search.traces import Trace, TraceKey, run_trace, search_table
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan
-from tensorshard.tensor_parallel.table.styles import Style
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
+from tensorshard.tensor_parallel.table.styles import COLWISE
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
 MODEL = partial(GPT, 64, 16, 12, 4, 32)
@@ -82,8 +82,8 @@ def test_the_table_is_found_with_a_few_blocks(build, sequence_parallel):
 
 
 def test_a_table_of_blocks_that_were_split_differently_is_searched_again():
-    names, styles = equal_blocks(MODEL()), {"blocks.0.mlp.up": Style("colwise"), "head": Style("colwise")}
-    assert with_all_blocks(VerifiedTable(TensorPlan(styles), {}, 0.5, 2, []), names, 3) is None
+    names, styles = equal_blocks(MODEL()), {"blocks.0.mlp.up": COLWISE, "head": COLWISE}
+    assert with_all_blocks(VerifiedTable(TensorTable(styles), {}, 0.5, 2, []), names, 3) is None
 
 
 def test_a_model_that_needs_all_of_its_blocks_has_its_table_searched_on_all():

@@ -9,10 +9,10 @@ from torch import nn
 
 from log_lines import logged
 from tensorshard.tensor_parallel.search import choose_table
-from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable, find_tensor_plan
-from tensorshard.tensor_parallel.search.model_digest import model_digest
-from tensorshard.tensor_parallel.search.table_cache import CACHE_VARIABLE, cache_folder
+from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table
+from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
+from tensorshard.tensor_parallel.search.table_cache import CACHE_VARIABLE, cache_folder, model_digest
+from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 
 class Block(nn.Module):
@@ -30,7 +30,7 @@ def net(width: int = 16, heads: int = 4) -> nn.Sequential:
 
 
 def choose(model: nn.Module) -> VerifiedTable:
-    return choose_tensor_plan(model, 2, inputs=torch.zeros(2, 8))
+    return choose_tensor_table(model, 2, inputs=torch.zeros(2, 8))
 
 
 def digest(model: nn.Module, size: int = 2) -> str:

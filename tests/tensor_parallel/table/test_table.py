@@ -6,9 +6,10 @@ from torch import nn
 
 from table_models import build
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
+from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
-from tensorshard.tensor_parallel.table.styles import Style, parse_style
-from tensorshard.tensor_parallel.table.table import TensorPlan, collapse
+from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, parse_style
+from tensorshard.tensor_parallel.table.table import TensorTable, collapse
 
 STYLES = [
     "colwise",
@@ -20,6 +21,13 @@ STYLES = [
     "packed_colwise(3)",
     "packed_colwise(64, 32, 32)",
     "slice(0)",
+    "slice(1, 2)",
+    "gather(0, 1)",
+    "rowwise(sum_grad)",
+    "channels",
+    "channels(2)",
+    "colwise_shared(2)",
+    "colwise_shared(2, 64, 16, 16)",
     "divide(num_heads, config.num_heads)",
 ]
 
@@ -35,11 +43,11 @@ def test_a_style_reads_as_it_is_written(text):
         ("colwize", "did you mean 'colwise'"),
         ("xyz", "the styles are colwise, packed_colwise"),
         ("colwise(3)", "takes no options"),
-        ("packed_colwise", "needs numbers"),
-        ("packed_colwise(0)", "needs numbers"),
+        ("packed_colwise", "takes a number of equal parts"),
+        ("packed_colwise(0)", "takes a number of equal parts"),
         ("slice(0, 1, 2)", "takes one dimension"),
-        ("divide", "needs the names of attributes"),
-        ("divide(a.b)", "needs the names of attributes"),
+        ("divide", "takes the names of attributes"),
+        ("divide(a.b)", "takes the names of attributes"),
         ("replicate(twice)", "takes sum_grad or divided or nothing"),
         ("rowwise(divided)", "takes sum_grad or nothing"),
         ("gather(0, 1, 2)", "takes one dimension"),
@@ -53,25 +61,25 @@ def test_a_misspelt_style_is_refused(text, message):
 
 def test_a_table_goes_through_yaml(tmp_path):
     table = {"layers.*.q": "packed_colwise(3)", "layers.*": "divide(num_heads)"}
-    TensorPlan.from_dict(table).to_yaml(tmp_path / "table.yaml")
-    assert TensorPlan.from_yaml(tmp_path / "table.yaml").to_dict() == table
+    TensorTable.from_dict(table).to_yaml(tmp_path / "table.yaml")
+    assert TensorTable.from_yaml(tmp_path / "table.yaml").to_dict() == table
 
 
 def test_a_file_without_a_mapping_is_refused(tmp_path):
     (tmp_path / "table.yaml").write_text("- colwise\n")
     with pytest.raises(ValueError, match="holds a list"):
-        TensorPlan.from_yaml(tmp_path / "table.yaml")
+        TensorTable.from_yaml(tmp_path / "table.yaml")
 
 
 def test_errors_of_a_table_name_the_entry():
     with pytest.raises(ValueError, match=r"tp_plan\['a.b'\]: 'colwize'"):
-        TensorPlan.from_dict({"a.b": "colwize"})
+        TensorTable.from_dict({"a.b": "colwize"})
     with pytest.raises(TypeError, match=r"tp_plan\['a.b'\] is 3"):
-        TensorPlan.from_dict({"a.b": 3})
+        TensorTable.from_dict({"a.b": 3})
 
 
 def resolve(table: dict[str, str], kind: str = "gpt") -> dict[str, Style]:
-    return TensorPlan.from_dict(table).resolve(build(kind))
+    return TensorTable.from_dict(table).resolve(build(kind))
 
 
 def test_an_exact_name_goes_before_a_glob():
@@ -100,10 +108,10 @@ def test_a_tied_head_is_split_with_its_embedding():
 def test_collapsing_gives_back_the_same_styles():
     model = build("hf_bert")  # where `output.dense` ends the names of both kinds of row layer
     names = [name for name, module in model.named_modules() if name.endswith(".output.dense")]
-    plan = collapse(dict.fromkeys(names, Style("rowwise")), model)
+    plan = collapse(dict.fromkeys(names, ROWWISE), model)
     assert list(plan.resolve(model)) == names
     assert len(plan.entries) == 2
-    alone = collapse({names[1]: Style("rowwise")}, model)
+    alone = collapse({names[1]: ROWWISE}, model)
     assert list(alone.entries) == [names[1]]
 
 
@@ -131,7 +139,7 @@ def test_packed_parts_are_cut_one_by_one():
 
 def layouts(table: dict[str, str], kind: str = "gpt", size: int = 2) -> dict[str, Layout]:
     model = build(kind)
-    return find_layouts(model, TensorPlan.from_dict(table).resolve(model), size)
+    return find_layouts(model, TensorTable.from_dict(table).resolve(model), size)
 
 
 def test_layouts_of_the_styles():
@@ -185,4 +193,4 @@ def test_sizes_that_cannot_be_split_are_refused():
 def test_a_layer_that_computes_something_else_is_refused():
     model = nn.Sequential(nn.Bilinear(4, 4, 4))
     with pytest.raises(ValueError, match="0 is a Bilinear, which cannot be 'colwise': that is for an nn"):
-        find_layouts(model, {"0": Style("colwise")}, 2)
+        find_layouts(model, {"0": COLWISE}, 2)

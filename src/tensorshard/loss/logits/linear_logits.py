@@ -10,14 +10,11 @@ import torch.nn.functional as F
 from tensorshard.comm import differentiable as collectives
 from tensorshard.layers.arguments import check_indices
 from tensorshard.layers.split_linear import parallel_linear
-from tensorshard.loss.heads.loss.class_range import Place
-from tensorshard.loss.heads.loss.gradients_in_forward import loss_with_gradients
-from tensorshard.loss.heads.loss.head_logits import head_tiles
-from tensorshard.loss.heads.loss.head_loss import Extras, head_loss
-from tensorshard.loss.heads.loss.head_spec import HeadSpec, choose_keep
-from tensorshard.loss.heads.loss.topk import largest_logits
-from tensorshard.loss.heads.tiles.precision import Precision
-from tensorshard.loss.softmax_cross_entropy import CrossEntropySpec
+from tensorshard.loss.formulas import CrossEntropySpec
+from tensorshard.loss.loss_arguments import Place
+from tensorshard.loss.tiled_loss import Extras, head_loss, loss_with_gradients
+from tensorshard.loss.tiles import Precision, head_tiles, largest_logits
+from tensorshard.loss.two_passes import HeadSpec, choose_keep
 
 
 @dataclass(frozen=True)

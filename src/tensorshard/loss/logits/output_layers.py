@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.sharding import shard_range
 from tensorshard.layers.arguments import autocast
 from tensorshard.loss.deferred_tensor import DeferredTensor
-from tensorshard.loss.heads.loss.class_range import Place
 from tensorshard.loss.logits.linear_logits import LinearLogits
 from tensorshard.loss.logits.noted_operations import NOTED
 from tensorshard.loss.logits.pending_logits import Note, PendingLogits, Source, make_pending
 from tensorshard.loss.logits.tiled_operations import TILED
+from tensorshard.loss.loss_arguments import Place
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 
 FEWEST_CLASSES = 8192

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from tensorshard.loss.deferred_tensor import DeferredTensor, Rule
+from tensorshard.loss.formulas import CrossEntropySpec
 from tensorshard.loss.logits.linear_logits import LinearLogits
 from tensorshard.loss.logits.pending_logits import PendingLogits, gradients_by, name_of
-from tensorshard.loss.softmax_cross_entropy import CrossEntropySpec
 from tensorshard.loss.split_cross_entropy import parallel_cross_entropy
 
 

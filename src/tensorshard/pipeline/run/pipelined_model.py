@@ -12,10 +12,9 @@ from tensorshard.model.parameters import buffer_aliases
 from tensorshard.offload.slots import OffloadedMaster
 from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.passes.precision import master_dtype
-from tensorshard.pipeline.cut.placement import unit_stages
-from tensorshard.pipeline.run.guards import Access, guard_modules
+from tensorshard.pipeline.cut import unit_stages
 from tensorshard.pipeline.run.shared_gradients import SharedGradients, local_of
-from tensorshard.pipeline.run.shown_model import ShownModel
+from tensorshard.pipeline.run.shown_model import Access, ShownModel, guard_modules
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.schedules import find_schedule

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from tensorshard.plan.plan import Plan
+
 
 @dataclass
 class _Group:
@@ -172,3 +174,13 @@ def _noted(found: dict[Node, list[torch.Tensor | None]], gate: Node, gradients: 
 
 def _replaced(gradients: Any, _: Any) -> Any:
     return gradients
+
+
+def may_split_backward(plan: Plan) -> bool:
+    """Whether gradients of inputs and of parameters may be computed apart.
+
+    They may not where something would be computed or sent twice, as in recomputed blocks and split layers, nor where
+    parameters are held during only one of the two.
+    """
+    whole_parameters = plan.zero < 3 or plan.dp_shard == 1  # type: ignore[operator]
+    return plan.tp == 1 and whole_parameters and plan.recompute == "none" and not plan.compile

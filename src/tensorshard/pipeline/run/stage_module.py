@@ -10,9 +10,9 @@ from torch import nn
 from tensorshard.model.batches import call_model
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
-from tensorshard.model.values import Layout, take_apart
-from tensorshard.pipeline.cut.cut import Cut
-from tensorshard.pipeline.run.crossings import Shapes, received_layouts, sent_layouts
+from tensorshard.model.tensors import TensorSpec, take_apart
+from tensorshard.pipeline.cut import Cut
+from tensorshard.pipeline.run.cut_cache import CutCache, received_layouts, sent_layouts
 from tensorshard.pipeline.run.stage_run import StageLeft, StageRun
 from tensorshard.pipeline.run.stage_skeleton import Removed, put_placeholders, skeleton
 from tensorshard.torch_private.autograd import is_in_backward
@@ -42,7 +42,7 @@ class StageModule:
         blocks: those of the model's blocks that are the stage's own (for recomputation, compilation and sharding).
     """
 
-    def __init__(self, model: nn.Module, shapes: Shapes, index: int) -> None:
+    def __init__(self, model: nn.Module, shapes: CutCache, index: int) -> None:
         self.cut, self.index, self._shapes = shapes.cut, index, shapes
         graph = self.cut.graph
         own = {unit for unit, stages in shapes.stages_of.items() if index in stages}
@@ -124,11 +124,11 @@ class StageModule:
         self.is_stale = False
         self._shapes.expect_gradients()
 
-    def received(self, inputs: Any) -> tuple[Layout, ...]:
+    def received(self, inputs: Any) -> tuple[TensorSpec, ...]:
         """What the stage receives for the `inputs` of a micro-batch, in order."""
         return received_layouts(self.cut_for(inputs), self.index)
 
-    def sent(self, inputs: Any) -> tuple[Layout, ...]:
+    def sent(self, inputs: Any) -> tuple[TensorSpec, ...]:
         """What the stage sends on for the `inputs` of a micro-batch, in order."""
         return sent_layouts(self.cut_for(inputs), self.index)
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.model.values import Layout
-from tensorshard.pipeline.cut.cut import Cut
-from tensorshard.pipeline.run.crossings import received_layouts, sent_layouts
+from tensorshard.model.tensors import TensorSpec
+from tensorshard.pipeline.cut import Cut
+from tensorshard.pipeline.run.cut_cache import received_layouts, sent_layouts
 from tensorshard.pipeline.run.split_backward import WeightBackward, backward_of_inputs
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.torch_private.pipelining import ScheduleStage
@@ -43,8 +43,8 @@ class _MicroBatch:
     """What a stage holds of one micro-batch between its forward and its backward."""
 
     cut: Cut
-    received_layouts: tuple[Layout, ...]
-    sent_layouts: tuple[Layout, ...]
+    received_layouts: tuple[TensorSpec, ...]
+    sent_layouts: tuple[TensorSpec, ...]
     received: tuple[torch.Tensor, ...] = ()
     sent: tuple[torch.Tensor, ...] = ()
     gradients: tuple[torch.Tensor | None, ...] = ()  # of the tensors that were sent
@@ -233,13 +233,13 @@ class ScheduledStage(ScheduleStage):
         self._backwards += 1
         self._hooks.before_backward(self.stage, index, last=self._backwards == len(self._inputs))
 
-    def _gradient(self, layout: Layout, gradient: torch.Tensor | None) -> torch.Tensor:
+    def _gradient(self, layout: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor:
         if gradient is None:
             return layout.empty(self.device).zero_()
         return layout.arranged(gradient)
 
     def _ops(
-        self, kind: Any, layouts: Sequence[Layout], tensors: Sequence[torch.Tensor | None], neighbour: int
+        self, kind: Any, layouts: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], neighbour: int
     ) -> list[dist.P2POp]:
         if not tensors:
             return []

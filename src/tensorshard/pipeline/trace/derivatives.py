@@ -86,3 +86,15 @@ def check_differentiable(unit: str) -> None:
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+class DetachedAlias(torch.autograd.Function):
+    """The identity. Its result, unlike a view, may be detached and be changed in place, whatever it was made from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from tensorshard.model.blocks import find_blocks
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 from tensorshard.tensor_parallel.verify.block_kinds import built_alike
 
 KEPT = (3, 4)
@@ -103,7 +102,7 @@ def with_all_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> V
         return None
     return replace(
         table,
-        plan=TensorPlan(entries),
+        plan=TensorTable(entries),
         shared_inputs=shared,
         sequence=sequence,
         not_random=frozenset(not_random),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from tensorshard.pipeline.split_backward import may_split_backward
+from tensorshard.pipeline.run.split_backward import may_split_backward
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.caching_allocator import SMALL_SEGMENT
 from tensorshard.predict.operations import BACKWARD, FORWARD, UPDATE, Transfer

@@ -14,7 +14,7 @@ from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.model.batches import batch_size
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
-from tensorshard.parallelize.arguments import check_arguments
+from tensorshard.parallelize.checks import check_arguments
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.plan.field_checks import check_choice, check_int, check_positive, size_in_bytes, unknown_field
 from tensorshard.plan.plan import Plan
@@ -22,7 +22,7 @@ from tensorshard.predict.estimate import Estimate, estimate
 from tensorshard.predict.hardware import Hardware, Rates, find_hardware
 from tensorshard.predict.search.extrapolate import KEPT, FewerBlocks, with_all_blocks, without_blocks
 from tensorshard.predict.search.machine import hardware_here
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+from tensorshard.tensor_parallel.table.table import VerifiedTable
 from tensorshard.tensor_parallel.verify.kept_captures import Captures, captures_kept
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 

@@ -16,60 +16,21 @@ from torch import nn
 from tensorshard.comm import differentiable as collectives
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.tensor_parallel.apply.local_shapes import forward_with_local_shapes
+from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs
 from tensorshard.tensor_parallel.table.layer_kinds import signature_of
-from tensorshard.tensor_parallel.table.styles import RESHAPE_SIZES
-
-_INPUT = "input."
+from tensorshard.tensor_parallel.table.styles import RESHAPE_SIZES, Divide, owner_of
 
 
-def check_divides(name: str, module: nn.Module, option: str, size: int) -> None:
-    """Refuses what :func:`divide` could not do with `module`, which a model calls `name`, on `size` ranks.
-
-    Args:
-        option: one of the style's: an attribute, ``attribute/2``, ``input.argument.dim/attribute``,
-            ``input.argument.dim``, or ``reshape.sizes``.
-
-    Raises:
-        ValueError: there is no such whole number or argument; it cannot be divided.
-    """
-    if option == RESHAPE_SIZES:
-        return
-    target, _, divisor = option.partition("/")
-    if target.startswith(_INPUT):
-        argument = target.split(".")[1]
-        parameters = signature_of(module).parameters
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        if argument not in parameters and not takes_any:
-            raise ValueError(
-                f"{name} ({type(module).__name__}) has no input {argument!r}; its forward takes {', '.join(parameters)}"
-            )
-        if not divisor:
-            return
-        target, ways = divisor, size
-    else:
-        ways = int(divisor) if divisor else size
-    value = _read(module, target)
-    if not isinstance(value, int) or isinstance(value, bool):
-        numbers = [k for k, v in vars(module).items() if isinstance(v, int) and not isinstance(v, bool)]
-        raise ValueError(
-            f"{name} ({type(module).__name__}) has no whole number {target!r} to divide; it has "
-            f"{', '.join(numbers) or 'none'}"
-        )
-    if value % ways:
-        over = f"over {size} ranks" if ways == size else f"by {ways}"
-        raise ValueError(f"{name}.{target} is {value}, which cannot be divided {over}")
-
-
-def divide(module: nn.Module, options: tuple[str, ...], group: dist.ProcessGroup) -> None:
-    """Divides attributes and inputs of `module`, as :func:`check_divides` describes `options`, in place."""
+def divide(module: nn.Module, style: Divide, group: dist.ProcessGroup, _outputs: SplitOutputs) -> None:
+    """Divides attributes and inputs of `module` in place."""
     attributes: dict[str, int] = {}
     inputs: dict[str, tuple[int, int | None]] = {}
-    for option in options:
+    for option in style.targets:
         if option == RESHAPE_SIZES:
             wrap_forward(module, Role.LOCAL_SHAPES, partial(forward_with_local_shapes, group.size()))
             continue
         target, _, divisor = option.partition("/")
-        if target.startswith(_INPUT):
+        if target.startswith("input."):
             _, argument, dim = target.split(".")
             inputs[argument] = (int(dim), _read(module, divisor) if divisor else None)
         else:
@@ -77,7 +38,7 @@ def divide(module: nn.Module, options: tuple[str, ...], group: dist.ProcessGroup
     if any(target.startswith("config.") for target in attributes):
         module.config = copy.copy(module.config)  # type: ignore[assignment, arg-type]  # other modules read it too
     for target, value in attributes.items():
-        owner, key = _owner(module, target)
+        owner, key = owner_of(module, target)
         setattr(owner, key, value)
     if inputs:
         around = partial(_forward, signature_of(module), type(module).__name__, inputs, group)
@@ -125,12 +86,7 @@ def _own_heads(given: torch.Tensor, dim: int, heads: int | None, group: dist.Pro
     return collectives.scatter(by_head, dim + 1, group).flatten(dim, dim + 1)
 
 
-def _read(module: nn.Module, target: str) -> Any:
-    owner, key = _owner(module, target)
-    return getattr(owner, key, None)
-
-
-def _owner(module: nn.Module, target: str) -> tuple[Any, str]:
-    if target.startswith("config."):
-        return getattr(module, "config", None), target.removeprefix("config.")
-    return module, target
+def _read(module: nn.Module, attribute: str) -> int:
+    owner, key = owner_of(module, attribute)
+    value: int = getattr(owner, key)
+    return value

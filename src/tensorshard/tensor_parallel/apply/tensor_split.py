@@ -1,7 +1,7 @@
-"""Which shard of every parameter a tensor-parallel rank holds, and how shards are joined again."""
+"""What a tensor-parallel rank has: shards of parameters, which are joined again, and parts of logits."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
+from tensorshard.loss.split_logits import split_logits
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, join_shards, local_shard
 from tensorshard.torch_private.modules import own_buffers, set_buffer
 
@@ -22,6 +23,34 @@ def shard_buffers(model: nn.Module, layouts: Mapping[str, Layout], rank: int, si
             layout = layouts.get(f"{prefix}.{key}" if prefix else key, REPLICATED)
             if layout.dim is not None:
                 set_buffer(module, key, local_shard(buffer, layout, rank, size))
+
+
+class SplitOutputs:
+    """Whether output layers leave their outputs split.
+
+    They do within a step, where every rank does the same with what the model returns. Elsewhere a single rank may use
+    the output, to print it, say. So it must be whole.
+    """
+
+    def __init__(self) -> None:
+        self._kept = False
+        self.sizes: dict[nn.Module, int] = {}
+        """The output layers, each with its number of features on all ranks together."""
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within this, outputs stay split until somebody needs the whole."""
+        before, self._kept = self._kept, True
+        try:
+            yield
+        finally:
+            self._kept = before
+
+    def finish(self, part: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+        """The whole output of `size` features, or a tensor that stands for it. `part` is what this rank computed."""
+        if self._kept:
+            return split_logits(part, -1, size, group)
+        return collectives.gather(part, -1, group, size=size)
 
 
 class _Described(Protocol):

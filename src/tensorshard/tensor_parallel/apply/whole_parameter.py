@@ -10,14 +10,12 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import distribute_like, on_mesh_device
-from tensorshard.model.watched_parameters import Watch, watches_of
-from tensorshard.model.written_through import Source, WrittenThrough, run
-from tensorshard.tensor_parallel.apply import part_operations
+from tensorshard.model.watched_parameters import Source, Watch, WrittenThrough, run, watches_of
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
-from tensorshard.torch_private.tensors import tensor_version
+from tensorshard.torch_private.tensors import object_attributes, tensor_version
 
 
 class WholeParameter(Watch):
@@ -51,7 +49,7 @@ class WholeParameter(Watch):
         return self._split.local(self.name, whole)
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        if function in part_operations.OF_THE_OBJECT or not self._is_users_call():
+        if function in _OF_THE_OBJECT or not self._is_users_call():
             return NotImplemented
         return _call(function, args, kwargs)
 
@@ -158,6 +156,46 @@ class PartOf(Function):
 
 # -- what functions do with whole parameters --
 
+_T: Any = torch.Tensor
+
+
+_OF_THE_OBJECT = frozenset(
+    [
+        *object_attributes(),
+        *(_T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook, _T.retain_grad, _T.backward),
+        *(_T.data_ptr, _T.untyped_storage, _T.storage, _T.storage_offset, _T.is_shared, _T.is_pinned, _T.get_device),
+        *(_T.is_floating_point, _T.is_complex, _T.element_size, _T.is_inference, torch.is_floating_point),
+        *(torch.is_complex, torch.autograd.backward, torch.is_inference, _T.is_signed),
+    ]
+)
+"""They ask for the tensor as an object, its type or its place in autograd's graph. A part answers as the whole does."""
+
+_OF_SHAPES = frozenset(
+    [
+        *(_T.shape.__get__, _T.ndim.__get__, _T.nbytes.__get__, _T.itemsize.__get__),
+        *(_T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.__len__, torch.numel),
+        *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like),
+        *(_T.new_zeros, _T.new_ones, _T.new_empty, _T.new_full, _T.new_tensor),
+    ]
+)
+"""They need the shape, type and device only."""
+
+_SET_DATA = _T.data.__set__
+_REPRESENTATION = _T.__repr__
+
+_ELEMENTWISE = frozenset(
+    [
+        *(_T.zero_, _T.fill_, _T.copy_, _T.add_, _T.sub_, _T.mul_, _T.div_, _T.neg_, _T.abs_, _T.sign_, _T.pow_),
+        *(_T.clamp_, _T.clamp_min_, _T.clamp_max_, _T.clip_, _T.sqrt_, _T.exp_, _T.tanh_, _T.sigmoid_, _T.relu_),
+        *(_T.lerp_, _T.addcmul_, _T.addcdiv_, _T.nan_to_num_, _T.round_, _T.masked_fill_, _T.reciprocal_, _T.rsqrt_),
+        *(_T.__iadd__, _T.__isub__, _T.__imul__, _T.__itruediv__),
+    ]
+)
+"""They change a tensor in place, each element by itself."""
+
+_WITHOUT_GRAPH = frozenset([_T.data.__get__, _T.detach, torch.detach])
+"""They return the tensor out of autograd's graph."""
+
 
 def _whole_watch(value: Any) -> WholeParameter | None:
     """The watch that makes `value` look whole, if it is a split parameter."""
@@ -173,19 +211,19 @@ def _call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     if function is torch.autograd.grad:
         return _autograd_gradients(args, kwargs)
     if own is not None:
-        if function in part_operations.OF_SHAPES:
+        if function in _OF_SHAPES:
             with without_torch_functions_of_tensors():
                 return function(first.new_empty(()).expand(own.shape), *args[1:], **kwargs)
-        if function == part_operations.SET_DATA:
+        if function == _SET_DATA:
             value = args[1]
             return own.write(first, value._plain if isinstance(value, WrittenThrough) else value)
-        if function == part_operations.REPRESENTATION:
+        if function == _REPRESENTATION:
             return f"Parameter of shape {list(own.shape)}, of which each tensor-parallel rank holds a part"
         plain = not isinstance(first, DTensor)
-        if plain and function in part_operations.ELEMENTWISE and _on_parts(function, own, args, kwargs):
+        if plain and function in _ELEMENTWISE and _on_parts(function, own, args, kwargs):
             return first
     sources: dict[int, Source] = {}
-    graph = torch.is_grad_enabled() and function not in part_operations.WITHOUT_GRAPH
+    graph = torch.is_grad_enabled() and function not in _WITHOUT_GRAPH
 
     def whole(parameter: nn.Parameter) -> torch.Tensor:
         watching = _whole_watch(parameter)

@@ -15,19 +15,18 @@ Hooks that are registered on modules after ``parallelize`` are such code, too. E
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tensorshard.model.calls_by_users import is_called_by_user, mark_modules
+from tensorshard.model.call_stack import is_called_by_user, mark_modules
 from tensorshard.model.watched_parameters import Pause, unwatch, watch
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
-from tensorshard.tensor_parallel.apply.users_hooks import surround_later_hooks
 from tensorshard.tensor_parallel.apply.whole_parameter import PartOf, WholeParameter
 from tensorshard.torch_private.autograd import is_function_transformed, is_in_backward
 from tensorshard.torch_private.modules import own_parameters, parameter_at, set_parameter
@@ -183,3 +182,36 @@ def _refuse_copy(name: str, _: dict[int, Any]) -> NoReturn:
         f"the weights: make such copies before parallelize, in the model or in another one with an Engine of its own; "
         f"or keep copies of the weights, p.detach().clone(), which are whole"
     )
+
+
+# -- hooks of users: their code, though it runs within forwards --
+
+_REGISTERS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+)
+
+
+def surround_later_hooks(model: nn.Module, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Runs the hooks that are registered from now on, on `model` and modules in it, within a ``context()``."""
+    for module in model.modules():
+        for name in _REGISTERS:
+            vars(module)[name] = partial(_register, getattr(type(module), name), module, context)
+
+
+def _register(
+    register: Callable[..., Any],
+    module: nn.Module,
+    context: Callable[[], AbstractContextManager[None]],
+    hook: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    @wraps(hook, updated=())
+    def surrounded(*given: Any, **options: Any) -> Any:
+        with context():
+            return hook(*given, **options)
+
+    return register(module, surrounded, *args, **kwargs)

@@ -17,8 +17,12 @@ from torch import nn
 from tensorshard.model.fake_copies import follow_run
 from tensorshard.model.provenance import Operation, Provenance
 from tensorshard.model.tensors import tensor_leaves
-from tensorshard.tensor_parallel.table.channelwise import as_channelwise
-from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention, named_arguments
+from tensorshard.tensor_parallel.table.layer_kinds import (
+    as_channelwise,
+    as_splittable,
+    is_multihead_attention,
+    named_arguments,
+)
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 

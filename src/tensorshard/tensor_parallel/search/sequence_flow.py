@@ -16,7 +16,8 @@ from tensorshard.tensor_parallel.table.layer_kinds import (
     is_multihead_attention,
     named_arguments,
 )
-from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
+from tensorshard.tensor_parallel.table.layer_styles import Column, ColwiseGather, Rowwise, Style
+from tensorshard.tensor_parallel.table.styles import Heads, Sum
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
@@ -104,21 +105,20 @@ class _StreamSources(Provenance[str]):
         self._given: dict[str, dict[int, int]] = {}  # for each module, its inputs by storage
         for name, module in block.named_modules():
             style = styles.get(name)
-            kind = style.kind if style is not None else ""
-            if is_convolution(module) and (kind in COLUMN_KINDS or kind == "rowwise"):
+            if is_convolution(module) and isinstance(style, Column | Rowwise):
                 module.register_forward_pre_hook(self._unsplit_called(name))
-            elif kind in COLUMN_KINDS:
+            elif isinstance(style, Column):
                 module.register_forward_pre_hook(self._column_called(name))
                 module.register_forward_hook(self._column_returned)
-            elif style is not None and kind == "rowwise":
-                if not style.sums_output_gradients:  # else its output is only used with split features (Mamba's x_proj)
+            elif isinstance(style, Rowwise):
+                if not style.sum_grad:  # else its output is only used with split features (Mamba's x_proj)
                     module.register_forward_hook(self._row_returned(name))
-            elif kind == "heads":
+            elif isinstance(style, Heads):
                 module.register_forward_pre_hook(self._attention_called(name), with_kwargs=True)
                 module.register_forward_hook(self._attention_returned(name, bool(module.out_proj.bias is not None)))
             elif is_multihead_attention(module):  # it reads its layers' weights directly
                 module.register_forward_pre_hook(self._unsplit_attention_called(name), with_kwargs=True)
-            elif kind == "sum" or (kind in ("", "colwise_gather") and _is_linear(module)):
+            elif isinstance(style, Sum) or ((style is None or isinstance(style, ColwiseGather)) and _is_linear(module)):
                 module.register_forward_pre_hook(self._unsplit_called(name))
             module.register_forward_pre_hook(self._entered(name), with_kwargs=True)
             module.register_forward_hook(self._returned(name))

@@ -14,8 +14,8 @@ from torch import nn
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.tensor_parallel.search.sequence_flow import StreamFlow, follow_stream, leaves_as_long, projection_of
 from tensorshard.tensor_parallel.table.layer_kinds import is_multihead_attention
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.tensor_parallel.table.table import starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside

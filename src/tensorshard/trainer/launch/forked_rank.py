@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from tensorshard.host.process_settings import allow_process_settings
 from tensorshard.torch_private import pytree
 from tensorshard.torch_private.process_groups import forget_world
 from tensorshard.trainer.launch.worker import die_with_parent
@@ -87,6 +88,7 @@ def be_a_rank(
         lock = threading.Lock()
         sys.stdout, sys.stderr = voices = _Voice(sender, lock, "stdout"), _Voice(sender, lock, "stderr")
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+        allow_process_settings()
         torch.set_num_threads(1)
         if dist.is_initialized():
             kept += forget_world()

@@ -21,8 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tensorshard.host.allocator import environment_for_training
 from tensorshard.host.memory import cores_here
+from tensorshard.host.process_settings import environment_for_training
 from tensorshard.trainer.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
 from tensorshard.trainer.launch.local_world import local_environment, register
 from tensorshard.trainer.launch.worker import INTERRUPTED, write_call
@@ -221,7 +221,7 @@ def worker_environment(nproc: int) -> dict[str, str]:
     """Environment variables for each of `nproc` workers of this machine, without those that the user has set.
 
     Each worker gets as many threads as its share of the cores. On machines without GPUs, glibc's allocator is set to
-    keep freed memory for the next step (:mod:`tensorshard.host.allocator`).
+    keep freed memory for the next step (:mod:`tensorshard.host.process_settings`).
     """
     cores = cores_here()
     settings = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorshard.common.terminal import fit, terminal_width
+from tensorshard.host.process_settings import allow_process_settings
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that was ended by Ctrl-C, as shells define it."""
@@ -56,6 +57,7 @@ def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, report: b
 
     from tensorshard.config.config_error import ConfigError
 
+    allow_process_settings()
     try:
         record(entrypoint)(*args)
     except KeyboardInterrupt:
