@@ -25,8 +25,8 @@ from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_forwards
-from tensorshard.model.other_places import follow, has_other_places
 from tensorshard.model.parameters import ParameterPlaces, like
+from tensorshard.model.references import has_references, update_references
 from tensorshard.model.trains_itself import call_before_methods, self_training
 from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.slots import OffloadedMaster, Slot
@@ -290,15 +290,13 @@ class FullyShardedModel(ShardedModel):
                     filled = like(parameter, value.contiguous())
                     self._places.replace(parameter, filled)
                     self._filled += [
-                        (owner, key, filled)
-                        for owner, key in self._places.of(parameter)
-                        if has_other_places(owner, key)
+                        (owner, key, filled) for owner, key in self._places.of(parameter) if has_references(owner, key)
                     ]
 
     def _note_unit(self, unit: list[nn.Module]) -> None:
         """Notes the master weights of `unit`, which was just sharded, and moves their shards to where they are kept."""
         for owner, key, filled in self._filled:
-            follow(owner, key, filled, parameter_at(owner, key))
+            update_references(owner, key, filled, parameter_at(owner, key))
         self._filled.clear()
         groups = [group for module in unit for group in parameter_groups(module)]
         known = {master for _, masters in self._unit_masters for master in masters}

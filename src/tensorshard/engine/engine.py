@@ -30,7 +30,7 @@ from tensorshard.engine.step import StepAgain, StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.engine.trained_parameters import TrainedParameters
 from tensorshard.host.process_settings import HostHeap
-from tensorshard.model.buffers import BufferValues, Place
+from tensorshard.model.buffers import BufferValues, Registration
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
 from tensorshard.model.trains_itself import OwnRule
 from tensorshard.model.transformers_settings import GenerationCache
@@ -212,7 +212,7 @@ class Engine(LoopMethods):
         return loss
 
     def _buffers_before(self) -> BufferValues:
-        def wanted(buffer: torch.Tensor, places: list[Place]) -> bool:
+        def wanted(buffer: torch.Tensor, places: list[Registration]) -> bool:
             if self._changing is None or buffer.nbytes <= _SMALL_BYTES:
                 return True
             return any((id(module), name) in self._changing for module, name in places)
