@@ -18,7 +18,7 @@ from tensorshard.torch_private.modules import (
 )
 from tensorshard.torch_private.tensors import tensor_version
 
-Place = tuple[nn.Module, str]
+Registration = tuple[nn.Module, str]
 """A module, and the name of a buffer in it."""
 
 STATISTICS = ("running_mean", "running_var")
@@ -36,14 +36,14 @@ class _Kept:
         silent: whether it may be written to without being counted, as torch's batch norm does to running statistics.
     """
 
-    places: list[Place]
+    places: list[Registration]
     buffer: torch.Tensor | None
     version: int
     values: torch.Tensor | None
     silent: bool = False
 
     @classmethod
-    def of(cls, buffer: torch.Tensor | None, places: list[Place]) -> "_Kept":
+    def of(cls, buffer: torch.Tensor | None, places: list[Registration]) -> "_Kept":
         if buffer is None:  # a forward may assign a tensor
             return cls(places, None, 0, None)
         silent = any(name in STATISTICS and keeps_statistics(module) for module, name in places)
@@ -69,9 +69,9 @@ class BufferValues:
     def __init__(
         self,
         modules: Iterable[nn.Module],
-        wanted: Callable[[torch.Tensor, list[Place]], bool] = lambda buffer, places: True,
+        wanted: Callable[[torch.Tensor, list[Registration]], bool] = lambda buffer, places: True,
     ) -> None:
-        found: dict[int, tuple[torch.Tensor | None, list[Place]]] = {}
+        found: dict[int, tuple[torch.Tensor | None, list[Registration]]] = {}
         for module in modules:
             for name in buffer_names(module):
                 buffer = buffer_at(module, name)
@@ -80,7 +80,7 @@ class BufferValues:
             _Kept.of(buffer, places) for buffer, places in found.values() if buffer is None or wanted(buffer, places)
         ]
 
-    def changed(self) -> list[list[Place]]:
+    def changed(self) -> list[list[Registration]]:
         """The places of each buffer that was written to or replaced since."""
         return [kept.places for kept in self._kept if kept.is_changed()]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.model.objects import ATOMIC_TYPES, slots_of
 from tensorshard.model.state_places import (
     Attributes,
     Copied,
@@ -31,7 +32,6 @@ from tensorshard.model.state_places import (
 from tensorshard.torch_private.modules import buffer_table
 
 _DEPTH = 5  # how many objects that hold each other are followed from a module's attribute or an argument
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type})
 
 _FOREIGN = ("torch", "tensorshard", "numpy", "builtins")
 
@@ -80,7 +80,7 @@ class StateOfModules:
         self._ids = {id(module) for module in self._modules}
         # torch's layers keep no state of their own; what a subclass's forward does is unknown.
         self._users = [module for module in self._modules if not is_foreign(users_class(module).__module__)]
-        classes = {cls for module in self._users for cls in forward_classes(type(module))}
+        classes = dict.fromkeys(cls for module in self._users for cls in forward_classes(type(module)))
         self._code = used_by_forwards(classes)
         self._enclosed = [pair for function in self._code.enclosed for pair in variables_around(function)]
         self._data = {cls: names for cls in classes if (names := _data_of(cls))}
@@ -99,7 +99,7 @@ class StateOfModules:
             found.places.append(Entries(buffer_table(module)))  # a forward may register one
         for cls, names in self._data.items():
             self._add(found, Named(cls, names), 0)
-        for kind in {type(module) for module in self._users if users_class(module) is not type(module)}:
+        for kind in dict.fromkeys(type(module) for module in self._users if users_class(module) is not type(module)):
             # FSDP gives a module a class of its own, on which ``type(self).count += 1`` sets the attribute.
             inherited = tuple(name for cls in kind.__mro__ for name in self._data.get(cls, ()))
             if inherited:
@@ -117,7 +117,7 @@ class StateOfModules:
         """What `values`, a call's arguments, reach. Tensors among them belong to the caller."""
         found = Reached()
         for value in values:
-            if type(value) not in _ATOMS and not isinstance(value, torch.Tensor):
+            if type(value) not in ATOMIC_TYPES and not isinstance(value, torch.Tensor):
                 self._visit(found, value, 0)
         return found
 
@@ -125,11 +125,11 @@ class StateOfModules:
         found.places.append(place)
         if depth < _DEPTH:
             for value in place.leads_to():
-                if type(value) not in _ATOMS:
+                if type(value) not in ATOMIC_TYPES:
                     self._visit(found, value, depth + 1)
 
     def _visit(self, found: Reached, value: Any, depth: int) -> None:
-        if type(value) in _ATOMS or found.is_seen(value):
+        if type(value) in ATOMIC_TYPES or found.is_seen(value):
             return
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
@@ -189,10 +189,9 @@ class StateOfModules:
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):
             self._add(found, Attributes(held), depth)
-        slots = [cls.__dict__.get("__slots__", ()) for cls in type(value).__mro__]
-        names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
+        names = tuple(name for _, name in slots_of(value))
         if names:
-            self._add(found, Named(value, tuple(n for n in names if n not in ("__dict__", "__weakref__"))), depth)
+            self._add(found, Named(value, names), depth)
 
 
 def users_class(module: nn.Module) -> type[nn.Module]:
@@ -211,7 +210,7 @@ def _data_of(cls: type) -> tuple[str, ...]:
         if not name.startswith("__")
         and not callable(value)
         and not hasattr(type(value), "__get__")
-        and not (isinstance(value, tuple | frozenset) and all(type(one) in _ATOMS for one in value))
+        and not (isinstance(value, tuple | frozenset) and all(type(one) in ATOMIC_TYPES for one in value))
     )
 
 
@@ -234,7 +233,7 @@ class UsedByCode:
     writes_items: bool = False
 
 
-def used_by_forwards(classes: set[type[nn.Module]]) -> UsedByCode:
+def used_by_forwards(classes: Iterable[type[nn.Module]]) -> UsedByCode:
     """What the forwards of `classes` use; torch's and this package's own code is left out.
 
     The code is read, not run: the names in the forwards, and in the methods and functions that these lead to.
@@ -273,9 +272,9 @@ def used_by_forwards(classes: set[type[nn.Module]]) -> UsedByCode:
     return found
 
 
-def forward_classes(cls: type[nn.Module]) -> set[type[nn.Module]]:
+def forward_classes(cls: type[nn.Module]) -> list[type[nn.Module]]:
     """The classes of `cls`'s own code, without torch's and this package's."""
-    return {base for base in cls.__mro__ if issubclass(base, nn.Module) and not is_foreign(base.__module__)}
+    return [base for base in cls.__mro__ if issubclass(base, nn.Module) and not is_foreign(base.__module__)]
 
 
 def variables_around(function: FunctionType) -> Iterator[tuple[CellType, bool]]:

@@ -6,12 +6,13 @@ import enum
 from collections import UserDict, UserList
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from tensorshard.model.objects import ATOMIC, contents_of, slots_of
 from tensorshard.torch_private.pytree import (
     TreeSpec,
     spec_as_tuples,
@@ -73,7 +74,7 @@ def tensors_within(value: Any) -> list[torch.Tensor]:
     waiting = [value]
     while waiting:
         current = waiting.pop()
-        if id(current) in seen or isinstance(current, nn.Module | type | ModuleType | str | bytes | int | float):
+        if id(current) in seen or isinstance(current, (nn.Module, *ATOMIC)):
             continue
         seen.add(id(current))
         if isinstance(current, torch.Tensor):
@@ -85,13 +86,12 @@ def tensors_within(value: Any) -> list[torch.Tensor]:
         elif isinstance(current, Collection):
             waiting += current
         if isinstance(current, FunctionType):
-            waiting += (cell.cell_contents for cell in current.__closure__ or () if _is_filled(cell))
+            waiting += (inner for cell in current.__closure__ or () for inner in contents_of(cell))
         elif isinstance(current, MethodType):
             waiting.append(current.__self__)
         else:
             waiting += getattr(current, "__dict__", {}).values()
-            slots = (name for kind in type(current).__mro__ for name in _slots(kind))
-            waiting += (getattr(current, name) for name in slots if hasattr(current, name))
+            waiting += (getattr(current, name) for _, name in slots_of(current) if hasattr(current, name))
     return found
 
 
@@ -117,19 +117,6 @@ def copy_record(record: Any) -> Any:
     made = kind.__new__(kind)
     vars(made).update(vars(record))
     return made
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    names = vars(kind).get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:

@@ -1,7 +1,7 @@
 """A model that a plan was applied to is not used in ways that would train nothing.
 
 Its modules are marked, since a second plan would train nothing. Forwards cannot read a parameter as it was before the
-plan. Places that the model's attributes lead to follow its parameters (:mod:`tensorshard.model.other_places`). But a
+plan. Places that the model's attributes lead to follow its parameters (:mod:`tensorshard.model.references`). But a
 global variable, an attribute of a class, or an iterator may refer to an old one.
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.model.other_places import other_places
+from tensorshard.model.references import references_to
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
@@ -46,7 +46,7 @@ class RestoreOnError:
                 if id(tensor) not in seen:
                     seen[id(tensor)] = tensor
                     self._restore.append(_attributes_restorer(vars(tensor)))
-        for place, _ in other_places(model, lambda tensor: id(tensor) in seen):
+        for place, _ in references_to(model, lambda tensor: id(tensor) in seen):
             self._restore.append(partial(place.put, place.get()))
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from tensorshard.comm.world import world
 from tensorshard.model.copies import copy_module
 from tensorshard.model.fake_copies import keep_padding
-from tensorshard.model.other_places import follow
 from tensorshard.model.parameters import buffer_aliases, parameter_aliases
+from tensorshard.model.references import update_references
 from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
@@ -51,7 +51,7 @@ class Removed:
     def show(self, value: torch.Tensor) -> None:
         """Puts `value` in its place, and in the other places of the tensor that was there."""
         vars(self.owner)[self.name] = value
-        follow(self.owner, self.name, self.shown[0], value)
+        update_references(self.owner, self.name, self.shown[0], value)
         self.shown[0] = value
 
     def put_own_placeholder(self, device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""Places that hold a model's parameters and buffers beside their registrations, and that follow these.
+"""References to a model's parameters and buffers beside their registrations, which follow these.
 
 A forward may read a parameter through a list, a closure, a bound method, or an object that is no module (a variable of
-keras). Where the registered tensor is replaced, for whatever reason and for however long, each such place gets the new
-one: :func:`~tensorshard.torch_private.modules.set_parameter` and ``set_buffer`` look for the places of the module.
+keras). Where the registered tensor is replaced, for whatever reason and for however long, each such reference gets the
+new one: :func:`~tensorshard.torch_private.modules.set_parameter` and ``set_buffer`` look for those of the module.
 Containers and objects stay the same ones, so that whoever shares them goes on to do so; tuples and the like are made
 again in what holds them.
 """
@@ -10,37 +10,30 @@ again in what holds them.
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator
-from enum import Enum
-from logging import Logger
-from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from tensorshard.model.objects import ATOMIC, WEAK_CONTAINERS, slots_of
 from tensorshard.torch_private.modules import (
-    OTHER_PLACES,
     RECURRENT_LISTS,
+    REFERENCES,
     TABLES,
     every_module,
     own_buffers,
     own_parameters,
 )
 
-_ATOMIC: tuple[type, ...] = (
-    type(None), type(Ellipsis), bool, int, float, complex, str, bytes, type, range, slice, CodeType, ModuleType, Enum,
-    property, Logger, torch.dtype, torch.device, torch.Generator, torch.Size, dist.ProcessGroup,
-    weakref.ProxyType, weakref.CallableProxyType,
-)  # fmt: skip
-WEAK_CONTAINERS = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
+_LEAVES = (*ATOMIC, torch.Generator, weakref.ProxyType, weakref.CallableProxyType)
 _OFTEN_EMPTY = frozenset((dict, list, set, tuple, OrderedDict))
 _LIMIT = 2_000_000  # objects that are looked into; models have thousands
 
 Swap = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Place:
+class Reference:
     """A changeable place. Its value is a tensor, or leads to tensors through objects that cannot be changed.
 
     Args:
@@ -65,7 +58,7 @@ class Place:
         return f"{self.path!r} (of a {type(self.holder).__name__})"
 
 
-class _Attribute(Place):
+class _Attribute(Reference):
     def get(self) -> Any:
         return vars(self.holder)[self.key]
 
@@ -73,7 +66,7 @@ class _Attribute(Place):
         vars(self.holder)[self.key] = value
 
 
-class _Slot(Place):
+class _Slot(Reference):
     """The key is the class, and the name of its descriptor."""
 
     def get(self) -> Any:
@@ -85,7 +78,7 @@ class _Slot(Place):
         vars(kind)[name].__set__(self.holder, value)
 
 
-class _Members(Place):
+class _Members(Reference):
     """What a set holds, or a dict that has tensors as keys."""
 
     def get(self) -> Any:
@@ -96,7 +89,7 @@ class _Members(Place):
         self.holder.update(value)
 
 
-class _Cell(Place):
+class _Cell(Reference):
     """The key is the cell's index in a function's closure."""
 
     def get(self) -> Any:
@@ -109,7 +102,7 @@ class _Cell(Place):
         self.holder.__closure__[self.key].cell_contents = value
 
 
-class _Defaults(Place):
+class _Defaults(Reference):
     def get(self) -> Any:
         return self.holder.__defaults__
 
@@ -117,7 +110,7 @@ class _Defaults(Place):
         self.holder.__defaults__ = value
 
 
-class _Keyword(Place):
+class _Keyword(Reference):
     """The key is the attribute that has the dict of a function or ``functools.partial``, and the key in it."""
 
     def get(self) -> Any:
@@ -129,7 +122,7 @@ class _Keyword(Place):
         getattr(self.holder, attribute)[name] = value
 
 
-class _Arguments(Place):
+class _Arguments(Reference):
     """The function and the positional arguments of a ``functools.partial``."""
 
     def get(self) -> Any:
@@ -140,14 +133,14 @@ class _Arguments(Place):
         self.holder.__setstate__((function, args, self.holder.keywords, vars(self.holder)))
 
 
-class Places:
-    """The other places of the tensors that one module registers, by the names that these have there."""
+class References:
+    """The references to the tensors that one module registers, by the names that these have there."""
 
     def __init__(self) -> None:
-        self.of: dict[str, list[Place]] = {}
+        self.of: dict[str, list[Reference]] = {}
 
     def replace(self, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-        """Puts `new` where the places of `name` hold `old`. What code has put there since stays."""
+        """Puts `new` where the references of `name` are to `old`. What code has put there since stays."""
         places = self.of.get(name)
         if places is None or old is None or new is None or old is new:
             return
@@ -156,7 +149,7 @@ class Places:
             swap_in(place, lambda tensor: new if tensor is old else tensor, made)
 
 
-def swap_in(place: Place, swap: Swap, made: dict[int, Any]) -> None:
+def swap_in(place: Reference, swap: Swap, made: dict[int, Any]) -> None:
     """Puts ``swap(tensor)`` in the place of each tensor there.
 
     Args:
@@ -171,35 +164,35 @@ def swap_in(place: Place, swap: Swap, made: dict[int, Any]) -> None:
         place.put(again)
 
 
-def note_other_places(model: nn.Module) -> None:
-    """Makes all other places of the tensors that `model` registers follow them."""
+def note_references(model: nn.Module) -> None:
+    """Makes all references to the tensors that `model` registers follow them."""
     registered: dict[int, list[tuple[nn.Module, str]]] = {}
     modules = list(every_module(model).values())
     for module in modules:
-        vars(module).pop(OTHER_PLACES, None)
+        vars(module).pop(REFERENCES, None)
         for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
             registered.setdefault(id(tensor), []).append((module, name))
-    for place, tensors in other_places(model, lambda tensor: id(tensor) in registered):
+    for place, tensors in references_to(model, lambda tensor: id(tensor) in registered):
         for module, name in {key: None for tensor in tensors for key in registered[id(tensor)]}:
-            places: Places = vars(module).setdefault(OTHER_PLACES, Places())
+            places: References = vars(module).setdefault(REFERENCES, References())
             places.of.setdefault(name, []).append(place)
 
 
-def has_other_places(module: nn.Module, name: str) -> bool:
-    """Whether a place is noted that follows ``module.name``."""
-    places: Places | None = vars(module).get(OTHER_PLACES)
+def has_references(module: nn.Module, name: str) -> bool:
+    """Whether a reference is noted that follows ``module.name``."""
+    places: References | None = vars(module).get(REFERENCES)
     return places is not None and name in places.of
 
 
-def follow(module: nn.Module, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-    """Tells the other places of ``module.name`` that `new` was put in the place of `old`, by whatever way."""
-    places: Places | None = vars(module).get(OTHER_PLACES)
+def update_references(module: nn.Module, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
+    """Tells the references of ``module.name`` that `new` was put in the place of `old`, by whatever way."""
+    places: References | None = vars(module).get(REFERENCES)
     if places is not None:
         places.replace(name, old, new)
 
 
-def other_places(root: Any, wanted: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Place, list[torch.Tensor]]]:
-    """Every changeable place that `root` leads to and whose value has `wanted` tensors in it, with these.
+def references_to(root: Any, wanted: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Reference, list[torch.Tensor]]]:
+    """Every reference that `root` leads to and whose value has `wanted` tensors in it, with these.
 
     Registrations in a model's modules are none. Classes, modules of Python and globals are not looked into.
     """
@@ -212,7 +205,7 @@ def other_places(root: Any, wanted: Callable[[torch.Tensor], bool]) -> Iterator[
     kept: list[Any] = []  # so that no other object gets the id of one
     while waiting and len(kept) < _LIMIT:
         holder, path = waiting.popleft()
-        for place, value in _places(holder, path, id(holder) in registered):
+        for place, value in _references(holder, path, id(holder) in registered):
             tensors = [tensor for tensor in _tensors(value) if wanted(tensor)]
             if tensors:
                 yield place, tensors
@@ -227,24 +220,24 @@ def holds(value: Any, ids: Container[int]) -> bool:
     """Whether `value` is, or leads to, one of the tensors with these ``id``."""
     if any(id(tensor) in ids for tensor in _tensors(value)):
         return True
-    return any(True for _ in other_places(value, lambda tensor: id(tensor) in ids))
+    return any(True for _ in references_to(value, lambda tensor: id(tensor) in ids))
 
 
-def _places(holder: Any, path: str, registered: bool) -> Iterator[tuple[Place, Any]]:
+def _references(holder: Any, path: str, registered: bool) -> Iterator[tuple[Reference, Any]]:
     """The changeable places of one object, with their values."""
     prefix = f"{path}." if path else ""
     kind = type(holder)
     if isinstance(holder, dict | weakref.WeakValueDictionary):
-        if isinstance(holder, dict) and any(not isinstance(key, _ATOMIC) for key in holder):
+        if isinstance(holder, dict) and any(not isinstance(key, _LEAVES) for key in holder):
             yield from _with_value(_Members(holder, None, path))
         else:
             for key, value in list(holder.items()):
-                if not isinstance(value, _ATOMIC):
-                    yield Place(holder, key, f"{path}[{key!r}]"), value
+                if not isinstance(value, _LEAVES):
+                    yield Reference(holder, key, f"{path}[{key!r}]"), value
     elif isinstance(holder, list | deque):
         for index, value in enumerate(list(holder)):
-            if not isinstance(value, _ATOMIC):
-                yield Place(holder, index, f"{path}[{index}]"), value
+            if not isinstance(value, _LEAVES):
+                yield Reference(holder, index, f"{path}[{index}]"), value
     elif isinstance(holder, set | weakref.WeakSet | weakref.WeakKeyDictionary):
         yield from _with_value(_Members(holder, None, path))
     elif kind is FunctionType:
@@ -262,27 +255,24 @@ def _places(holder: Any, path: str, registered: bool) -> Iterator[tuple[Place, A
         yield from _attributes(holder, prefix, registered)
 
 
-def _attributes(holder: Any, prefix: str, registered: bool) -> Iterator[tuple[Place, Any]]:
+def _attributes(holder: Any, prefix: str, registered: bool) -> Iterator[tuple[Reference, Any]]:
     try:
         attributes = vars(holder)
     except TypeError:
         attributes = {}
     if type(attributes) is not dict:
         return
-    skipped: tuple[str, ...] = (*TABLES, OTHER_PLACES) if registered else ()
+    skipped: tuple[str, ...] = (*TABLES, REFERENCES) if registered else ()
     if registered and isinstance(holder, nn.RNNBase):
         skipped += RECURRENT_LISTS
     for name, value in list(attributes.items()):
-        if name not in skipped and not isinstance(value, _ATOMIC):
+        if name not in skipped and not isinstance(value, _LEAVES):
             yield _Attribute(holder, name, f"{prefix}{name}"), value
-    for kind in type(holder).__mro__:
-        if "__slots__" in vars(kind):
-            for name, descriptor in vars(kind).items():
-                if isinstance(descriptor, MemberDescriptorType):
-                    yield from _with_value(_Slot(holder, (kind, name), f"{prefix}{name}"))
+    for kind, name in slots_of(holder):
+        yield from _with_value(_Slot(holder, (kind, name), f"{prefix}{name}"))
 
 
-def _with_value(place: Place) -> Iterator[tuple[Place, Any]]:
+def _with_value(place: Reference) -> Iterator[tuple[Reference, Any]]:
     try:
         yield place, place.get()
     except (LookupError, AttributeError):
@@ -304,7 +294,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _entered(value: Any) -> Iterator[Any]:
     """The objects with changeable places that `value` is or holds."""
-    if isinstance(value, _ATOMIC):
+    if isinstance(value, _LEAVES):
         return
     if isinstance(value, torch.Tensor):
         return
