@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.model.call_stack import is_called_by_user, mark_modules
+from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.watched_parameters import Pause, unwatch, watch
 from tensorshard.tensor_parallel.apply.full_view import FullView, PartOf
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
@@ -163,8 +164,7 @@ class UserViews:
                     self._gathered.append((shown, view))
             self._leave()
 
-        model.register_forward_pre_hook(before, prepend=True)
-        model.register_forward_hook(after, always_call=True)
+        hook_root(model, RootRole.WHOLE_PARAMETERS, before=before, after=after, always=True)
 
     def _cut_given(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Puts parts in the place of whole tensors that were given for a call, as ``torch.func.functional_call``
