@@ -78,8 +78,6 @@ class Role(IntEnum):
     """Everything further in is compiled."""
     OFFLOADED_ACTIVATIONS = auto()
     """What everything further in keeps for backward goes to another tier."""
-    COMPOSED = auto()
-    """In an estimate, a block repeats what was recorded for a block like it."""
     PIPELINE_STAGE = auto()
     """A module that another stage computes is not computed here."""
     TRACE = auto()

@@ -53,22 +53,6 @@ class Timeline:
         busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
         return 1 - busy / (self.length * len(self.ranks))
 
-    @property
-    def active(self) -> tuple[tuple[float, int], ...]:
-        """How long so many ranks act at once: times, each with a number of ranks."""
-        changes: dict[float, int] = {}
-        for rank in self.ranks:
-            for timed in rank:
-                changes[timed.start] = changes.get(timed.start, 0) + 1
-                changes[timed.end] = changes.get(timed.end, 0) - 1
-        times: dict[int, float] = {}
-        before, count = 0.0, 0
-        for time, change in sorted(changes.items()):
-            if count:
-                times[count] = times.get(count, 0.0) + time - before
-            before, count = time, count + change
-        return tuple((times[count], count) for count in sorted(times))
-
     def kept(self, rank: int) -> int:
         """The largest number of forwards for which `rank` keeps activations at once. Each is of one of its stages."""
         count = most = 0
