@@ -28,8 +28,8 @@ from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.plan.storage import Storage, TemporaryCopy
 from tensorshard.sharded.sharded_model import ShardedModel
+from tensorshard.weights.files.checkpoint_files import SafeReader, read_metadata
 from tensorshard.weights.files.export import write_configs
-from tensorshard.weights.files.safe_reader import SafeReader, read_metadata
 
 if TYPE_CHECKING:
     from tensorshard.engine.random_streams import RandomStreams

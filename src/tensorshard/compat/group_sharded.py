@@ -23,11 +23,10 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world, world_size
 from tensorshard.engine.optimizer import build_optimizer
 from tensorshard.model.trains_itself import self_training
-from tensorshard.parallelize.apply_passes import apply_plan
-from tensorshard.parallelize.model_checks import check_model
-from tensorshard.parallelize.open_storage import open_storage
-from tensorshard.parallelize.restore_on_error import UsersModules
-from tensorshard.parallelize.sharded_mark import check_not_laid_out, mark_laid_out
+from tensorshard.parallelize.build import open_storage, shard_model
+from tensorshard.parallelize.checks import check_model
+from tensorshard.parallelize.parallelized_models import check_not_parallelized, mark_parallelized
+from tensorshard.parallelize.restore_on_error import RestoreOnError
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import ZERO_NAMES, Plan
 from tensorshard.sharded.sharded_model import ShardedModel
@@ -101,7 +100,7 @@ def group_sharded_parallel(
         raise ValueError(f"segment_size is {segment_size!r}; it must be a number of bytes, at least 1, or None")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a built nn.Module")
-    check_not_laid_out(model)
+    check_not_parallelized(model)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not in the group; call group_sharded_parallel on the group's own ranks alone")
     names = _check_optimizer(model, optimizer)
@@ -118,11 +117,11 @@ def group_sharded_parallel(
     if mesh.rank == 0:
         print(mesh.describe(), flush=True)
     storage = open_storage(plan, mesh, device)
-    with UsersModules() as users:
-        users.keep(model)
+    with RestoreOnError() as restored:
+        restored.note(model)
         source = from_module(model)
-        sharded = apply_plan(source, plan, mesh, device, broadcast=mesh.world_size > 1, storage=storage)
-    mark_laid_out([model], "tensorshard.group_sharded_parallel")
+        sharded = shard_model(source, plan, mesh, device, broadcast=mesh.world_size > 1, storage=storage)
+    mark_parallelized([model], "tensorshard.group_sharded_parallel")
     object.__setattr__(model, _ATTRIBUTE, _Layout(sharded, mesh, split))
     masters = sharded.masters()
     for group_options in optimizer.param_groups:

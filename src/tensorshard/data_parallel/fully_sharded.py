@@ -24,9 +24,9 @@ from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.data_parallel.written_values import WrittenShards
-from tensorshard.model.other_places import follow, has_other_places
+from tensorshard.model.forward_contexts import RootRole, hook_root, surround_forwards
 from tensorshard.model.parameters import ParameterPlaces, like
-from tensorshard.model.surrounded import surround_forwards
+from tensorshard.model.references import has_references, update_references
 from tensorshard.model.trains_itself import call_before_methods, self_training
 from tensorshard.passes.precision import autocast, compute_dtype, master_dtype, widen_output
 from tensorshard.plan.mesh import Mesh
@@ -128,7 +128,6 @@ class FullyShardedModel(ShardedModel):
         self._calls = self._watch_units(mesh)
         if precision != "fp32":
             self._narrow_calls_from_outside(precision, torch.device(mesh.device_mesh.device_type))
-        model.register_forward_hook(lambda *call: self._forward_over(call[-1]), always_call=True)
         self._shards.watch_forwards(model)
         if is_gloo(mesh.group("dp_shard"), torch.device(mesh.device_mesh.device_type)):
             names = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
@@ -160,7 +159,13 @@ class FullyShardedModel(ShardedModel):
         self._gradients.calls = calls
         self._reads.copies = values.fresh_copy
         initialize_root(model)
-        model.register_forward_pre_hook(lambda *_: self._forward_begins(), prepend=True)
+        hook_root(
+            model,
+            RootRole.DATA_PARALLEL,
+            before=lambda *_: self._forward_begins(),
+            after=lambda *call: self._forward_over(call[-1]),
+            always=True,
+        )
         return calls
 
     def _narrow_calls_from_outside(self, precision: str, device: torch.device) -> None:
@@ -193,8 +198,10 @@ class FullyShardedModel(ShardedModel):
         for modules, masters in self._unit_masters:
             for module in modules:
                 wait = partial(update.wait, masters)
-                module.register_forward_pre_hook(lambda *_, wait=wait: wait(), prepend=True)
-                if module is not self.model:
+                if module is self.model:
+                    hook_root(module, RootRole.BACKGROUND_UPDATE, before=lambda *_, wait=wait: wait())
+                else:
+                    module.register_forward_pre_hook(lambda *_, wait=wait: wait(), prepend=True)
                     call_before_methods(module, wait)
 
     def masters(self) -> dict[str, nn.Parameter]:
@@ -275,15 +282,13 @@ class FullyShardedModel(ShardedModel):
                     filled = like(parameter, value.contiguous())
                     self._places.replace(parameter, filled)
                     self._filled += [
-                        (owner, key, filled)
-                        for owner, key in self._places.of(parameter)
-                        if has_other_places(owner, key)
+                        (owner, key, filled) for owner, key in self._places.of(parameter) if has_references(owner, key)
                     ]
 
     def _note_unit(self, unit: list[nn.Module]) -> None:
         """Notes the master weights of `unit`, which was just sharded, and moves their shards to where they are kept."""
         for owner, key, filled in self._filled:
-            follow(owner, key, filled, parameter_at(owner, key))
+            update_references(owner, key, filled, parameter_at(owner, key))
         self._filled.clear()
         groups = [group for module in unit for group in parameter_groups(module)]
         known = {master for _, masters in self._unit_masters for master in masters}

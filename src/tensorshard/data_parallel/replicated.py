@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tensorshard.data_parallel.published_weights import PublishedWeights
 from tensorshard.data_parallel.reduction import Bucket, Groups, Reduction
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.model.buffers import keeps_statistics
+from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.parameters import ParameterPlaces
-from tensorshard.model.running_statistics import keeps_statistics
-from tensorshard.model.surrounded import as_hook
 from tensorshard.model.trains_itself import call_before_methods
 from tensorshard.model.watched_parameters import (
     Watch,
@@ -102,7 +102,7 @@ class ReplicatedModel(ShardedModel):
         self._shown_gradients: dict[ReplicatedParameter, _ShownGradient] = {}
         for parameter in self._all.values():
             self._watch(parameter)
-        model.register_forward_pre_hook(as_hook(self._before_forward), prepend=True)
+        hook_root(model, RootRole.DATA_PARALLEL, before=self._before_forward)
         if self._groups.shard is not None:
             self._wait_before_forward(units)
 
@@ -178,7 +178,7 @@ class ReplicatedModel(ShardedModel):
         if self._groups.shard is None:  # else forwards already wait for gathers
             self._wait_before_forward(self._units)
         # Units that this forward did not call are gathered, too: another rank may have called them.
-        self.model.register_forward_hook(lambda *_: self._weights.publish_updated(), always_call=True)
+        hook_root(self.model, RootRole.BACKGROUND_UPDATE, after=lambda *_: self._weights.publish_updated(), always=True)
 
     def gather_as_updated(self, copied: Container[torch.Tensor] = ()) -> None:
         self._weights.publish_as_updated(self._call_order(), copied)
@@ -491,8 +491,10 @@ class ReplicatedModel(ShardedModel):
             if module is self.model:
                 self._weights.wait(self._frozen)
 
-        module.register_forward_pre_hook(wait)
-        if module is not self.model:
+        if module is self.model:
+            hook_root(module, RootRole.GATHERED_PARAMETERS, before=wait)
+        else:
+            module.register_forward_pre_hook(wait)
             call_before_methods(module, wait)
 
 

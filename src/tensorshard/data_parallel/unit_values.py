@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.sharding import local_shard
 from tensorshard.comm.world import world
 from tensorshard.data_parallel.written_values import WrittenShards
-from tensorshard.model.other_places import follow, has_other_places
+from tensorshard.model.references import has_references, update_references
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, note_data
 from tensorshard.torch_private.dispatch import (
     WithoutTorchFunctions,
@@ -47,7 +47,7 @@ class UnitValues:
     def add(self, group: Any) -> None:
         """Adds a unit."""
         self._places[group] = shown_parameters(group)
-        followed = [(module, name, p) for module, name, p in self._places[group] if has_other_places(module, name)]
+        followed = [(module, name, p) for module, name, p in self._places[group] if has_references(module, name)]
         if followed:
             self._followed[group] = followed
         self._groups.update({p.sharded_param: (group, p) for p in group.fsdp_params})
@@ -111,7 +111,7 @@ class UnitValues:
                     copy.requires_grad_(sharded.requires_grad)
                     self._noted[group] = self._state(group)
         for module, name, fsdp_param in self._followed.get(group, ()):
-            follow(module, name, fsdp_param.sharded_param, unsharded_parameter(fsdp_param))
+            update_references(module, name, fsdp_param.sharded_param, unsharded_parameter(fsdp_param))
         for module, name, tensor in given:
             set_parameter(module, name, tensor)
 
@@ -126,7 +126,7 @@ class UnitValues:
 
     def _follow_shards(self, group: Any) -> None:
         for module, name, fsdp_param in self._followed.get(group, ()):
-            follow(module, name, unsharded_parameter(fsdp_param), fsdp_param.sharded_param)
+            update_references(module, name, unsharded_parameter(fsdp_param), fsdp_param.sharded_param)
 
     def _show_given(self, group: Any) -> None:
         for module, name, tensor in self.given(group):

@@ -29,11 +29,11 @@ from tensorshard.engine.step import StepAgain, StepRunner, WholeModelStepRunner
 from tensorshard.engine.summary import Summary, summarize
 from tensorshard.engine.trained_parameters import TrainedParameters
 from tensorshard.host.process_settings import HostHeap
-from tensorshard.model.buffer_values import BufferValues, Place
-from tensorshard.model.generation_cache import GenerationCache
-from tensorshard.model.surrounded import surround_forwards
+from tensorshard.model.buffers import BufferValues, Registration
+from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
 from tensorshard.model.trains_itself import OwnRule
-from tensorshard.passes.compile_log import CompileLog
+from tensorshard.model.transformers_settings import GenerationCache
+from tensorshard.passes.compile import CompileLog
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import Storage
@@ -115,12 +115,14 @@ class Engine(LoopMethods):
         self._looked_for_schedulers = False
         self._compile_log = CompileLog() if plan.compile and mesh.rank == 0 else None
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
-            surround_forwards(sharded.model, random.installed)
-            surround_forwards(sharded.model, partial(cache.off_in_training, sharded.model))
+            surround_root(sharded.model, RootRole.RANDOM_STREAMS, random.installed)
+            surround_root(sharded.model, RootRole.CACHE_OFF, partial(cache.off_in_training, sharded.model))
             if self._compile_log is not None:
-                surround_forwards(sharded.model, self._compile_log.watched)
-            sharded.model.register_forward_hook(
-                lambda *_: None if torch.is_grad_enabled() else storage.check_transfers()
+                surround_root(sharded.model, RootRole.COMPILE_LOG, self._compile_log.watched)
+            hook_root(
+                sharded.model,
+                RootRole.TRANSFERS,
+                after=lambda *_: None if torch.is_grad_enabled() else storage.check_transfers(),
             )
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()
@@ -206,7 +208,7 @@ class Engine(LoopMethods):
         return loss
 
     def _buffers_before(self) -> BufferValues:
-        def wanted(buffer: torch.Tensor, places: list[Place]) -> bool:
+        def wanted(buffer: torch.Tensor, places: list[Registration]) -> bool:
             if self._changing is None or buffer.nbytes <= _SMALL_BYTES:
                 return True
             return any((id(module), name) in self._changing for module, name in places)

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
-from tensorshard.model.elsewhere import Elsewhere
 from tensorshard.passes.precision import master_dtype
+from tensorshard.pipeline.run.stage_skeleton import Elsewhere
 from tensorshard.plan.mesh import Mesh
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.modules import every_module, own_parameters, set_parameter

@@ -16,6 +16,7 @@ from torch import nn
 
 from tensorshard.comm.decisions import succeed_together
 from tensorshard.host.process_settings import give_back_free_memory, map_tensors_from
+from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.tiers import TILE_ALIGNMENT, OffloadedMaster, Slot, SlotSpec, Tiers
 from tensorshard.plan.storage import ParameterUnits, Place, UpdateProgress
@@ -141,7 +142,7 @@ class OffloadedParameters(ParameterUnits):
             raise self._refused
 
     def watch_forwards(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(lambda *_: self.begin(), prepend=True)
+        hook_root(model, RootRole.OFFLOADED_PARAMETERS, before=lambda *_: self.begin())
 
     def watch_updates(self, update: UpdateProgress) -> None:
         self._is_current = update.is_done

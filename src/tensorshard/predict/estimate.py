@@ -19,12 +19,11 @@ from torch import nn
 from tensorshard.comm.forked import run_at_once
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
-from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
 from tensorshard.model.fake_copies import make_fake_copy
-from tensorshard.model.packed_sequences import NotPacked
 from tensorshard.model.tensors import map_tensors_once
-from tensorshard.parallelize.build import lay_out_engine
+from tensorshard.model.transformers_settings import NotPacked
+from tensorshard.parallelize.build import build_engine
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.plan.field_checks import check_choice, size_in_bytes
 from tensorshard.plan.plan import AXES, Plan
@@ -86,12 +85,11 @@ class Estimate:
         """Seconds of a step on the hardware, with a low and a high bound; None without hardware whose speed is known,
         or if not every rank was run.
 
-        Times on the hardware of a profile are not validated. Those on "this-machine" follow from measured rates.
+        Times are a roofline's. They order plans; ``tensorshard plan --measure`` measures.
         """
         if self.hardware is None or self.hardware.rates is None or not self.complete:
             return None
-        rates = self.hardware.rates.shared_by(self.world_size, cores_here())
-        return step_time(self.ranks, self.plan, self.world_size, rates)
+        return step_time(self.ranks, self.plan, self.world_size, self.hardware.rates)
 
     @property
     def time_by_category(self) -> dict[str, float] | None:
@@ -264,7 +262,7 @@ def estimate(
 
             def build() -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
-                return lay_out_engine(
+                return build_engine(
                     rows.building(ours),
                     tried,
                     optimizer=optimizer,
@@ -279,12 +277,7 @@ def estimate(
                 return first_samples(made[0], size, samples), first_samples(made[1], size, samples)
 
             counter = OperationLedger()
-            try:
-                ledger, known, engine = watch_steps(build, batch, counter, compose=True)
-            except (LookupError, AttributeError, AssertionError, RuntimeError) as error:
-                logger.debug("an estimate runs all blocks, as one could not be told from another: %r", error)
-                counter = OperationLedger()
-                ledger, known, engine = watch_steps(build, batch, counter)
+            ledger, known, engine = watch_steps(build, batch, counter)
             operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
             # A CPU rank's device memory is the host's, which also holds what is offloaded to it.
             offloaded = engine.storage.held("host memory") if device == "cpu" else 0

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorshard.weights.initial import Recording, TensorSource, record
-from tensorshard.weights.initial.replay import draw_seed
+from tensorshard.weights.initial.operation_log import draw_seed
 
 SEED = 7
 

@@ -12,7 +12,7 @@ from torch import nn
 from peak_memory import peak_memory_of
 from rank_pool import RankPool
 from tensorshard.weights.initial import HeldTensors, Recording, TensorSource, from_meta, from_module, record
-from tensorshard.weights.initial.replay import draw_seed
+from tensorshard.weights.initial.operation_log import draw_seed
 
 
 class Reader(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tensorshard.weights.initial import Recording, record
-from tensorshard.weights.initial.replay import draw_seed
+from tensorshard.weights.initial.operation_log import draw_seed
 
 transformers = pytest.importorskip("transformers")
 

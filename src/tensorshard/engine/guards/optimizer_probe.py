@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.decisions import succeed_together
 from tensorshard.comm.sharding import distribute
-from tensorshard.comm.world import world
+from tensorshard.comm.world import world as current_world
 from tensorshard.sharded.sharded_model import ParameterSplit
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
@@ -56,9 +56,9 @@ def check_optimizer(
     masters: Mapping[str, nn.Parameter],
     split: ParameterSplit,
     zero: int,
-    group: dist.ProcessGroup,
+    world: dist.ProcessGroup,
 ) -> None:
-    """Refuses an optimizer that would not update parts as it updates the whole. A collective of `group`.
+    """Refuses an optimizer that would not update parts as it updates the whole. A collective of `world`.
 
     Args:
         optimizer: the one that was built of `masters`.
@@ -71,7 +71,7 @@ def check_optimizer(
     """
     if type(optimizer) in _ELEMENTWISE:
         return
-    is_fake = world().is_simulated
+    is_fake = current_world().is_simulated
     trained = {name: master for name, master in masters.items() if master.requires_grad}
     sharded = [name for name, master in trained.items() if isinstance(master, DTensor)]
 
@@ -82,7 +82,7 @@ def check_optimizer(
             if sharded and not is_fake:
                 _check_shards(build, trained, sharded, zero)
 
-    succeed_together(check, group, "parallelize")
+    succeed_together(check, world, "parallelize")
 
 
 def _check_parts(build: Build, trained: Mapping[str, nn.Parameter], split: ParameterSplit) -> None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from tensorshard.model.detached_alias import DetachedAlias
-from tensorshard.model.values import Layout, take_apart
-from tensorshard.pipeline.cut.cut import Cut
+from tensorshard.model.tensors import TensorSpec, take_apart
+from tensorshard.pipeline.cut import Cut
 from tensorshard.pipeline.trace.call_graph import Leaf
+from tensorshard.pipeline.trace.derivatives import DetachedAlias
 
 
 class StageLeft(BaseException):
@@ -76,7 +76,7 @@ class StageRun:
         for leaf in wanted:
             layout, unit = self._graph.layout(leaf), self._graph.calls[call].unit
             if leaf[1] >= len(tensors) or not layout.fits(tensors[leaf[1]]):
-                got = [str(Layout.of(tensor)) for tensor in tensors]
+                got = [str(TensorSpec.of(tensor)) for tensor in tensors]
                 raise RuntimeError(
                     f"{unit!r} returned {', '.join(got) or 'no tensor'}, but tensor {leaf[1]} of its output should be "
                     f"{layout}, as in the run on fake tensors: its shapes depend on values"
@@ -97,7 +97,7 @@ class StageRun:
             [self._tensor((call, index), layout, device) for index, layout in enumerate(made.layouts)]
         )
 
-    def _tensor(self, leaf: Leaf, layout: Layout, device: torch.device | None) -> torch.Tensor:
+    def _tensor(self, leaf: Leaf, layout: TensorSpec, device: torch.device | None) -> torch.Tensor:
         overwritten = leaf in self._graph.overwritten
         if leaf in self._values and leaf[0] < self._start:
             return self._values[leaf].clone() if overwritten else self._values[leaf]

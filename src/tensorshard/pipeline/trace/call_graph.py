@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from tensorshard.model.values import Layout, Structure
+from tensorshard.model.tensors import Structure, TensorSpec
 
 Leaf = tuple[int, int]
 """A tensor: the index of the unit call that returned it, and its index among the tensors of that call's output."""
@@ -48,7 +48,7 @@ class UnitCall:
     reads: Reads
     gradients: frozenset[Leaf]
     structure: Structure
-    layouts: tuple[Layout, ...]
+    layouts: tuple[TensorSpec, ...]
     flops: int
     written_bytes: int
     saved_bytes: int
@@ -99,11 +99,11 @@ class CallGraph:
         """What call `index` needs; what the output needs for the index after the last call."""
         return self.output if index == len(self.calls) else self.calls[index].reads
 
-    def layout(self, leaf: Leaf) -> Layout:
+    def layout(self, leaf: Leaf) -> TensorSpec:
         """The layout of `leaf`."""
         return self.calls[leaf[0]].layouts[leaf[1]]
 
-    def sent_layout(self, leaf: Leaf) -> Layout:
+    def sent_layout(self, leaf: Leaf) -> TensorSpec:
         """The layout of a `leaf` that crosses a cut; without a gradient where none comes back for it."""
         layout = self.layout(leaf)
         return replace(layout, requires_grad=layout.requires_grad and leaf in self._with_gradients)
@@ -111,13 +111,13 @@ class CallGraph:
     @cached_property
     def _with_gradients(self) -> frozenset[Leaf]:
         # If later calls write into an output, it may need a gradient that its first content does not need.
-        found = set(self.output_gradients | self.changed)
-        with_gradients = {call for call, _ in found}
+        leaves = set(self.output_gradients | self.changed)
+        with_gradients = {call for call, _ in leaves}
         for index in reversed(range(len(self.calls))):
             if index in with_gradients:
-                found |= self.calls[index].gradients
+                leaves |= self.calls[index].gradients
                 with_gradients |= {call for call, _ in self.calls[index].gradients}
-        return frozenset(found)
+        return frozenset(leaves)
 
     @cached_property
     def _last_use(self) -> dict[Leaf, int]:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from tensorshard.common.repetitions import FewTurns
+from tensorshard.model.call_stack import users_line
 from tensorshard.model.provenance import Operation, Provenance
-from tensorshard.model.source_lines import users_line
 from tensorshard.model.tensors import storage_key, tensor_leaves
 from tensorshard.pipeline.trace.call_graph import Leaf, Reads
 from tensorshard.pipeline.trace.derivatives import UncuttableError

@@ -29,12 +29,12 @@ from tensorshard.model.forwards import (
     roles_of,
     wrap_forward,
 )
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
 from tensorshard.model.tensors import map_tensors, tensor_leaves
-from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
-from tensorshard.tensor_parallel.apply.sequence_shapes import forward_with_full_lengths
-from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.apply.attention import attention_forward
+from tensorshard.tensor_parallel.apply.local_shapes import forward_with_full_lengths
+from tensorshard.tensor_parallel.apply.split_layers import SharedColumns
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 
 _LENGTH = "_sequence_length"
