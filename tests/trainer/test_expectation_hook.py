@@ -19,7 +19,7 @@ def _after_ten_steps(hardware: Hardware | None, estimated: int, *, keeps: bool =
     """A run whose first three steps take 5 s, and the others 0.3 s, against 0.2 s."""
     expected: Any = SimpleNamespace(
         hardware=hardware,
-        step_time=None if hardware is None else StepTime(0.2, 0.1, 0.4, {}, busy=0.2),
+        step_time=None if hardware is None else StepTime(0.2, 0.1, 0.4, {}),
         ranks=[SimpleNamespace(peak_allocated=estimated)],
     )
     memory: Any = SimpleNamespace(bytes=lambda: 700 << 20)

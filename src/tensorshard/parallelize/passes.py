@@ -143,9 +143,9 @@ def full_parameters(part: Part, context: PassContext) -> None:
     """Split parameters look full to code that is not the model's."""
     assert part.sharded is not None
     if part.split.size > 1:
-        from tensorshard.tensor_parallel.apply.whole_parameters import WholeParameters
+        from tensorshard.tensor_parallel.apply.user_views import UserViews
 
-        part.sharded.whole_views.append(WholeParameters(part.module, part.split, part.sharded.full_shapes()))
+        part.sharded.whole_views.append(UserViews(part.module, part.split, part.sharded.full_shapes()))
 
 
 PASSES: tuple[Callable[[Part, PassContext], None], ...] = (

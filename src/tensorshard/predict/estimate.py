@@ -19,7 +19,6 @@ from torch import nn
 from tensorshard.comm.forked import run_at_once
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.optimizer import OptimizerFactory
-from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
 from tensorshard.model.fake_copies import make_fake_copy
 from tensorshard.model.tensors import map_tensors_once
@@ -86,12 +85,11 @@ class Estimate:
         """Seconds of a step on the hardware, with a low and a high bound; None without hardware whose speed is known,
         or if not every rank was run.
 
-        Times on the hardware of a profile are not validated. Those on "this-machine" follow from measured rates.
+        Times are a roofline's. They order plans; ``tensorshard plan --measure`` measures.
         """
         if self.hardware is None or self.hardware.rates is None or not self.complete:
             return None
-        rates = self.hardware.rates.shared_by(self.world_size, cores_here())
-        return step_time(self.ranks, self.plan, self.world_size, rates)
+        return step_time(self.ranks, self.plan, self.world_size, self.hardware.rates)
 
     @property
     def time_by_category(self) -> dict[str, float] | None:
@@ -279,12 +277,7 @@ def estimate(
                 return first_samples(made[0], size, samples), first_samples(made[1], size, samples)
 
             counter = OperationLedger()
-            try:
-                ledger, known, engine = watch_steps(build, batch, counter, compose=True)
-            except (LookupError, AttributeError, AssertionError, RuntimeError) as error:
-                logger.debug("an estimate runs all blocks, as one could not be told from another: %r", error)
-                counter = OperationLedger()
-                ledger, known, engine = watch_steps(build, batch, counter)
+            ledger, known, engine = watch_steps(build, batch, counter)
             operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
             # A CPU rank's device memory is the host's, which also holds what is offloaded to it.
             offloaded = engine.slots.held("host memory") if engine.slots is not None and device == "cpu" else 0

@@ -6,18 +6,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
 
 from tensorshard.common.repetitions import shortened
 from tensorshard.engine.engine import Engine
-from tensorshard.model.blocks import find_blocks
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.offload.slots import Slots
-from tensorshard.pipeline.run.pipelined_model import PipelinedModel
-from tensorshard.pipeline.run.split_backward import may_split_backward
-from tensorshard.plan.plan import Plan
-from tensorshard.plan.schedules import find_schedule
-from tensorshard.predict.composed_blocks import ComposedBlocks
 from tensorshard.predict.operation_ledger import OperationLedger
 from tensorshard.predict.rank_estimate import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from tensorshard.predict.storage_ledger import StorageLedger
@@ -98,15 +91,11 @@ def watch_steps(
     make_engine: Callable[[], Engine],
     make_batch: Callable[[], tuple[Any, Any]],
     operations: OperationLedger | None = None,
-    *,
-    compose: bool = False,
 ) -> tuple[StorageLedger, dict[int, str], Engine]:
     """Makes an Engine and takes :data:`STEPS` steps.
 
     Args:
         operations: a ledger that counts what the last step computes and sends; None for none.
-        compose: whether one of several equal blocks is run for all (:mod:`.composed_blocks`). This needs fake tensors
-            and `operations`.
 
     Returns:
         The ledger of construction and steps; the categories of storages whose use is known, by their numbers; the
@@ -118,8 +107,7 @@ def watch_steps(
     with StorageLedger(counts, operations=operations) as ledger:
         engine = make_engine()
         with ExitStack() as stack:
-            if compose and operations is not None and _can_compose(engine.plan):
-                ComposedBlocks(ledger, operations).compose(_blocks(engine))
+            if operations is not None:
                 stack.enter_context(shortened(operations.turns))
             watcher = stack.enter_context(StepWatcher(ledger, engine))
             inputs, targets = make_batch()
@@ -146,21 +134,6 @@ def _is_fake(storage: torch.UntypedStorage) -> bool:
 
 def _is_real(storage: torch.UntypedStorage) -> bool:
     return not _is_fake(storage)
-
-
-def _can_compose(plan: Plan) -> bool:
-    """Whether a block's call under a plan can be replayed: not compiled, its backward in one piece, no activations
-    offloaded."""
-    splits = plan.pp > 1 and find_schedule(plan.pp_schedule).splits_backward and may_split_backward(plan)
-    # Activations are offloaded when they are saved for backward, inside of blocks.
-    moves = plan.offloaded is not None and plan.offloaded.activations is not None
-    return not (plan.compile or splits or moves)
-
-
-def _blocks(engine: Engine) -> list[nn.Module]:
-    if isinstance(engine.sharded, PipelinedModel):
-        return [block for stage in engine.sharded.stages for block in stage.blocks.values()]
-    return list(find_blocks(engine.sharded.model).values())
 
 
 def _elsewhere(ledger: StorageLedger, slots: Slots) -> set[int]:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import default_device, join_world
 from tensorshard.host.memory import held_memory
-from tensorshard.host.process_settings import schedule_as_batch
-from tensorshard.predict.hardware import Hardware, HostCosts, Link, Rates, rates_from_json
+from tensorshard.predict.hardware import Hardware, Link, Rates
 from tensorshard.predict.machine_rates import (
     disk_rate,
     host_rate,
@@ -22,14 +21,9 @@ from tensorshard.predict.machine_rates import (
     memory_rate,
     operator_overhead,
 )
-from tensorshard.predict.operator_rates import with_operators
-from tensorshard.trainer.host_rates import host_costs, with_host_costs
 from tensorshard.trainer.self_test import run as run_plans
 
 PLANS = ("ZeRO 3", "tp 2")
-SHARED = 2
-"""The cores that twice as many ranks share in :func:`run_crowded`."""
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NEAR_MATMUL = (0.6, 1.0)  # of the rate of a large product; a model's products are smaller
 _NEAR_MEMORY = (0.6, 1.5)  # caches make it faster
@@ -49,25 +43,6 @@ def run(results: str) -> None:
     rates, notes = measure_rates(device, size)
     if dist.get_rank() == 0:
         found = {"memory": memory_of(device), "context": context, "rates": asdict(rates), "notes": notes}
-        Path(results).write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def run_crowded(results: str) -> None:
-    """Measures operators, and what ranks compute besides them, if ranks share cores; adds it to the JSON in the file
-    `results`, in which :func:`run` left the other rates. All CPU ranks of a node run this, on as many cores as
-    :data:`SHARED`."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:SHARED])
-    join_world(torch.device("cpu"))
-    found = json.loads(Path(results).read_text())
-    schedule_as_batch()  # as an Engine does
-    rates = rates_from_json(found["rates"])
-    crowded = with_operators(rates)
-    found["rates"]["crowded_operators"] = crowded.operators
-    found["rates"]["crowded"] = asdict(host_costs(crowded))
-    dist.barrier()  # every rank has read the file
-    if dist.get_rank() == 0:
         Path(results).write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -103,10 +78,6 @@ def measure_rates(device: torch.device, size: int) -> tuple[Rates, list[str]]:
         host_bandwidth=host,
         disk_bandwidth=disk,
     )
-    if device.type == "cpu":
-        rates = with_operators(rates)
-        if size == 2:
-            rates = with_host_costs(rates)
     return rates, notes
 
 
@@ -138,27 +109,8 @@ def describe(rates: Rates, seconds: float) -> str:
         "operator": f"{rates.launch * 1e6:.1f} us beside its work",
         "collectives": f"{link.latency * 1e6:,.0f} us a message, {link.bandwidth / 1e9:,.2f} GB/s",
     }
-    if rates.operators:
-        lines["operators"] = f"{len(rates.operators)} timed, at {sum(map(len, rates.operators.values()))} sizes"
-    if rates.host is not None:
-        lines["messages (CPU time)"] = _messages(rates.host)
-        lines["Engine (CPU time)"] = _engine(rates.host)
-    if rates.crowded is not None:
-        lines["messages (shared cores)"] = _messages(rates.crowded)
-        lines["Engine (shared cores)"] = _engine(rates.crowded)
     if rates.disk_bandwidth is not None:
         lines["disk (direct)"] = f"{rates.disk_bandwidth / 1e9:,.2f} GB/s"
     lines["took"] = f"{seconds:.0f} s"
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
-
-
-def _messages(host: HostCosts) -> str:
-    return f"{host.message * 1e6:.0f} us, {host.queued * 1e6:.0f} us among others, {host.byte * 1e9:.2f} ns a byte"
-
-
-def _engine(host: HostCosts) -> str:
-    return (
-        f"{host.unit * 1e6:.0f} us a unit of ZeRO 3, {host.split * 1e6:.0f} us a collective of tp, "
-        f"{host.action * 1e6:.0f} us an action of a stage"
-    )

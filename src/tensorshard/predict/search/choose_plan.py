@@ -17,7 +17,7 @@ from tensorshard.plan.plan import Plan
 from tensorshard.predict.search.find_plans import find_plans
 from tensorshard.predict.search.guessed_targets import guess_targets
 from tensorshard.predict.search.machine import hardware_here
-from tensorshard.predict.search.question import fixed_fields
+from tensorshard.predict.search.problem import fixed_fields
 
 
 def choose_plan(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.tensors import map_tensors, tensor_leaves
 from tensorshard.predict.search.model_facts import model_facts
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
@@ -51,6 +52,8 @@ def _is_taken(loss_fn: Callable[[Any, Any], Any], output: Any, targets: Any) -> 
         try:
             fakes = [map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), tree) for tree in (output, targets)]
             loss_fn(*fakes)
-        except Exception:  # a loss may raise anything for targets that do not suit it
-            return False
+        except Exception as error:  # a loss may raise anything for targets that do not suit it
+            if isinstance(error, Warning) or raised_by_model(error):
+                return False
+            raise
     return True

@@ -4,10 +4,7 @@ import os
 
 import torch
 
-from tensorshard.host.memory import cores_here
-from tensorshard.predict.estimate import Estimate
 from tensorshard.predict.hardware import THIS_MACHINE, Hardware, Link, Rates, find_hardware, known_hardware
-from tensorshard.predict.step_time import Active, seconds_on_cores
 
 ASSUMED_CPU = "assumed-cpu"
 """The name of the hardware that stands for a machine which was not measured."""
@@ -63,20 +60,3 @@ def _device(name: str) -> str:
     """The name of a profile without the size of the memory at its end."""
     device, _, memory = name.rpartition("-")
     return device if memory.isdecimal() and len(memory) < 4 else name
-
-
-def on_cores(seconds: float, busy: float, hardware: Hardware, active: Active = ()) -> float:
-    """The time of a step that takes each rank `seconds`. On this machine's CPU, ranks that share a core also wait.
-
-    Args:
-        busy: seconds that all ranks compute, added up.
-        active: how many ranks of a pipeline are at work at once, and for how long.
-    """
-    waits = hardware.is_measured and hardware.is_cpu
-    return seconds_on_cores(seconds, busy, active, cores_here()) if waits else seconds
-
-
-def estimated_seconds(expected: Estimate) -> float | None:
-    """Seconds of a step on this machine by its estimate; None if the speed of the hardware is not known."""
-    time, hardware = expected.step_time, expected.hardware
-    return None if time is None or hardware is None else on_cores(time.seconds, time.busy, hardware, time.active)

@@ -24,14 +24,18 @@ class FoundPlan:
     Args:
         plan: with every axis set.
         estimate: its memory on every distinct rank, and its time.
-        seconds: seconds of a step. On this machine's CPU they include the waiting of ranks that share a core.
+        seconds: estimated seconds of a step.
         reasons: what speaks for or against the plan, in words with numbers.
+        measured_seconds: of a step that was really taken; None if none was.
+        failed: why the steps that were tried could not be taken; "" if they were, or if none was tried.
     """
 
     plan: Plan
     estimate: Estimate
     seconds: float
     reasons: list[str]
+    measured_seconds: float | None = None
+    failed: str = ""
 
     @property
     def memory(self) -> int:
@@ -78,14 +82,17 @@ class PlanSearch:
 
     def describe(self) -> str:
         """A table of the plans, why the first one is the best, and what was rejected; lines of at most 80 columns."""
-        lines = [self.title(), "", f"{'':>3}  {'a step':>10}  {'a rank':>10}  plan"]
+        measured = any(found.measured_seconds is not None or found.failed for found in self.plans)
+        lines = [self.title(), "", f"{'':>3}  {'measured  ' * measured:>12}{'a step':>10}  {'a rank':>10}  plan"]
         for number, found in enumerate(self.plans, start=1):
-            head = f"{number:>3}  {seconds_words(found.seconds):>10}  {size_text(found.memory):>10}  "
+            head = f"{number:>3}  {_measured_words(found) * measured}{seconds_words(found.seconds):>10}  "
+            head += f"{size_text(found.memory):>10}  "
             lines += wrap(plan_words(found.plan), _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
         for number, found in enumerate(self.plans, start=1):
-            if found.reasons:
+            reasons = [*found.reasons, *([f"failed: {found.failed}"] if found.failed else [])]
+            if reasons:
                 lines += ["", f"of plan {number}:"]
-                lines += [line for reason in found.reasons for line in _wrapped(reason)]
+                lines += [line for reason in reasons for line in _wrapped(reason)]
         if self.rejected:
             lines += ["", "not chosen:", *(line for refusal in self.rejected for line in _wrapped(str(refusal)))]
         lines += ["", *wrap(self._note(), _WIDTH)]
@@ -108,6 +115,12 @@ class PlanSearch:
         if self.proven:
             return f"{how} The others are predicted to be no better than the first."
         return f"{how} The search ended at its bound of estimates: a plan that was not estimated may be better."
+
+
+def _measured_words(found: FoundPlan) -> str:
+    seconds = found.measured_seconds
+    words = "failed" if found.failed else "" if seconds is None else seconds_words(seconds)
+    return f"{words:>10}  "
 
 
 def _wrapped(text: str) -> list[str]:

@@ -23,6 +23,7 @@ from tensorshard.tensor_parallel.table.layer_kinds import (
     is_multihead_attention,
     named_arguments,
 )
+from tensorshard.tensor_parallel.table.table import join_names
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
@@ -109,9 +110,9 @@ def follow(block: nn.Module, call: BlockCall, whole: set[str], columns: Containe
 
     def run(copied: nn.Module, samples: Any, sources: _LayerSources) -> None:
         args, kwargs = samples
-        with _reads(copied) as found:
+        with _reads(copied) as read:
             copied(*args, **kwargs)
-        numbers.update(found)
+        numbers.update(read)
 
     sources = follow_run(block, (call.args, call.kwargs), watch, run)
     return Dataflow(sources.regions(), sources.called, sources.shared_inputs(), numbers, sources.arguments)
@@ -191,18 +192,18 @@ class _LayerSources(Provenance[_Source]):
                 self._readers.setdefault(id(args[0]), []).append(name)
             if kind in ("linear", "own linear", "convolution"):
                 given = self.of(tensor_leaves(args))
-                found = _names(given, "layer")
+                layers = _names(given, "layer")
                 self._fed[name] = self._fed.get(name, frozenset()) | _names(given, "full")
-                if found:
-                    self._consumers[name] = self._consumers.get(name, frozenset()) | found
+                if layers:
+                    self._consumers[name] = self._consumers.get(name, frozenset()) | layers
 
         return hook
 
     def _given(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            found = _names(self.of(tensor_leaves(args)), "layer")
-            if found:
-                self._channelwise[name] = self._channelwise.get(name, frozenset()) | found
+            layers = _names(self.of(tensor_leaves(args)), "layer")
+            if layers:
+                self._channelwise[name] = self._channelwise.get(name, frozenset()) | layers
 
         return hook
 
@@ -272,9 +273,7 @@ class _LayerSources(Provenance[_Source]):
                 )
             )
         attentions = [
-            Region((name,), (f"{name}.out_proj" if name else "out_proj",), (), ())
-            for name in self._attentions
-            if name in self.called
+            Region((name,), (join_names(name, "out_proj"),), (), ()) for name in self._attentions if name in self.called
         ]
         return attentions + [self._region(columns, rows) for columns, rows in merged]
 
@@ -305,15 +304,15 @@ def _inputs(sources: frozenset[_Source]) -> frozenset[int]:
 @contextmanager
 def _reads(block: nn.Module) -> Iterator[dict[str, dict[str, int]]]:
     """Collects the whole numbers that modules of `block` read from themselves and from their config."""
-    found: dict[str, dict[str, int]] = {}
+    reads: dict[str, dict[str, int]] = {}
     for name, module in block.named_modules():
         numbers: dict[str, int] = {}
-        found[name] = numbers
+        reads[name] = numbers
         _watch(module, numbers, "")
         config = vars(module).get("config")
         if config is not None:
             module.config = _watched_copy(config, numbers)
-    yield found
+    yield reads
 
 
 def _watch(owner: Any, numbers: dict[str, int], prefix: str) -> None:

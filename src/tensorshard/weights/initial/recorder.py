@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tensorshard.comm.world import world
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_tensors import (
     DataDependentOutputException,
@@ -72,6 +73,7 @@ class OperationRecorder(TorchDispatchMode):
         """To be made after torch was seeded: a constructor that seeds it anew must get the numbers that follow."""
         super().__init__()
         self._seed = torch.initial_seed()
+        self._is_simulated = world().is_simulated  # then no value is ever asked for
         self.log = Log()
         self.failure: str | None = None
         self._fake_mode = fake_mode
@@ -113,7 +115,7 @@ class OperationRecorder(TorchDispatchMode):
         self._log(func, arguments, [], reads=written - filled, written=written, filled=filled, random=True)
 
     def _check_seed(self) -> None:
-        if torch.initial_seed() != self._seed:
+        if torch.initial_seed() != self._seed and not self._is_simulated:
             raise UnrecordableError("seeds torch's random numbers itself (torch.manual_seed)")
 
     def __torch_dispatch__(
@@ -276,7 +278,7 @@ class TensorMethodRecorder(TorchFunctionMode):
     def __init__(self, recorder: OperationRecorder, internal: frozenset[str]) -> None:
         """
         Args:
-            recorder: is told of reads.
+            recorder: gets the reads, as failures.
             internal: The names in a fake tensor's `__dict__` that are not the user's.
         """
         super().__init__()

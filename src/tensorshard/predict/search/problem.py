@@ -1,9 +1,8 @@
-"""The arguments of a search: the model, the hardware, and the user's fixed fields. They are checked before any work."""
+"""What a search is asked: the model, the hardware, the user's fixed fields; and the estimates that answer it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +11,8 @@ from torch import nn
 
 from tensorshard.comm.forked import run_at_once
 from tensorshard.engine.optimizer import OptimizerFactory
-from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
+from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.parallelize.checks import check_arguments
 from tensorshard.parallelize.decisions import Decisions
@@ -21,9 +20,8 @@ from tensorshard.plan.field_checks import check_choice, check_int, check_positiv
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.estimate import Estimate, estimate
 from tensorshard.predict.hardware import Hardware, Rates, find_hardware
-from tensorshard.predict.search.fewer_blocks import KEPT, FewerBlocks, with_all_blocks, without_blocks
-from tensorshard.predict.search.machine import hardware_here, on_cores
-from tensorshard.predict.step_time import Active
+from tensorshard.predict.search.extrapolate import KEPT, FewerBlocks, with_all_blocks, without_blocks
+from tensorshard.predict.search.machine import hardware_here
 from tensorshard.tensor_parallel.table.table import VerifiedTable
 from tensorshard.tensor_parallel.verify.kept_captures import Captures, captures_kept
 from tensorshard.weights.files.pretrained_model import PretrainedModel
@@ -40,7 +38,7 @@ SEARCHED = (
 
 
 @dataclass(frozen=True)
-class Question:
+class SearchProblem:
     """A search's arguments, checked.
 
     Args:
@@ -54,7 +52,7 @@ class Question:
         shared: what holds for several plans: the run of the model's constructor, and the runs from which pipelines are
             cut. Estimates fill it.
         captures: the model's runs from which tables were found. Estimates fill it.
-        shortened: the questions for models with fewer blocks, by the number of blocks that they keep.
+        shortened: the problems for the models with fewer blocks, by the number of blocks that they keep.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -70,13 +68,13 @@ class Question:
     tables: dict[tuple[int, bool], VerifiedTable | None] = field(default_factory=dict)
     shared: Decisions = field(default_factory=lambda: Decisions(traced={}))
     captures: Captures = field(default_factory=dict)
-    shortened: dict[int, "Question"] = field(default_factory=dict)
+    shortened: dict[int, "SearchProblem"] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def rates(self) -> Rates:
         """How fast a device is."""
-        assert self.hardware.rates is not None  # checked by `ask`
-        return self.hardware.rates.shared_by(self.world_size, cores_here())
+        assert self.hardware.rates is not None  # checked by `make_problem`
+        return self.hardware.rates
 
     @property
     def on_cpus(self) -> bool:
@@ -117,7 +115,7 @@ class Question:
         """The estimate of a resolved `plan`.
 
         Args:
-            world_size: the number of ranks; None for the question's.
+            world_size: the number of ranks; None for the problem's.
             samples: samples of one data rank; None for its part of the global batch.
             borrow: whether a table that was found for another number of tp ranks may be used, if it suits the model.
                 This is for predictions only, since a search for this number may find another table.
@@ -131,8 +129,11 @@ class Question:
         if borrow and decisions.table is None and plan.tp > 1:
             decisions.table = self.table_for(plan.tp, sequence_parallel=plan.sequence_parallel)
             if decisions.table is not None:
-                with suppress(Exception):  # a model may raise anything if its layers do not suit the table
+                try:
                     return self._estimate(plan, world_size, samples, decisions)
+                except Exception as error:
+                    if not raised_by_model(error):  # else its layers do not suit the table
+                        raise
                 decisions.table = None
         found = self._estimate(plan, world_size, samples, decisions, stop_above)
         self.tables[plan.tp, plan.sequence_parallel] = decisions.table
@@ -180,21 +181,18 @@ class Question:
         return found
 
     def seconds(self, found: Estimate) -> float:
-        """The step time of an estimate. On this machine's CPU, ranks without a core of their own also wait for one."""
-        time = found.step_time
-        assert time is not None  # the hardware has rates
-        return self.on_cores(time.seconds, time.busy, time.active)
+        """The step time of an estimate."""
+        assert found.step_time is not None  # the hardware has rates
+        return found.step_time.seconds * self.hardware.time_ratio
 
-    def on_cores(self, seconds: float, busy: float, active: Active) -> float:
-        """The time of a step that takes each rank `seconds`, if all ranks together compute for `busy` seconds.
+    def without_tables(self) -> "SearchProblem":
+        """The same problem, with none of the tables that were found."""
+        return replace(self, tables={})
 
-        Args:
-            active: how many ranks of a pipeline are at work at once, and for how long.
-        """
-        return on_cores(seconds, busy, self.hardware, active) * self.hardware.time_ratio
-
-    def with_blocks(self, kept: int, equal_blocks: Sequence[str], tp: int, *, sequence_parallel: bool) -> "Question":
-        """The same question for the model with the first `kept` of its `equal_blocks`; it must be a callable.
+    def with_blocks(
+        self, kept: int, equal_blocks: Sequence[str], tp: int, *, sequence_parallel: bool
+    ) -> "SearchProblem":
+        """The same problem for the model with the first `kept` of its `equal_blocks`; it must be a callable.
 
         Its estimates use the table that was found with `tp` ranks, or one for another number; without any they search
         for one.
@@ -211,12 +209,17 @@ class Question:
         return replace(self, model=found.model, tables=tables, shared=found.shared, captures=found.captures)
 
     def with_few_blocks(
-        self, run: Callable[["Question"], _Result], equal_blocks: Sequence[str], tp: int, *, sequence_parallel: bool
+        self,
+        run: Callable[["SearchProblem"], _Result],
+        equal_blocks: Sequence[str],
+        tp: int,
+        *,
+        sequence_parallel: bool,
     ) -> tuple[_Result, _Result]:
-        """What `run` returns for the questions with each number of :data:`KEPT` blocks, as in :meth:`with_blocks`."""
+        """What `run` returns for the problems with each number of :data:`KEPT` blocks, as in :meth:`with_blocks`."""
         are_new = len(self.shortened) < len(KEPT)
-        questions = (self.with_blocks(n, equal_blocks, tp, sequence_parallel=sequence_parallel) for n in KEPT)
-        calls = [partial(run, question) for question in questions]
+        problems = (self.with_blocks(n, equal_blocks, tp, sequence_parallel=sequence_parallel) for n in KEPT)
+        calls = [partial(run, problem) for problem in problems]
         # The first runs leave the constructor's runs here for all later ones.
         few, more = (call() for call in calls) if are_new else run_at_once(calls)
         return few, more
@@ -237,14 +240,14 @@ class Question:
 
     def with_changes(
         self, *, world_size: int | None = None, global_batch: int | None = None, **fixed: Any
-    ) -> "Question":
-        """The same question for more ranks, for another batch, or with more fields fixed."""
+    ) -> "SearchProblem":
+        """The same problem for more ranks, for another batch, or with more fields fixed."""
         size = self.world_size if world_size is None else world_size
         batch = self.global_batch if global_batch is None else global_batch
         return replace(self, world_size=size, global_batch=batch, fixed={**self.fixed, **fixed})
 
 
-def ask(
+def make_problem(
     model: nn.Module | Callable[[], nn.Module],
     *,
     world_size: int,
@@ -256,8 +259,8 @@ def ask(
     memory: int | str | None,
     global_batch: int | None,
     fixed: Plan | Mapping[str, Any] | None,
-) -> Question:
-    """Checks these arguments of :func:`find_plans`, and returns them as a question.
+) -> SearchProblem:
+    """Checks these arguments of :func:`find_plans`, and returns them as a SearchProblem.
 
     Raises:
         ValueError, TypeError: one of them makes no sense; the error says why.
@@ -289,7 +292,7 @@ def ask(
     there = found.memory // share if memory is None else size_in_bytes("memory", memory)
     there = int(there / found.memory_ratio)  # real runs take this times the estimate, so the estimate must stay lower
     batch = size * world_size if global_batch is None else global_batch
-    return Question(model, world_size, inputs, targets, optimizer, loss_fn, found, there, batch, given)
+    return SearchProblem(model, world_size, inputs, targets, optimizer, loss_fn, found, there, batch, given)
 
 
 def fixed_fields(fixed: Plan | Mapping[str, Any] | None) -> dict[str, Any]:
