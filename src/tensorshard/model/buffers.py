@@ -71,13 +71,15 @@ class BufferValues:
         modules: Iterable[nn.Module],
         wanted: Callable[[torch.Tensor, list[Registration]], bool] = lambda buffer, places: True,
     ) -> None:
-        found: dict[int, tuple[torch.Tensor | None, list[Registration]]] = {}
+        registered: dict[int, tuple[torch.Tensor | None, list[Registration]]] = {}
         for module in modules:
             for name in buffer_names(module):
                 buffer = buffer_at(module, name)
-                found.setdefault(id(buffer), (buffer, []))[1].append((module, name))
+                registered.setdefault(id(buffer), (buffer, []))[1].append((module, name))
         self._kept = [
-            _Kept.of(buffer, places) for buffer, places in found.values() if buffer is None or wanted(buffer, places)
+            _Kept.of(buffer, places)
+            for buffer, places in registered.values()
+            if buffer is None or wanted(buffer, places)
         ]
 
     def changed(self) -> list[list[Registration]]:
@@ -126,11 +128,6 @@ class Exchanged:
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether `module` is one of torch's batch or instance normalizations or a subclass, or has the same buffers."""
     return isinstance(module, NormBase) or all(name in own_buffers(module) for name in STATISTICS)
-
-
-def running_statistics(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers that a training forward of `model`'s normalizations changes."""
-    return buffers_of(modules_with_statistics(model))
 
 
 def modules_with_statistics(model: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""The stages that one rank of a pipeline has, seen as one laid-out model."""
+"""The stages that one rank of a pipeline has, seen as one sharded model."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,14 +23,14 @@ from tensorshard.torch_private.modules import every_module, own_parameters
 
 
 class PipelinedModel(ShardedModel):
-    """A rank's stages, each laid out over the other axes.
+    """A rank's stages, each sharded over the other axes.
 
-    A parameter that several stages use is held by each of them. Their gradients are added, so all make the same update.
+    A parameter that several stages use is on each of them. Their gradients are added, so all make the same update.
 
     Args:
         whole: the model, on the meta device.
         stages: this rank's, in order.
-        parts: the same, laid out.
+        parts: the same, sharded.
 
     Attributes:
         cut: all stages.
@@ -249,10 +249,10 @@ class PipelinedModel(ShardedModel):
             part.watch_updates(behind)
 
     def offloaded_masters(self) -> dict[str, OffloadedMaster]:
-        found: dict[str, OffloadedMaster] = {}
+        masters: dict[str, OffloadedMaster] = {}
         for part in reversed(self.parts):  # of several copies the first is the master
-            found.update(part.offloaded_masters())
-        return found
+            masters.update(part.offloaded_masters())
+        return masters
 
     def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         self._update_copies()
@@ -307,18 +307,18 @@ class PipelinedModel(ShardedModel):
     # -- state --
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
         for part in self.parts:
             for name, buffer in self._buffers_of(part):
-                found.setdefault(name, buffer)
-        return found
+                buffers.setdefault(name, buffer)
+        return buffers
 
     def owned_buffers(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
         for stage, part in zip(self.stages, self.parts, strict=True):
             owned = set(stage.owned_buffers())
-            found.update({name: buffer for name, buffer in self._buffers_of(part) if name in owned})
-        return found
+            buffers.update({name: buffer for name, buffer in self._buffers_of(part) if name in owned})
+        return buffers
 
     def _buffers_of(self, part: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
         """The persistent buffers of a stage, by their first names in the whole model: blocks of two may share one."""

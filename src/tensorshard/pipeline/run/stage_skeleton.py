@@ -66,7 +66,7 @@ def put_placeholders(
     computes: Callable[[], bool] | None = None,
     sentence: Callable[[str], str] | None = None,
 ) -> None:
-    """Puts a tensor of its shape, with one element in memory, in the place of each. Those that are alike share it.
+    """Puts a tensor of its shape, with one element in memory, in the place of each. Those of one shape share it.
 
     Args:
         computes: says whether the stage computes now; at other times reading the tensors raises. None for plain zeros.
@@ -146,9 +146,9 @@ class Elsewhere(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere))
-        if func not in _ALLOWED and not found.computes() and not is_in_backward():
-            raise RuntimeError(found.sentence())
+        stand_in = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere))
+        if func not in _ALLOWED and not stand_in.computes() and not is_in_backward():
+            raise RuntimeError(stand_in.sentence())
         args, kwargs = tree_map_only(Elsewhere, lambda tensor: tensor.plain, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -111,13 +111,13 @@ class CallGraph:
     @cached_property
     def _with_gradients(self) -> frozenset[Leaf]:
         # If later calls write into an output, it may need a gradient that its first content does not need.
-        found = set(self.output_gradients | self.changed)
-        with_gradients = {call for call, _ in found}
+        leaves = set(self.output_gradients | self.changed)
+        with_gradients = {call for call, _ in leaves}
         for index in reversed(range(len(self.calls))):
             if index in with_gradients:
-                found |= self.calls[index].gradients
+                leaves |= self.calls[index].gradients
                 with_gradients |= {call for call, _ in self.calls[index].gradients}
-        return frozenset(found)
+        return frozenset(leaves)
 
     @cached_property
     def _last_use(self) -> dict[Leaf, int]:

@@ -26,7 +26,7 @@ from tensorshard.torch_private.fake_tensors import (
 from tensorshard.torch_private.modules import NormBase
 from tensorshard.torch_private.tensors import tensor_version
 
-# Autograd's nodes that cannot compute the gradients of inputs and of parameters apart.
+# Autograd's nodes that cannot compute the gradients of inputs and of parameters separately.
 _ONE_PIECE = ("BackwardHookFunctionBackward", "CheckpointFunctionBackward")
 
 
@@ -210,18 +210,18 @@ class TracedRun:
         """The outputs of earlier calls that get a gradient from `tensors`."""
         nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         seen = set(nodes)
-        found = {self._leaves[id(tensor)] for tensor in tensors if id(tensor) in self._leaves}
+        leaves = {self._leaves[id(tensor)] for tensor in tensors if id(tensor) in self._leaves}
         while nodes:
             node = nodes.pop()
             self.unsplittable_backward |= node.name() in _ONE_PIECE
             variable = getattr(node, "variable", None)
             if id(variable) in self._leaves:
-                found.add(self._leaves[id(variable)])
+                leaves.add(self._leaves[id(variable)])
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
                     nodes.append(following)
-        return frozenset(found)
+        return frozenset(leaves)
 
 
 class _SavedBytes:
