@@ -102,16 +102,7 @@ def build_engine(
             check_model(source.module, plan)
             _check_rules(source.module, rules, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
-        heap = None
-        if device.type == "cpu" and not world().is_simulated:
-            heap = HostHeap(
-                ranks_here(),
-                spares_memory=plan.spares_memory,
-                keeps_nothing=plan.offloaded is not None and plan.offloaded.parameters is not None,
-                say=mesh.rank == 0,
-            )
-            if mesh.world_size > 1:
-                schedule_as_batch()
+        heap = _host_heap(plan, mesh) if device.type == "cpu" and not world().is_simulated else None
         storage = open_storage(plan, mesh, device, off_device=off_device)
         broadcast = not agreed and mesh.world_size > 1
         cache = GenerationCache(source.module)
@@ -223,9 +214,21 @@ def shard_model(
         blocks=list(dict.fromkeys(find_blocks(model).values())) or [model],  # a model without blocks is one
         units=shard_units(model, plan.shard_units),
         computed=dict(model.named_modules()),
-        whole=model,
+        full_model=model,
     )
     return apply_passes(part, context)
+
+
+def _host_heap(plan: Plan, mesh: Mesh) -> HostHeap:
+    """The heap of a rank that computes on the host, which shares its cores with others."""
+    if mesh.world_size > 1:
+        schedule_as_batch()
+    return HostHeap(
+        ranks_here(),
+        spares_memory=plan.spares_memory,
+        keeps_nothing=plan.offloaded is not None and plan.offloaded.parameters is not None,
+        say=mesh.rank == 0,
+    )
 
 
 def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Parameter]) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,9 +13,7 @@ from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import DeviceStorage, Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
-
-if TYPE_CHECKING:
-    from tensorshard.tensor_parallel.table.table import VerifiedTable
+from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class PassContext:
     plan: Plan
     mesh: Mesh
     device: torch.device
-    table: "VerifiedTable | None" = None
+    table: VerifiedTable | None = None
     by_hand: Mapping[str, ParallelMark] = field(default_factory=dict)
     storage: Storage = field(default_factory=DeviceStorage)
 
@@ -50,7 +47,7 @@ class Part:
         blocks: they are recomputed and compiled one by one; the module itself if it has none.
         units: lists of modules whose parameters are gathered and reduced together.
         computed: names and modules of what this rank computes.
-        whole: the model that this is a stage of, which no pass changes; else `module`.
+        full_model: the model that this is a stage of, which no pass changes; else `module`.
         elsewhere: names of the modules that only other stages compute, and of the modules inside of them.
         calls: for a stage: names of the units that the model calls, in order.
         returns_output: whether it returns the model's output, and not the input of another stage.
@@ -66,7 +63,7 @@ class Part:
     blocks: list[nn.Module]
     units: list[list[nn.Module]]
     computed: Mapping[str, nn.Module]
-    whole: nn.Module
+    full_model: nn.Module
     elsewhere: frozenset[str] = frozenset()
     calls: tuple[str, ...] = ()
     returns_output: bool = True

@@ -120,8 +120,8 @@ def data_parallel(part: Part, context: PassContext) -> None:
     part.sharded.logits = part.logits
 
 
-def whole_parameters(part: Part, context: PassContext) -> None:
-    """Split parameters look whole to code that is not the model's."""
+def full_parameters(part: Part, context: PassContext) -> None:
+    """Split parameters look full to code that is not the model's."""
     assert part.sharded is not None
     if part.split.size > 1:
         from tensorshard.tensor_parallel.apply.user_views import UserViews
@@ -139,7 +139,7 @@ PASSES: tuple[Callable[[Part, PassContext], None], ...] = (
     offloaded_activations,
     buffers,
     data_parallel,
-    whole_parameters,
+    full_parameters,
 )
 """All passes, in the order in which they are applied. A pass that the plan does not ask for does nothing.
 
