@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.offload.folders import scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile
+from tensorshard.plan.offload import Offload
 from tensorshard.predict.hardware import Link
 
 _WIDTH = {"cpu": 1024, "cuda": 8192}
@@ -57,7 +57,7 @@ def disk_rate() -> float:
     Raises:
         ValueError: the folder takes no scratch files.
     """
-    file = ScratchFile(scratch_folder(None))
+    file = ScratchFile(Offload().folder)
     start = file.reserve(_DISK_BLOCK * _DISK_BLOCKS)
     block = memoryview(mmap.mmap(-1, _DISK_BLOCK))
     begin = time.perf_counter()
