@@ -25,7 +25,16 @@ from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.plan.storage import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
-from tensorshard.torch_private.fsdp import parameter_groups, refresh_dtypes, unsharded_parameter
+from tensorshard.torch_private.fsdp import (
+    has_gradient,
+    members,
+    parameter_groups,
+    reduces_gradients,
+    refresh_dtypes,
+    sharded_parameter,
+    surround_reduction,
+    unsharded_parameter,
+)
 
 # In the message that counts: what a rank adds that read a parameter outside of its unit. One that used it adds 1.
 _READ = float(1 << 24)
@@ -83,10 +92,10 @@ class ShardedGradients:
         self._leaves: dict[DTensor, list[weakref.ref[torch.Tensor]]] = {}
         self._in_backward = False
         groups = parameter_groups(model)
-        self._fsdp_params = {p.sharded_param: p for fsdp_group in groups for p in fsdp_group.fsdp_params}
+        self._members = {sharded_parameter(member): member for group in groups for member in members(group)}
         this = weakref.ref(self)  # else the model would never be freed
         for fsdp_group in groups:
-            fsdp_group.post_backward = partial(_post_backward, this, fsdp_group, fsdp_group.post_backward)
+            surround_reduction(fsdp_group, partial(_around_reduction, this))
 
     def forget(self) -> None:
         """Called after a failed backward."""
@@ -141,7 +150,7 @@ class ShardedGradients:
         def leaves_of(parameter: torch.Tensor) -> list[torch.Tensor]:
             if not isinstance(parameter, DTensor):
                 return [parameter]
-            full = unsharded_parameter(self._fsdp_params[parameter])  # type: ignore[index]
+            full = unsharded_parameter(self._members[parameter])  # type: ignore[index]
             read = [leaf() for leaf in self._leaves.get(parameter, [])]
             return [leaf for leaf in (full, *read) if leaf is not None]
 
@@ -153,15 +162,15 @@ class ShardedGradients:
         """Gives those parameters of `fsdp_group` that have no gradient a gradient of zeros."""
         self._enter_backward()
         refresh_dtypes(fsdp_group)
-        if self.finish is not None and any(p.sharded_param.grad is not None for p in fsdp_group.fsdp_params):
+        if self.finish is not None and any(sharded_parameter(m).grad is not None for m in members(fsdp_group)):
             self.finish()  # a unit that is used twice: this backward adds to gradients that were taken before
-        for fsdp_param in fsdp_group.fsdp_params:
-            unsharded = unsharded_parameter(fsdp_param)
+        for member in members(fsdp_group):
+            unsharded = unsharded_parameter(member)
             if unsharded is None or not unsharded.requires_grad:
                 continue
-            if unsharded.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
-                self._used.add(fsdp_param.sharded_param)
-            elif fsdp_group.reduce_grads:
+            if has_gradient(member):
+                self._used.add(sharded_parameter(member))
+            elif reduces_gradients(fsdp_group):
                 unsharded.grad = torch.zeros_like(unsharded)
 
     def _enter_backward(self) -> None:
@@ -175,8 +184,8 @@ class ShardedGradients:
     def reduced(self, fsdp_group: Any) -> None:
         """Called when the gradients of `fsdp_group` were reduced, if they were to be."""
         if self.take is not None:
-            for fsdp_param in fsdp_group.fsdp_params:
-                self.take(fsdp_param.sharded_param)
+            for member in members(fsdp_group):
+                self.take(sharded_parameter(member))
 
     def _end_backward(self) -> None:
         self._complete()
@@ -229,7 +238,7 @@ class ShardedGradients:
         return world().known(message, simulated)  # type: ignore[no-any-return]
 
 
-def _post_backward(this: Any, fsdp_group: Any, original: Any, *args: Any) -> None:
+def _around_reduction(this: Any, fsdp_group: Any, original: Any, *args: Any) -> None:
     gradients = this()
     if gradients is not None:
         gradients.fill(fsdp_group)
