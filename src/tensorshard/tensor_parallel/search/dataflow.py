@@ -257,8 +257,8 @@ class _LayerSources(Provenance[_Source]):
         for group in groups:
             for name in group:
                 neighbours.setdefault(name, set()).add(group)
-        alike = [tuple(name for name in group if len(neighbours[name]) == 1) for group in groups]
-        return [group for group in alike if len(group) > 1]
+        single = [tuple(name for name in group if len(neighbours[name]) == 1) for group in groups]
+        return [group for group in single if len(group) > 1]
 
     def regions(self) -> list[Region]:
         """Rows that share a column are in one region. An ``nn.MultiheadAttention`` is a region by itself."""
