@@ -9,9 +9,9 @@ from torch import nn
 
 from tensorshard.comm.marks import ParallelMark
 from tensorshard.loss.logits.output_layers import OutputLogits
-from tensorshard.offload.slots import Slots
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import DeviceStorage, Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 
@@ -28,7 +28,7 @@ class PassContext:
         table: the table of tensor parallelism; None if no table splits the model.
         by_hand: how the parallel layers that the user built are split, by the names of their tensors. Then there is no
             table.
-        slots: where offloaded values go; None if the plan offloads nothing.
+        storage: where values are kept.
     """
 
     plan: Plan
@@ -36,7 +36,7 @@ class PassContext:
     device: torch.device
     table: "VerifiedTable | None" = None
     by_hand: Mapping[str, ParallelMark] = field(default_factory=dict)
-    slots: Slots | None = None
+    storage: Storage = field(default_factory=DeviceStorage)
 
 
 @dataclass

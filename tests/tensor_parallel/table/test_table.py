@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from table_models import build
+from tensorshard.tensor_parallel.apply import apply_table
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts
 from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
-from tensorshard.tensor_parallel.table.styles import ROWWISE, parse_style
+from tensorshard.tensor_parallel.table.styles import ROWWISE, STYLES, parse_style
 from tensorshard.tensor_parallel.table.table import TensorTable, collapse
 
-STYLES = [
+SPELLED = [
     "colwise",
     "rowwise",
     "vocab",
@@ -31,7 +32,7 @@ STYLES = [
 ]
 
 
-@pytest.mark.parametrize("text", STYLES)
+@pytest.mark.parametrize("text", SPELLED)
 def test_a_style_reads_as_it_is_written(text):
     assert str(parse_style(text)) == text
 
@@ -115,3 +116,7 @@ def test_weights_of_conv1d_are_transposed():
 def test_tied_parameters_have_one_layout():
     found = layouts({"embedding": "vocab"}, "gpt_tied")
     assert found["head.weight"] == found["embedding.weight"] == Layout(0, (61,))
+
+
+def test_every_style_is_applied():
+    assert apply_table._APPLY.keys() == set(STYLES.values())

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.model.parameters import buffer_aliases
-from tensorshard.offload.slots import OffloadedMaster
-from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.passes.precision import master_dtype
 from tensorshard.pipeline.cut import unit_stages
 from tensorshard.pipeline.run.shared_gradients import SharedGradients, local_of
@@ -18,7 +16,8 @@ from tensorshard.pipeline.run.shown_model import Access, ShownModel, guard_modul
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.schedules import find_schedule
-from tensorshard.sharded.sharded_model import ShardedModel, TakeGradient
+from tensorshard.plan.storage import Place, TakeGradient, UpdateProgress
+from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.modules import every_module, own_parameters
 
 
@@ -70,7 +69,7 @@ class PipelinedModel(ShardedModel):
             torch.device(mesh.device_mesh.device_type),
         )
         self._complete = True
-        self._behind: UpdateBehind | None = None
+        self._update: UpdateProgress | None = None
         self.logits = parts[-1].logits
         self.whole_views = [view for part in parts for view in part.whole_views]
 
@@ -243,29 +242,29 @@ class PipelinedModel(ShardedModel):
         for part in self.parts:
             part.watch_gradients(take, finish)
 
-    def watch_updates(self, behind: UpdateBehind) -> None:
-        self._behind = behind
+    def watch_updates(self, update: UpdateProgress) -> None:
+        self._update = update
         for part in self.parts:
-            part.watch_updates(behind)
+            part.watch_updates(update)
 
-    def offloaded_masters(self) -> dict[str, OffloadedMaster]:
-        masters: dict[str, OffloadedMaster] = {}
+    def master_places(self) -> dict[str, Place]:
+        places: dict[str, Place] = {}
         for part in reversed(self.parts):  # of several copies the first is the master
-            masters.update(part.offloaded_masters())
-        return masters
+            places.update(part.master_places())
+        return places
 
     def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         self._update_copies()
         for part in self.parts:
             part.all_gather_parameters(copied)
 
-    def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
+    def gather_as_updated(self, copied: Container[torch.Tensor] = ()) -> None:
         if self._copies:
-            assert self._behind is not None
-            self._behind.wait([first for first, _ in self._copies])
+            assert self._update is not None
+            self._update.wait([first for first, _ in self._copies])
             self._update_copies()
         for part in self.parts:
-            part.follow_behind(copied)
+            part.gather_as_updated(copied)
 
     def all_gather_loaded(self) -> None:
         self._update_copies()

@@ -176,15 +176,15 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
     unsaid: list[tuple[str, torch.Tensor]] = []
     table_name: dict[nn.Module, str] = {}  # the table names a module once, even if it is registered at several places
     for prefix, module in model.named_modules(remove_duplicate=False):
-        said = table_name.setdefault(module, prefix)
-        own_style = styles.get(said)
-        own = {} if own_style is None else own_style.layouts(said, module, size)
+        listed = table_name.setdefault(module, prefix)
+        own_style = styles.get(listed)
+        own = {} if own_style is None else own_style.layouts(listed, module, size)
         for key, parameter in own_parameters(module).items():
             name = join_names(prefix, key)
             layout = own.get(key, REPLICATED)
-            if (style := styles.get(join_names(said, key))) is not None:
+            if (style := styles.get(join_names(listed, key))) is not None:
                 layout = style.parameter_layout(name, parameter)
-            elif said not in styles and as_splittable(module) is None:
+            elif listed not in styles and as_splittable(module) is None:
                 unsaid.append((name, parameter))  # if it is tied to another, that one decides the layout
                 continue
             check_can_split(layout, size, name)

@@ -49,14 +49,14 @@ def _summing_forward(
     **kwargs: Any,
 ) -> Any:
     own = own_parameters(module)
-    held = {name: own[name] for name in names}
+    parameters = {name: own[name] for name in names}
     try:
-        for name, parameter in held.items():
+        for name, parameter in parameters.items():
             copied = collectives.copy(to_local(parameter), group)
             set_parameter(module, name, copied / group.size() if name in divided else copied)
         return forward(*args, **kwargs)
     finally:
-        for name, parameter in held.items():
+        for name, parameter in parameters.items():
             set_parameter(module, name, parameter)
 
 
@@ -83,18 +83,18 @@ def _gathering_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    held = []
+    places = []
     for name, (dim, size) in sizes.items():
         path, _, key = name.rpartition(".")
         owner = module.get_submodule(path)
-        held.append((owner, key, own_parameters(owner)[key], dim, size))
+        places.append((owner, key, own_parameters(owner)[key], dim, size))
     try:
-        for owner, key, parameter, dim, size in held:
+        for owner, key, parameter, dim, size in places:
             set_parameter(owner, key, collectives.gather(to_local(parameter), dim, group, size=size))
         refresh_recurrent_weights(module)
         return forward(*args, **kwargs)
     finally:
-        for owner, key, parameter, _, _ in held:
+        for owner, key, parameter, _, _ in places:
             set_parameter(owner, key, parameter)
         refresh_recurrent_weights(module)
 

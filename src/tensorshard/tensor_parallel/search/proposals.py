@@ -115,7 +115,7 @@ def _enter_styles(block: nn.Module, region: Region, styles: Mapping[str, Style])
     Empty if there are no such layers, or one of them cannot be treated so.
     """
     layers = {name: as_splittable(module) for name, module in block.named_modules() if name in region.entered}
-    if not all(layer is not None and layer.kind == "linear" and not layer.own_forward for layer in layers.values()):
+    if not all(layer is not None and layer.is_plain_linear for layer in layers.values()):
         return {}
     changed = {name: ROWWISE_INTO if name in region.rows else COLWISE_GATHER_INTO for name in layers}
     for name in region.fed if changed else ():

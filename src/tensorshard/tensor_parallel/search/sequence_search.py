@@ -69,16 +69,16 @@ def find_sequence_splits(
     for name, call in run.calls.items():
         inside = styles_inside(name, blocks.styles)
         sliced = blocks.sliced_inputs.get(name, {})
-        alike = (run.kinds[name], tuple(inside.items()), tuple(sliced.items()))
-        if alike not in known:
+        key = (run.kinds[name], tuple(inside.items()), tuple(sliced.items()))
+        if key not in known:
             prefix = f"{name}." if name else ""
             shared = [tuple(n.removeprefix(prefix) for n in s) for s in blocks.shared_inputs if s[0].startswith(prefix)]
-            known[alike] = _search_block(name, units[name], call, inside, sliced, checks, shared)
-        found = known[alike]
-        if isinstance(found, SequenceSplit):
-            splits[name] = found
+            known[key] = _search_block(name, units[name], call, inside, sliced, checks, shared)
+        outcome = known[key]
+        if isinstance(outcome, SequenceSplit):
+            splits[name] = outcome
         else:
-            refused[name] = found
+            refused[name] = outcome
     reasons = {starred(name): reason for name, reason in refused.items()}
     if not splits:
         why = "\n".join(f"  {name or type(model).__name__}: {reason}" for name, reason in reasons.items())

@@ -53,6 +53,16 @@ class SplittableLayer:
         """Whether its input features can be split too, so that its output is a sum over the ranks."""
         return self.kind in ("linear", "convolution")
 
+    @property
+    def is_plain_linear(self) -> bool:
+        """Whether it is a linear layer with torch's forward."""
+        return self.kind == "linear" and not self.own_forward
+
+    @property
+    def runs_on_parts(self) -> bool:
+        """Whether its forward is kept, and runs on this rank's part of the weight: a convolution's, or a user's."""
+        return self.has_rows and not self.is_plain_linear
+
 
 def as_splittable(module: nn.Module) -> SplittableLayer | None:
     """How `module` could be split, or None if it is no layer that could.
