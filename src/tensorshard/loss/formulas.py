@@ -12,11 +12,12 @@ gradient follow from them without further communication. The formulas are the sa
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tensorshard.comm import primitives
 
@@ -56,8 +57,8 @@ class CrossEntropySpec:
         ignore_index, label_smoothing, reduction: as in ``F.cross_entropy``.
         z_loss: this times the squared log-sum-exp is added (Chowdhery et al. 2022).
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, 2024); None: they are taken as they are.
-        token_scaling: whether a token's loss is multiplied by its target's probability, taken as a constant (dynamic
-            fine-tuning: Wu et al. 2025).
+        use_token_scaling: whether a token's loss is multiplied by its target's probability, taken as a constant
+            (dynamic fine-tuning: Wu et al. 2025).
         return_lse, return_token_accuracy: what is returned beside the loss.
 
     Raises:
@@ -70,7 +71,7 @@ class CrossEntropySpec:
     z_loss: float = 0.0
     reduction: str = "mean"
     softcap: float | None = None
-    token_scaling: bool = False
+    use_token_scaling: bool = False
     return_lse: bool = False
     return_token_accuracy: bool = False
 
@@ -83,6 +84,11 @@ class CrossEntropySpec:
             raise ValueError(f"z_loss={self.z_loss} was given: use 0 or more")
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(f"softcap={self.softcap} was given: use a number above 0, or None for no cap")
+
+    @classmethod
+    def of(cls, module: nn.Module, classes: int) -> "CrossEntropySpec":
+        """The options that `module` has as attributes now."""
+        return cls(classes, **{option.name: getattr(module, option.name) for option in fields(cls)[1:]})
 
     def result(
         self, loss: torch.Tensor, lse: torch.Tensor | None, accuracy: torch.Tensor | None, shape: torch.Size
@@ -191,7 +197,7 @@ def reduce_loss(statistics: Statistics, weights: TargetWeights, spec: CrossEntro
         smooth = weights.of_all * statistics.lse - statistics.weighted_sum
         losses = losses + (spec.label_smoothing / spec.classes) * smooth.where(weights.valid, 0)
     squares = (spec.z_loss * statistics.lse.square()).where(weights.valid, 0) if spec.z_loss else None
-    if spec.token_scaling:
+    if spec.use_token_scaling:
         probability = _target_probability(statistics, weights)
         losses, squares = losses * probability, None if squares is None else squares * probability
     if spec.reduction == "none":
@@ -245,14 +251,14 @@ def find_slopes(
     grad = statistics.lse.new_zeros(()) if grad is None else grad.to(dtype)
     of_loss = (grad / weights.normalizer if mean else grad).where(weights.valid, 0)
     probability = _target_probability(statistics, weights)
-    if spec.token_scaling:
+    if spec.use_token_scaling:
         of_loss = of_loss * probability
     of_target = (1 - spec.label_smoothing) * of_loss * weights.of_target
     smoothing = of_loss * (spec.label_smoothing / spec.classes) if spec.label_smoothing else None
     of_softmax = of_target if smoothing is None else of_target + smoothing * weights.of_all
     if spec.z_loss:
         of_square = (grad / weights.num_valid if mean else grad).where(weights.valid, 0)
-        if spec.token_scaling:
+        if spec.use_token_scaling:
             of_square = of_square * probability
         of_softmax = of_softmax + 2 * spec.z_loss * of_square * statistics.lse
     if grad_lse is not None:

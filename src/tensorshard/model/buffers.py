@@ -9,7 +9,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from tensorshard.torch_private.modules import (
     NormBase,
-    SpectralNormVectors,
     buffer_at,
     buffer_names,
     forward_pre_hooks,
@@ -130,21 +129,6 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, NormBase) or all(name in own_buffers(module) for name in STATISTICS)
 
 
-def modules_with_statistics(model: nn.Module) -> list[nn.Module]:
-    """The modules in `model` that have such buffers: batch and instance normalizations, and spectral norms."""
-    return [module for module in model.modules() if keeps_statistics(module) or _iterates(module)]
-
-
-def buffers_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The buffers that `modules` hold themselves at this moment."""
-    return [buffer for module in modules for buffer in own_buffers(module).values()]
-
-
 def spectral_norm_hooks(module: nn.Module) -> list[SpectralNorm]:
     """The hooks of :func:`torch.nn.utils.spectral_norm`, which compute a weight before each forward of `module`."""
     return [hook for hook in forward_pre_hooks(module) if isinstance(hook, SpectralNorm)]
-
-
-def _iterates(module: nn.Module) -> bool:
-    """Whether each training forward takes one more step of a power iteration."""
-    return isinstance(module, SpectralNormVectors) or bool(spectral_norm_hooks(module))

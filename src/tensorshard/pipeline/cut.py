@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from tensorshard.model.tensors import TensorSpec
 from tensorshard.pipeline.trace.call_graph import CallGraph, Leaf, spans
 
 # Floating-point operations in the time that moving one byte takes: 10 to 20 on CPUs, 150 to 300 on GPUs in bf16. Fused
@@ -52,6 +53,14 @@ class Cut:
     def sent(self, stage: int) -> tuple[Leaf, ...]:
         """What `stage` sends to the one after it; the rest of what it returns is the model's output."""
         return self.received(stage + 1) if stage + 1 < self.stages else ()
+
+    def received_specs(self, stage: int) -> tuple[TensorSpec, ...]:
+        """The tensors that `stage` receives, without their values."""
+        return tuple(self.graph.sent_spec(leaf) for leaf in self.received(stage))
+
+    def sent_specs(self, stage: int) -> tuple[TensorSpec, ...]:
+        """The tensors that `stage` sends on, without their values; nothing if it is the last."""
+        return self.received_specs(stage + 1) if stage + 1 < self.stages else ()
 
     def parameters(self, stage: int) -> frozenset[str]:
         """First names of the parameters that `stage` holds."""
@@ -99,7 +108,7 @@ class Cut:
                 f"{self.graph.parameter_bytes(start, stop) / 2**20:.1f} MiB of parameters"
             )
             if stage + 1 < self.stages:
-                sends = ", ".join(str(self.graph.layout(leaf)) for leaf in self.sent(stage))
+                sends = ", ".join(str(self.graph.spec(leaf)) for leaf in self.sent(stage))
                 line += f"; sends {sends or 'nothing'}"
             lines.append(line)
         for name, stages in self.shared.items():

@@ -196,7 +196,7 @@ class ParallelLinearCrossEntropy(HeadModule):
             targets,
             self.bias,
             self._place(),
-            self._loss(),
+            CrossEntropySpec.of(self, self.num_classes),
             class_weight=self.class_weight,
             keep_logits=self.keep_logits,
             margin=self.margin,
@@ -208,20 +208,6 @@ class ParallelLinearCrossEntropy(HeadModule):
                 sum_input_grad=not self._gathers_over_classes(),
                 casts=self.optimizer is not None,
             ),
-        )
-
-    def _loss(self) -> CrossEntropySpec:
-        """The options of the loss, as the attributes say now."""
-        return CrossEntropySpec(
-            self.num_classes,
-            self.ignore_index,
-            self.label_smoothing,
-            self.z_loss,
-            self.reduction,
-            self.softcap,
-            self.use_token_scaling,
-            self.return_lse,
-            self.return_token_accuracy,
         )
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:

@@ -23,46 +23,16 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if logits.form.normalized:
-        return NotImplemented
-    return _loss(func, logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-
-
-def _nll_loss(
-    func: Rule,
-    logits: DeferredLogits,
-    target: Any,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    if not logits.form.normalized:
-        return NotImplemented
-    return _loss(func, logits, target, weight, size_average, ignore_index, reduce, reduction, 0.0)
-
-
-def _loss(
-    func: Rule,
-    logits: DeferredLogits,
-    target: Any,
-    weight: torch.Tensor | None,
-    size_average: bool | None,
-    ignore_index: int,
-    reduce: bool | None,
-    reduction: str,
-    label_smoothing: float,
-) -> Any:
+    """``F.cross_entropy`` of logits, or ``F.nll_loss`` of their log-softmax, which has no smoothing."""
+    is_nll = func is F.nll_loss
     legacy = size_average is not None or reduce is not None
-    if legacy or not _takes_classes(logits, target) or (weight is not None and weight.requires_grad):
+    if legacy or logits.form.normalized != is_nll or (is_nll and label_smoothing):
         return NotImplemented
-    linear = logits.form
-    if weight is not None and list(weight.shape) != [linear.place.classes]:
-        return NotImplemented  # torch's own error says what is wrong
-    spec = CrossEntropySpec(linear.place.classes, ignore_index, label_smoothing, reduction=reduction)
+    if not _takes_classes(logits, target) or not _takes_weights(logits, weight):
+        return NotImplemented
+    spec = CrossEntropySpec(logits.form.place.classes, ignore_index, label_smoothing, reduction=reduction)
     logits.source.take_tiles(name_of(func))
-    return linear.loss(target, weight, spec).to(logits.seen_as)
+    return logits.form.loss(target, weight, spec).to(logits.seen_as)
 
 
 def _takes_classes(logits: DeferredLogits, target: Any) -> bool:
@@ -73,6 +43,11 @@ def _takes_classes(logits: DeferredLogits, target: Any) -> bool:
         return False
     is_integer = not target.is_floating_point() and target.dtype != torch.bool
     return is_integer and target.shape == linear.token_shape and target.device == logits.device and target.numel() > 0
+
+
+def _takes_weights(logits: DeferredLogits, weight: torch.Tensor | None) -> bool:
+    """Whether `weight` is none, or a weight for each class. torch's own error says what else is wrong."""
+    return weight is None or (not weight.requires_grad and list(weight.shape) == [logits.form.place.classes])
 
 
 def _log_softmax(
@@ -105,27 +80,14 @@ def _our_cross_entropy(func: Rule, logits: DeferredLogits, target: Any, *args: A
     """``parallel_cross_entropy``, which has more options than torch's own."""
     names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args, strict=False)) | kwargs
-    linear = logits.form
-    plain = given.get("size_average") is None and given.get("reduce") is None and given.get("group") is None
-    capped = given.get("softcap") is not None
-    if logits.form.normalized or not plain or capped or linear.shift or not _takes_classes(logits, target):
+    refused = [given.pop(name, None) for name in ("size_average", "reduce", "group", "softcap")]
+    weight, linear = given.pop("weight", None), logits.form
+    if any(value is not None for value in refused) or linear.normalized or linear.shift:
         return NotImplemented
-    weight = given.get("weight")
-    if weight is not None and (weight.requires_grad or list(weight.shape) != [linear.place.classes]):
+    if not _takes_classes(logits, target) or not _takes_weights(logits, weight):
         return NotImplemented
-    spec = CrossEntropySpec(
-        linear.place.classes,
-        given.get("ignore_index", -100),
-        given.get("label_smoothing", 0.0),
-        given.get("z_loss", 0.0),
-        given.get("reduction", "mean"),
-        None,
-        given.get("use_token_scaling", False),
-        given.get("return_lse", False),
-        given.get("return_token_accuracy", False),
-    )
     logits.source.take_tiles(name_of(func))
-    return linear.loss(target, weight, spec)
+    return linear.loss(target, weight, CrossEntropySpec(linear.place.classes, **given))
 
 
 def _log_sum_exp(func: Rule, logits: DeferredLogits, dim: Any, keepdim: bool = False, **kwargs: Any) -> Any:
@@ -199,7 +161,7 @@ _T: Any = torch.Tensor
 
 TILED: dict[Any, Rule] = {
     F.cross_entropy: _cross_entropy,
-    F.nll_loss: _nll_loss,
+    F.nll_loss: _cross_entropy,
     parallel_cross_entropy: _our_cross_entropy,
     **dict.fromkeys((_T.log_softmax, torch.log_softmax, F.log_softmax), _log_softmax),
     **dict.fromkeys((_T.gather, torch.gather), _gather),

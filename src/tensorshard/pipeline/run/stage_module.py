@@ -12,7 +12,7 @@ from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.model.tensors import TensorSpec, take_apart
 from tensorshard.pipeline.cut import Cut
-from tensorshard.pipeline.run.cut_cache import CutCache, received_layouts, sent_layouts
+from tensorshard.pipeline.run.cut_cache import CutCache
 from tensorshard.pipeline.run.stage_run import StageLeft, StageRun
 from tensorshard.pipeline.run.stage_skeleton import Removed, put_placeholders, skeleton
 from tensorshard.torch_private.autograd import is_in_backward
@@ -126,11 +126,11 @@ class StageModule:
 
     def received(self, inputs: Any) -> tuple[TensorSpec, ...]:
         """What the stage receives for the `inputs` of a micro-batch, in order."""
-        return received_layouts(self.cut_for(inputs), self.index)
+        return self.cut_for(inputs).received_specs(self.index)
 
     def sent(self, inputs: Any) -> tuple[TensorSpec, ...]:
         """What the stage sends on for the `inputs` of a micro-batch, in order."""
-        return sent_layouts(self.cut_for(inputs), self.index)
+        return self.cut_for(inputs).sent_specs(self.index)
 
     def __call__(self, inputs: Any, received: Sequence[torch.Tensor] = (), cut: Cut | None = None) -> Any:
         """Computes the stage's part of a micro-batch.

@@ -16,7 +16,6 @@ from torch import nn
 
 from tensorshard.model.tensors import TensorSpec
 from tensorshard.pipeline.cut import Cut
-from tensorshard.pipeline.run.cut_cache import received_layouts, sent_layouts
 from tensorshard.pipeline.run.split_backward import WeightBackward, backward_of_inputs
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.torch_private.pipelining import ScheduleStage
@@ -43,8 +42,8 @@ class _MicroBatch:
     """What a stage holds of one micro-batch between its forward and its backward."""
 
     cut: Cut
-    received_layouts: tuple[TensorSpec, ...]
-    sent_layouts: tuple[TensorSpec, ...]
+    received_specs: tuple[TensorSpec, ...]
+    sent_specs: tuple[TensorSpec, ...]
     received: tuple[torch.Tensor, ...] = ()
     sent: tuple[torch.Tensor, ...] = ()
     gradients: tuple[torch.Tensor | None, ...] = ()  # of the tensors that were sent
@@ -95,7 +94,7 @@ class ScheduledStage(ScheduleStage):
             with self._context():
                 inputs = self._inputs[index]
                 cut = self.stage.cut_for(inputs)
-                received, sent = received_layouts(cut, self.stage.index), sent_layouts(cut, self.stage.index)
+                received, sent = cut.received_specs(self.stage.index), cut.sent_specs(self.stage.index)
                 self._batches[index] = _MicroBatch(cut, received, sent)
         return self._batches[index]
 
@@ -103,8 +102,8 @@ class ScheduledStage(ScheduleStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         batch = self._of(fwd_chunk_id)
-        batch.received = tuple(layout.empty(self.device) for layout in batch.received_layouts)
-        return self._ops(dist.irecv, batch.received_layouts, batch.received, self.stage_index - 1)
+        batch.received = tuple(spec.empty(self.device) for spec in batch.received_specs)
+        return self._ops(dist.irecv, batch.received_specs, batch.received, self.stage_index - 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self._of(mb_index).received = tuple(tensor.detach() for tensor in prev_stage_outputs)
@@ -113,8 +112,8 @@ class ScheduledStage(ScheduleStage):
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
         batch = self._of(fwd_chunk_id)
-        for layout, tensor in zip(batch.received_layouts, batch.received, strict=True):
-            tensor.requires_grad_(layout.requires_grad)
+        for spec, tensor in zip(batch.received_specs, batch.received, strict=True):
+            tensor.requires_grad_(spec.requires_grad)
         self._hooks.before_forward(self.stage, fwd_chunk_id)
         with self._named("forward", fwd_chunk_id), self._context():
             output = self.stage(self._inputs[fwd_chunk_id], batch.received, batch.cut)
@@ -128,8 +127,8 @@ class ScheduledStage(ScheduleStage):
         if self.is_last:
             return []
         batch = self._of(fwd_chunk_id)
-        tensors = [layout.arranged(t.detach()) for layout, t in zip(batch.sent_layouts, batch.sent, strict=True)]
-        return self._ops(dist.isend, batch.sent_layouts, tensors, self.stage_index + 1)
+        tensors = [spec.arranged(t.detach()) for spec, t in zip(batch.sent_specs, batch.sent, strict=True)]
+        return self._ops(dist.isend, batch.sent_specs, tensors, self.stage_index + 1)
 
     # -- backward --
 
@@ -137,10 +136,8 @@ class ScheduledStage(ScheduleStage):
         if not self.has_backward or self.is_last:
             return []
         batch = self._of(bwd_chunk_id)
-        batch.gradients = tuple(
-            layout.empty(self.device) if layout.requires_grad else None for layout in batch.sent_layouts
-        )
-        return self._ops(dist.irecv, batch.sent_layouts, batch.gradients, self.stage_index + 1)
+        batch.gradients = tuple(spec.empty(self.device) if spec.requires_grad else None for spec in batch.sent_specs)
+        return self._ops(dist.irecv, batch.sent_specs, batch.gradients, self.stage_index + 1)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         self._of(mb_index).gradients = tuple(next_stage_bwd_outputs)
@@ -189,11 +186,11 @@ class ScheduledStage(ScheduleStage):
             return []
         batch = self._of(bwd_chunk_id)
         tensors = [
-            self._gradient(layout, gradient) if layout.requires_grad else None
-            for layout, gradient in zip(batch.received_layouts, batch.input_gradients, strict=True)
+            self._gradient(spec, gradient) if spec.requires_grad else None
+            for spec, gradient in zip(batch.received_specs, batch.input_gradients, strict=True)
         ]
         batch.input_gradients = ()
-        return self._ops(dist.isend, batch.received_layouts, tensors, self.stage_index - 1)
+        return self._ops(dist.isend, batch.received_specs, tensors, self.stage_index - 1)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
         if not self.has_backward:
@@ -233,20 +230,20 @@ class ScheduledStage(ScheduleStage):
         self._backwards += 1
         self._hooks.before_backward(self.stage, index, last=self._backwards == len(self._inputs))
 
-    def _gradient(self, layout: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor:
+    def _gradient(self, spec: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor:
         if gradient is None:
-            return layout.empty(self.device).zero_()
-        return layout.arranged(gradient)
+            return spec.empty(self.device).zero_()
+        return spec.arranged(gradient)
 
     def _ops(
-        self, kind: Any, layouts: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], neighbour: int
+        self, kind: Any, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], neighbour: int
     ) -> list[dist.P2POp]:
         if not tensors:
             return []
         group = self.group if self.group is not None else dist.group.WORLD
         peer = dist.get_global_rank(group, self.stage_index_to_group_rank[neighbour])  # type: ignore[arg-type]
         return [
-            dist.P2POp(kind, layout.on_the_wire(tensor), peer, self.group)
-            for layout, tensor in zip(layouts, tensors, strict=True)
+            dist.P2POp(kind, spec.on_the_wire(tensor), peer, self.group)
+            for spec, tensor in zip(specs, tensors, strict=True)
             if tensor is not None
         ]

@@ -25,13 +25,11 @@ class SplitRegion:
     """A region that can be split, and how.
 
     Args:
-        tries: how many ways were checked, up to the one that passed.
         sharded_outputs: tensor outputs of the block that are then split too, each with its dimension.
     """
 
     region: Region
     proposal: Proposal
-    tries: int
     sharded_outputs: dict[int, int]
 
 
@@ -50,8 +48,16 @@ class BlockSearch:
     ends: list[str] = field(default_factory=list)
 
     def styles(self) -> dict[str, Style]:
-        """The styles of all that is split, in one table."""
-        return merge_styles([split.proposal.styles for split in self.split])
+        """The styles of all that is split, in one table. What several regions divide is divided once."""
+        merged: dict[str, Style] = {}
+        for split in self.split:
+            for name, style in split.proposal.styles.items():
+                earlier = merged.get(name)
+                if isinstance(style, Divide) and isinstance(earlier, Divide):
+                    merged[name] = Divide(tuple(dict.fromkeys((*earlier.targets, *style.targets))))
+                else:
+                    merged[name] = style
+        return merged
 
 
 def search_block(
@@ -121,7 +127,7 @@ def _split_experts(name: str, experts: nn.Module, check: BlockCheck) -> SplitReg
                 reason = f"split over {check.size} ranks, {error}"
             continue
         region = Region((name,), (name,), (), ())
-        return SplitRegion(region, Proposal(styles, {}), tries, agreement.sharded_outputs)
+        return SplitRegion(region, Proposal(styles, {}), agreement.sharded_outputs)
     return reason
 
 
@@ -156,7 +162,7 @@ def _split(
             if tries == 1:
                 reason = f"split over {check.size} ranks, {error}"
             continue
-        return SplitRegion(region, proposal, tries, agreement.sharded_outputs)
+        return SplitRegion(region, proposal, agreement.sharded_outputs)
     return heads or reason
 
 
@@ -173,19 +179,6 @@ def _all_proposals(region: Region, own: Iterator[Proposal], published: Mapping[s
     yield from own
     if complete and gathers:
         yield Proposal(given, {})
-
-
-def merge_styles(tables: list[dict[str, Style]]) -> dict[str, Style]:
-    """The styles of several regions in one table. An attribute that several of them divide is divided once."""
-    merged: dict[str, Style] = {}
-    for table in tables:
-        for name, style in table.items():
-            earlier = merged.get(name)
-            if isinstance(style, Divide) and isinstance(earlier, Divide):
-                merged[name] = Divide(tuple(dict.fromkeys((*earlier.targets, *style.targets))))
-            else:
-                merged[name] = style
-    return merged
 
 
 # -- what earlier ways show --

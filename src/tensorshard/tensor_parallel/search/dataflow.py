@@ -6,6 +6,7 @@ again, and counts as coming from none.
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -135,6 +136,9 @@ class _Source:
     index: int = -1
 
 
+_LayersBy = defaultdict[Any, frozenset[str]]
+
+
 class _LayerSources(Provenance[_Source]):
     """Follows which layers, parameters and inputs of a block its values come from. A layer counts as one step.
 
@@ -158,13 +162,15 @@ class _LayerSources(Provenance[_Source]):
             self.add([tensor], frozenset([_Source("input", index=index)]))
         self.called: set[str] = set()
         self._readers: dict[int, list[str]] = {}
-        self._met: dict[str, frozenset[str]] = {}  # for each parameter, the layers to whose outputs it is applied
-        self._met_inputs: dict[int, frozenset[str]] = {}
-        self._met_full: dict[str, frozenset[str]] = {}  # the same for full outputs of other layers
-        self._met_by_full: dict[str, frozenset[str]] = {}  # the layers with full outputs, by parameter
-        self._fed: dict[str, frozenset[str]] = {}  # the layers with full outputs that each layer reads
-        self._consumers: dict[str, frozenset[str]] = {}
-        self._channelwise: dict[str, frozenset[str]] = {}  # for each module, the layers whose outputs it reads
+        # Columns that values come from, by parameter, by input of the block, and by other layer, that meets them.
+        self._met: _LayersBy = defaultdict(frozenset)
+        self._met_inputs: _LayersBy = defaultdict(frozenset)
+        self._met_full: _LayersBy = defaultdict(frozenset)
+        self._consumers: _LayersBy = defaultdict(frozenset)  # the same by layer that reads them
+        self._channelwise: _LayersBy = defaultdict(frozenset)  # and by channelwise module
+        # Layers with full outputs, by parameter that meets them, and by layer that reads them.
+        self._met_by_full: _LayersBy = defaultdict(frozenset)
+        self._fed: _LayersBy = defaultdict(frozenset)
         self._inside: list[str] = []
         self._attentions: dict[str, None] = {}
         self.arguments: dict[str, dict[str, Argument]] = {}
@@ -193,9 +199,9 @@ class _LayerSources(Provenance[_Source]):
             if kind in ("linear", "own linear", "convolution"):
                 given = self.of(tensor_leaves(args))
                 layers = _names(given, "layer")
-                self._fed[name] = self._fed.get(name, frozenset()) | _names(given, "full")
+                self._fed[name] |= _names(given, "full")
                 if layers:
-                    self._consumers[name] = self._consumers.get(name, frozenset()) | layers
+                    self._consumers[name] |= layers
 
         return hook
 
@@ -203,7 +209,7 @@ class _LayerSources(Provenance[_Source]):
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             layers = _names(self.of(tensor_leaves(args)), "layer")
             if layers:
-                self._channelwise[name] = self._channelwise.get(name, frozenset()) | layers
+                self._channelwise[name] |= layers
 
         return hook
 
@@ -235,14 +241,14 @@ class _LayerSources(Provenance[_Source]):
         columns, full = _names(sources, "layer"), _names(sources, "full")
         if full:
             for name in _names(sources, "parameter"):
-                self._met_by_full[name] = self._met_by_full.get(name, frozenset()) | full
+                self._met_by_full[name] |= full
         if columns:
             for name in _names(sources, "parameter"):
-                self._met[name] = self._met.get(name, frozenset()) | columns
+                self._met[name] |= columns
             for name in full:
-                self._met_full[name] = self._met_full.get(name, frozenset()) | columns
+                self._met_full[name] |= columns
             for index in _inputs(sources):
-                self._met_inputs[index] = self._met_inputs.get(index, frozenset()) | columns
+                self._met_inputs[index] |= columns
         applied = frozenset(source for source in sources if source.kind != "parameter")
         self.add((*operation.outputs, *operation.written), applied or sources)
 
