@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.data_parallel.reduction import Bucket, Groups
+from tensorshard.data_parallel.buckets import Bucket, Groups
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.data_parallel.written_values import compare_fingerprints, fingerprint, gather_flags
 from tensorshard.model.watched_parameters import METADATA, Watch, unwatch, watch
