@@ -98,6 +98,11 @@ class OperationLedger(TorchDispatchMode):
         self.recording = False
         self._take_rest(UPDATE)
 
+    @property
+    def kernel_count(self) -> int:
+        """How many kernels were counted."""
+        return self._counts.kernels.total()
+
     def operations(self, mesh: Mesh, plan: Plan) -> Operations:
         """What was counted, with each group named by its axis of `mesh`."""
         axes = {name: axis_of(dist.get_process_group_ranks(group), mesh) for name, group in self._groups.items()}

@@ -159,7 +159,7 @@ def summarize(
         ledger.events[at].phase if ledger.events else "initialization",
         _largest(ledger, held, categories),
         _timeline(steady),
-        _moments(steady, categories, CATEGORIES),
+        moments(steady, categories, CATEGORIES),
         operations or Operations(),
         *(0, 0) if slots is None else (slots.held("host memory"), slots.held("disk")),
         *(0, 0) if slots is None else (slots.moved("host memory"), slots.moved("disk")),
@@ -234,7 +234,7 @@ def _timeline(events: Sequence[Event]) -> list[tuple[str, int]]:
     return line
 
 
-def _moments(events: Sequence[Event], category_of: Sequence[str], categories: Iterable[str]) -> list[Moment]:
+def moments(events: Sequence[Event], category_of: Sequence[str], categories: Iterable[str]) -> list[Moment]:
     """Cuts `events` into about 300 stretches, and at the ends of phases, and returns the fullest moment of each.
 
     Args:

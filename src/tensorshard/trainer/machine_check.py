@@ -17,9 +17,12 @@ from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import default_device, join_world
 from tensorshard.host.memory import held_memory
+from tensorshard.models import GPT, next_token_loss
 from tensorshard.offload.folders import scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile
 from tensorshard.predict.hardware import Hardware, Link, Rates
+from tensorshard.predict.operation_ledger import OperationLedger
+from tensorshard.predict.operations import FORWARD
 from tensorshard.trainer.self_test import run as run_plans
 
 PLANS = ("ZeRO 3", "tp 2")
@@ -122,7 +125,6 @@ _LONGEST = 1.0  # seconds after which something slow is not repeated again
 _DISK_BLOCK = 16 << 20
 _DISK_BLOCKS = 8
 _SMALL, _LARGE = 1 << 8, 8 << 20  # bytes that collectives gather
-_CHAIN = 200
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -141,16 +143,20 @@ def memory_rate(device: torch.device) -> float:
 
 
 def operator_overhead(device: torch.device) -> float:
-    """Seconds that an operator takes in addition to its work: those of a chain of tiny ones, forward and backward."""
-    weight = torch.ones(8, device=device, requires_grad=True)
+    """Seconds that an operator takes in addition to its work, with Python, views and autograd around it: those of a
+    tiny network's forward and backward, divided by its operators."""
+    model = GPT(64, 8, num_layers=4, num_heads=2, width=16).to(device)
+    tokens = torch.zeros(1, 8, dtype=torch.long, device=device)
 
-    def chain() -> None:
-        value = weight
-        for _ in range(_CHAIN):
-            value = value * weight
-        value.sum().backward()
+    def step() -> None:
+        next_token_loss(model(tokens), tokens)[0].backward()
 
-    return _best(chain, device) / (4 * _CHAIN)  # backward multiplies twice, and adds
+    step()  # makes the gradients, to which later steps add
+    with OperationLedger() as ledger:
+        ledger.begin_step(lambda: FORWARD)
+        step()
+        ledger.end_step()
+    return _best(step, device) / ledger.kernel_count
 
 
 def disk_rate() -> float:
